@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce demo demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
+.PHONY: reproduce demo demo-tiny evidence evidence-pages demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
 .PHONY: raising surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
@@ -34,9 +34,19 @@ $(VENV)/evaluators: pyproject.toml constraints.txt
 DEMO = compare --model checkpoints/$1 $(HELD_OUT_$1) --factor 8 --lengths 512,4096 \
 	--methods yarn,dynamic_yarn,rerope --windows 4 --trials 1 --output runs/demo/$1 --resume
 
-demo: $(CHECKPOINTS:%=demo-%) ## three methods on the shipped checkpoints, in minutes
+demo: $(VENV)/evaluators ## a pretrained model that breaks beyond its length, and the cure
+	$(BIN)/python -m eval.demo
+
+demo-tiny: $(CHECKPOINTS:%=demo-%) ## three methods on the shipped checkpoints, in minutes
 $(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/evaluators
 	$(BIN)/rope-ext $(call DEMO,$*)
+
+evidence: $(VENV)/evaluators ## every method on two pretrained models: hours on a CPU, minutes on a GPU
+	$(BIN)/python -m eval.evidence smollm2
+	$(BIN)/python -m eval.evidence gemma3
+
+evidence-pages: $(VENV)/evaluators ## put docs/evidence/*.jsonl into the pages and into recommend
+	$(BIN)/python -m eval.evidence pages
 
 demo-recording: demo-tiny-512 ## the terminal in the README
 	$(BIN)/python docs/record.py docs/demo.svg $(BIN)/rope-ext $(call DEMO,tiny-512)

@@ -1,50 +1,59 @@
-"""What decides without fine-tuning where no vendor has a recipe: numbers of the two checkpoints.
+"""What decides without fine-tuning where no vendor has a recipe: numbers of pretrained models.
 
-At 8 times the trained length of ``checkpoints/tiny-512`` and ``checkpoints/tiny-bytes-512``, with
-each method's defaults: ``rope-ext compare --factor 8 --lengths 512,4096 --windows 12 --trials 4``.
+``make evidence`` measures them, with each method's defaults, and ``make evidence-pages`` writes
+``evidence.json``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CANDIDATES = (
+    *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "lampe"),
+    *("yarn", "dynamic_yarn", "mrrope"),
+)
+"""Methods for use without fine-tuning, best first on the bundled checkpoints (docs/advice.md)."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Perplexity of 256 tokens after 3840 others, and the share of 20 passkeys found.
-
-    Args:
-        perplexity: on the first and on the second checkpoint.
-        passkeys: percent, likewise.
-    """
-
-    perplexity: tuple[float, float]
-    passkeys: tuple[int, int]
-
-    def __str__(self) -> str:
-        (one, two), (first, second) = self.perplexity, self.passkeys
-        return f"perplexity {one:g} and {two:g}, passkeys {first} % and {second} %"
+@cache
+def evidence() -> list[dict[str, Any]]:
+    """Return what was measured, one entry for each model."""
+    return json.loads(Path(__file__).with_name("evidence.json").read_text(encoding="utf-8"))
 
 
-MEASURED = {
-    "rerope": Measured((7.52, 2.31), (100, 95)),
-    "self_extend": Measured((7.57, 2.31), (100, 90)),
-    "dpe": Measured((7.72, 2.34), (100, 90)),
-    "leaky_rerope": Measured((7.61, 2.34), (100, 85)),
-    "dual_chunk": Measured((8.02, 2.33), (100, 85)),
-    "dynamic_yarn": Measured((7.97, 4.64), (100, 60)),
-    "yarn": Measured((7.97, 4.64), (100, 60)),
-    "lampe": Measured((7.93, 2.32), (100, 70)),
-    "mrrope": Measured((7.99, 2.82), (100, 45)),
-}
-"""By name. :func:`ranked` sorts them."""
+def sentence(name: str) -> str:
+    """Say what a method does to each model that it was measured on."""
+    parts = []
+    for model in evidence():
+        found, unpatched = model["methods"].get(name, {}), model["methods"]["unpatched"]
+        said = []
+        if "perplexity" in found:
+            said.append(
+                f"perplexity {found['perplexity']:g} at twice its length "
+                f"(unpatched {unpatched['perplexity']:g})"
+            )
+        if "passkey" in found:
+            said.append(f"{found['passkey'][0]} of {found['passkey'][1]} passkeys there")
+        if "within" in found:
+            said.append(f"{found['within']} % perplexity within {model['within']} tokens")
+        if said:
+            parts.append(f"{model['model']}: {', '.join(said)}")
+    return "; ".join(parts) or "Not measured on a pretrained model"
 
 
 def ranked() -> list[str]:
-    """Names, by the fewest passkeys found on either checkpoint, then by the mean log-perplexity."""
+    """Names: most passkeys first, then by perplexity, both at twice the trained length.
+
+    Perplexity counts to one decimal, as its intervals are no narrower; equal methods are in the
+    order of ``CANDIDATES``.
+    """
 
     def key(name: str) -> tuple[int, float]:
-        found = MEASURED[name]
-        return -min(found.passkeys), found.perplexity[0] * found.perplexity[1]
+        found = [model["methods"].get(name, {}) for model in evidence()]
+        passkeys = sum(one["passkey"][0] for one in found if "passkey" in one)
+        return -passkeys, sum(round(one["perplexity"], 1) for one in found if "perplexity" in one)
 
-    return sorted(MEASURED, key=key)
+    return sorted(CANDIDATES, key=key)

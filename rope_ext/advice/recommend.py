@@ -1,7 +1,7 @@
 """Which method for which model and length.
 
-A vendor's recipe comes first, then what a calibration found, then what was measured on the bundled
-checkpoints; with fine-tuning, what is published. The data is in ``vendors`` and ``measured``.
+A vendor's recipe comes first, then what a calibration found, then what was measured on two
+pretrained models; with fine-tuning, what is published. The data is in ``vendors`` and ``measured``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from rope_ext.advice.building import built, require_length
 from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
-from rope_ext.advice.measured import MEASURED, ranked
+from rope_ext.advice.measured import ranked, sentence
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
 from rope_ext.engines import build_engine, engines_for, serving_commands
 from rope_ext.engines.base import Refusal, config_of
@@ -152,8 +152,8 @@ def recommend(
     """Recommend a method for a model and a length, with reasons and their sources.
 
     First comes the recipe of the model's vendor where there is one, then what a calibration found.
-    The others are in the order of what was measured on the two bundled checkpoints at 8 times their
-    length (docs/advice.md); with fine-tuning, ``yarn``. Every method is tried on the model, which
+    The others are in the order of what was measured on two pretrained models at twice their
+    length (docs/evidence.md); with fine-tuning, ``yarn``. Every method is tried on the model, which
     stays unchanged; those that it refuses are left out.
 
     Args:
@@ -323,7 +323,7 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     methods = [method.resolved(case.rope) for method in methods]
     # sorted() is stable: only too large groups move behind the rest.
     for method in sorted(methods, key=lambda method: _group(method) > _LARGEST_GROUP):
-        if not method.replaces_attention:  # position methods were better on that checkpoint
+        if not method.replaces_attention:
             yield from raised
             raised = []
         if case.scaled is None or not method.is_dynamic:  # which cannot go on top of another
@@ -335,8 +335,7 @@ def _group(method: Method) -> int:
 
 
 def _evidence(method: Method) -> str:
-    where = "At 8 times the length of the two bundled checkpoints, which are small"
-    return f"{method.summary} ({method.paper}). {where}: {MEASURED[method.name]} (docs/advice.md)."
+    return f"{method.summary} ({method.paper}). {sentence(method.name)} (docs/evidence.md)."
 
 
 def _tried(case: _Case, method: Method, why: str) -> _Trial:

@@ -47,7 +47,6 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("self_extend", {"published": True}),
     ("yarn", {"attention_factor": 1.0}),
     ("yarn", {"attention_factor": 1.15}),
-    ("dual_chunk", {"temperature": 1.0}),
     ("dual_chunk", {"temperature": "log_n"}),
     ("leaky_rerope", {"log_n": False}),
     ("ntk", {"attention_factor": 1.1}),
@@ -176,6 +175,7 @@ class Measurement:
         # Patching takes a second: what one method has to do is done together.
         half = 3 * self.trained // 2
         if longest < quadruple:  # each forward is long, too
+            yield self._losses(2, self.trained // 4, names[:2])
             yield self._losses(2, double, names[:2])
         yield _together(self._losses(2, double, names[:4]), self._prompts(2, (half, double)))
         if longest >= quadruple:
@@ -198,7 +198,7 @@ class Measurement:
         phase = []
         for method, options in self._methods(factor):
             lengths = [length]
-            if self._depends_on_length(method, options):
+            if length > self.trained and self._depends_on_length(method, options):
                 # One forward has the losses of one length alone.
                 shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
                 if factor == 2 and method == "lampe":  # it changes short texts, too

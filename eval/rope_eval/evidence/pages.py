@@ -32,9 +32,13 @@ from rope_eval.reports.intervals import mean_interval, rate_interval
 from rope_ext.methods import build_method
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
-SPANS = {"1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
+SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
 """Positions behind each column, in trained lengths: up to the length that names it."""
-DRAWN = ("unpatched", "yarn", "ntk", "rerope", "self_extend", "pi")
+FRONT = (
+    *("unpatched", "yarn", "dynamic_yarn", "ntk", "llama3"),
+    *("rerope", "leaky_rerope", "self_extend", "dpe", "dual_chunk"),
+)
+DRAWN = ("unpatched", "yarn", "ntk", "rerope", "self_extend", "llama3")
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,24 @@ class Evidence:
         return list(dict.fromkeys(x["document"] for x in self.lines if x["document"] is not None))
 
     def rows(self) -> list[str]:
-        """Methods with default options that reached 2 times the length, as measured."""
+        """Methods with default options, as they were measured."""
         found = [x for x in self.lines if x["method"] == "unpatched" or _plain(x)]
         names = dict.fromkeys(str(x["method"]) for x in found if x["task"] == "loss")
-        return [name for name in names if self.losses(name, "2x")]
+        return [name for name in names if any(self.losses(name, span) for span in SPANS)]
+
+    def complete(self) -> list[str]:
+        """Those that were measured on as many documents as the unpatched model."""
+        counts = {span: len(self.losses("unpatched", span)) for span in SPANS}
+        return [
+            name
+            for name in self.rows()
+            if any(count == len(self.losses(name, span)) > 0 for span, count in counts.items())
+        ]
+
+    def cost(self, method: str) -> str:
+        """Change of perplexity within the trained length, against the unpatched model."""
+        span = "1x" if self.losses(method, "1x") else "0.25x"
+        return self.change(self.losses(method, span), self.losses("unpatched", span))
 
     def losses(
         self, method: str, span: str, options: Mapping[str, Any] | None = None, factor: float = 2
@@ -82,7 +100,7 @@ class Evidence:
         if factor == 4:
             begin, end = (round(share * self.trained) for share in (3.5, 4))
         by_length = options is None and _depends_on_length(method)
-        if by_length and span == "1x" and method != "lampe":
+        if by_length and end <= self.trained and method != "lampe":
             return self.losses("unpatched", span)
         found: dict[str, float] = {}
         for line in self.lines:
@@ -111,12 +129,9 @@ class Evidence:
         gaps = [one[name] - other[name] for name in one if name in other]
         if not gaps:
             return ""
-        percent = [100 * (math.exp(sum(gaps) / len(gaps)) - 1)]
         ends = mean_interval(gaps)
-        if ends is None:
-            return f"{percent[0]:+.1f} %"
-        low, high = (100 * (math.exp(end) - 1) for end in ends)
-        return f"{percent[0]:+.1f} % [{low:+.1f}, {high:+.1f}]"
+        shown = f"{_percent(sum(gaps) / len(gaps))} %"
+        return shown if ends is None else f"{shown} [{_percent(ends[0])}, {_percent(ends[1])}]"
 
     def prompts(
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
@@ -156,26 +171,69 @@ def _depends_on_length(method: str) -> bool:
 
 
 def table(evidence: Evidence) -> str:
-    """Perplexity by position, the cost within the trained length, and prompts answered."""
-    columns = [f"{int(SPANS[span][1] * evidence.trained):,}" for span in SPANS]
-    head = ["method", *columns, "within the length", "against yarn at 2x"]
-    head += ["passkeys 1.5x, 2x", "fruits 1.5x, 2x", "seconds"]
+    """Perplexity by position, the cost within the trained length, and prompts answered.
+
+    Methods that were measured on some of the documents alone are in ``behind``.
+    """
+    spans = [span for span in SPANS if evidence.losses("unpatched", span)]
+    head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans)]
+    head.append("within the length")
+    far = "2x" in spans
+    if far:
+        head += ["last column against yarn", "passkeys 1.5x", "2x", "fruits 1.5x", "2x", "seconds"]
     rows = [head, ["---"] * len(head)]
-    unpatched, yarn = (evidence.losses("unpatched", "1x"), evidence.losses("yarn", "2x"))
-    order = sorted(evidence.rows(), key=lambda name: _mean(evidence.losses(name, "2x")))
+    order = sorted(evidence.complete(), key=lambda name: _mean(evidence.losses(name, spans[-1])))
     for name in ["unpatched", *(name for name in order if name != "unpatched")]:
         row = [name if name == "unpatched" else f"`{name}`"]
-        row += [evidence.perplexity(name, span) for span in SPANS]
-        inside = evidence.losses(name, "1x")
-        row.append("" if name == "unpatched" else evidence.change(inside, unpatched))
-        far = evidence.losses(name, "2x")
-        row.append("" if name == "yarn" else evidence.change(far, yarn))
-        for task in TASKS:
-            row.append(" ".join(_share(evidence.prompts(name, task, x)) for x in (1.5, 2)).strip())
-        seconds = evidence.seconds(name)
-        row.append("" if seconds is None else f"{seconds:.2f}")
+        row += [evidence.perplexity(name, span) for span in spans]
+        row.append("" if name == "unpatched" else evidence.cost(name))
+        if far:
+            yarn = evidence.losses("yarn", "2x")
+            last = evidence.losses(name, "2x")
+            row.append("" if name in ("yarn", "unpatched") else evidence.change(last, yarn))
+            for task in TASKS:
+                row += [_share(evidence.prompts(name, task, length)) for length in (1.5, 2)]
+            seconds = evidence.seconds(name)
+            row.append("" if seconds is None else f"{seconds:.2f}")
         rows.append(row)
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def short(evidence: Evidence) -> str:
+    """The table of the front page: the methods of the picture."""
+    spans = ("1x", "1.5x", "2x")
+    head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,} tokens" for span in spans)]
+    head += ["within the length", f"passkeys at {2 * evidence.trained:,}"]
+    rows = [head, ["---"] * len(head)]
+    for name in FRONT:
+        row = [name if name == "unpatched" else f"`{name}`"]
+        row += [evidence.perplexity(name, span) for span in spans]
+        row.append("" if name == "unpatched" else evidence.cost(name))
+        row.append(_share(evidence.prompts(name, "passkey", 2)))
+        rows.append(row)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def conditions(evidence: Evidence) -> str:
+    """Where the numbers are from."""
+    line = evidence.lines[0]
+    count = len(evidence.losses("unpatched", "0.25x"))
+    return (
+        f"{evidence.model}, trained on {evidence.trained:,} tokens, in {line['dtype']} on "
+        f"{line['device']}: {count} manuals, torch {line['torch']}, transformers "
+        f"{line['transformers']}, seed {line['seed']}.\n"
+    )
+
+
+def behind(evidence: Evidence) -> str:
+    """Methods that are clearly behind at 1.5 times the length: measured no further."""
+    lines = ["| method | within the length | against yarn at 1.5x |\n| --- | --- | --- |\n"]
+    yarn = evidence.losses("yarn", "1.5x")
+    for name in evidence.rows():
+        if name not in evidence.complete() and evidence.losses(name, "1.5x"):
+            gap = evidence.change(evidence.losses(name, "1.5x"), yarn)
+            lines.append(f"| `{name}` | {evidence.cost(name)} | {gap} |\n")
+    return "".join(lines) if len(lines) > 1 else ""
 
 
 def quadruple(evidence: Evidence) -> str:
@@ -214,29 +272,35 @@ def variants(evidence: Evidence) -> str:
 
 def summary(evidence: Evidence) -> dict[str, Any]:
     """The numbers behind ``recommend``: plain data, one entry for each method."""
-    methods = {}
-    unpatched = evidence.losses("unpatched", "1x")
-    for name in evidence.rows():
-        inside, far = evidence.losses(name, "1x"), evidence.losses(name, "2x")
+    methods: dict[str, dict[str, Any]] = {}
+    span = "1x" if evidence.losses("unpatched", "1x") else "0.25x"
+    unpatched = evidence.losses("unpatched", span)
+    for name in evidence.complete():
+        inside, far = evidence.losses(name, span), evidence.losses(name, "2x")
         gaps = [inside[document] - unpatched[document] for document in inside]
-        methods[name] = {
-            "within": round(100 * (math.exp(sum(gaps) / len(gaps)) - 1), 1) if gaps else None,
-            "perplexity": float(f"{math.exp(_mean(far)):.3g}"),
-            "loss": round(_mean(far), 4),
-            "passkeys": evidence.prompts(name, "passkey", 2),
-            "needles": evidence.prompts(name, "needle", 2),
-        }
+        methods[name] = {}
+        if gaps:
+            methods[name]["within"] = _percent(sum(gaps) / len(gaps))
+        if far:
+            mean = _mean(far)
+            methods[name] |= {"loss": round(mean, 4), "perplexity": float(f"{math.exp(mean):.3g}")}
+        for task in TASKS:
+            prompts = evidence.prompts(name, task, 2)
+            if prompts is not None:
+                methods[name][task] = list(prompts)
     return {
         "model": evidence.model,
         "trained": evidence.trained,
-        "documents": len(evidence.losses("unpatched", "2x")),
+        "within": round(SPANS[span][1] * evidence.trained),
+        "documents": len(unpatched),
         "methods": methods,
     }
 
 
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:
     """Draw perplexity by position, factor 2, one panel for each model."""
-    figure = figure_of(5 * len(evidence), 3.6)
+    evidence = [found for found in evidence if found.losses("unpatched", "2x")]
+    figure = figure_of(max(7, 5 * len(evidence)), 3.6)
     panels = figure.subplots(1, len(evidence), squeeze=False)[0]
     numbers = []
     for axes, found in zip(panels, evidence, strict=True):
@@ -290,16 +354,25 @@ def write(root: Path) -> None:
     for one in found:
         name = one.model.partition("-")[0].lower()
         page = root / "docs" / "evidence.md"
+        put(page, f"{name} conditions", f"\n{conditions(one)}\n")
         put(page, f"{name} 2x", f"\n{table(one)}\n")
+        put(page, f"{name} behind", f"\n{behind(one)}\n")
         put(page, f"{name} 4x", f"\n{quadruple(one)}\n")
         put(page, f"{name} settings", f"\n{variants(one)}\n")
+    put(root / "README.md", "table", f"\n{short(found[0])}\n")
     data = json.dumps([summary(one) for one in found], indent=1) + "\n"
     (root / "rope_ext/advice/evidence.json").write_text(data, encoding="utf-8")
     draw(root / "docs/evidence.png", found)
 
 
 def _mean(found: Mapping[str, float]) -> float:
-    return sum(found.values()) / len(found)
+    return sum(found.values()) / len(found) if found else math.inf
+
+
+def _percent(gap: float) -> str:
+    """A difference of losses as a change of perplexity."""
+    value = round(100 * (math.exp(gap) - 1), 1)
+    return f"{value:+.1f}" if value else "0.0"
 
 
 def _share(found: tuple[int, int] | None) -> str:

@@ -50,7 +50,7 @@ ROOMS = {
         "tasks",
         "run",
         "reports plots.results plots.calibration",
-        "evaluate tune",
+        "evaluate evidence tune",
         "command plots",
         "cli",
     ),
@@ -69,7 +69,7 @@ BUDGETS = {
     "eval": (10_000, 16_400),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 31_900),
+    "tests": (22_000, 32_000),
     "docs": (45_000, 79_400),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.

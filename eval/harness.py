@@ -10,7 +10,7 @@ all of them get identical prompts. The table shows the harness's standard errors
 in ``--output`` has its full results, without the samples.
 
 ``ruler_vt`` needs no download, ``ruler_cwe`` needs wonderwords, and ``ruler_fwe`` scipy. The
-``niah`` tasks of the harness download data (those of ``python -m eval.ruler`` do not).
+``niah`` tasks of the harness download data (those of ``rope-ext eval ruler`` do not).
 """
 
 from __future__ import annotations

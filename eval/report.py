@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.perplexity import LONGPPL_HELP
 from rope_eval import command
 from rope_ext.arguments import split
 
@@ -23,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     parser = command.parser(__doc__, "runs/report", [*TASKS, "longppl"])
     parser.add_argument("--tasks", default="perplexity,passkey", help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--longppl", action="store_true", help=LONGPPL_HELP)
+    parser.add_argument("--longppl", action="store_true", help="also of key tokens")
     parser.set_defaults(trials=10)  # of RULER, too
     args = parser.parse_args(arguments)
     names = split(args.tasks)

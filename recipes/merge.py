@@ -27,7 +27,7 @@ from rope_ext.engines import engines_for
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.saving.checkpoints import load_tokenizer
 from rope_ext.saving.folder import read_saved
-from rope_ext.terminal import tell_next
+from rope_ext.terminal import tell, tell_next
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Relative to the largest logit. Merging changes the order of additions; reloading changes nothing.
@@ -136,7 +136,9 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
         raise OptionError(
             f"cannot create {output} ({error.strerror}); give --output another directory"
         ) from None
+    tell(f"loading {adapter}")
     model = load(adapter)
+    tell(f"merging, and comparing the logits of {COMPARED} tokens before and after")
     length = rope_ext.describe(model).length + COMPARED
     trained = logits(model, length)
     model = model.merge_and_unload()
@@ -145,6 +147,7 @@ def merge(adapter: Path, output: Path, dtype: str) -> str:
         parameter.data = parameter.data.to(getattr(torch, dtype))
     saved = logits(model, length)
     extended = rope_ext.describe(model).method is not None
+    tell(f"writing {output}, and comparing what it loads as")
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     if extended:

@@ -23,6 +23,7 @@ from rope_ext.errors import (
     OptionError,
     brief,
 )
+from rope_ext.forward.limits import warn_beyond
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier
@@ -450,6 +451,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
             length = getattr(tokenizer, "model_max_length", None)
             changes.replaced.append((tokenizer, "model_max_length", length))
             tokenizer.model_max_length = applied.target_length
+        warn_beyond(place, applied.method, applied.target_length, changes)
     except BaseException:
         changes.undo()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -148,14 +149,16 @@ class _Lines(Progress):
     def __init__(self, every: float) -> None:
         super().__init__(console=_err, speed_estimate_period=600, disable=True)
         self._every = every
-        self._told = time.monotonic()
+        self._told = -math.inf  # the first forward is told at once, with what it says of the rest
 
     def _line(self, task_id: TaskID) -> None:
         task = next(task for task in self.tasks if task.id == task_id)
-        if time.monotonic() - self._told < self._every or not task.total:
+        if time.monotonic() - self._told < self._every or not (task.total and task.completed):
             return
         self._told = time.monotonic()
         left = task.time_remaining
+        if left is None and task.elapsed is not None:
+            left = task.elapsed / task.completed * (task.total - task.completed)
         rest = "" if left is None else f", {timedelta(seconds=round(left))} left"
         tell(f"{task.description} {task.percentage:.0f} %{rest}".lstrip())
 

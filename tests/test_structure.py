@@ -50,8 +50,8 @@ ROOMS = {
         "tasks",
         "run",
         "reports plots.results plots.calibration",
-        "evaluate evidence tune",
-        "command plots",
+        "evaluate tune",
+        "command plots evidence",
         "cli",
     ),
 }

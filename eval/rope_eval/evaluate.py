@@ -60,4 +60,7 @@ def _evaluate(
 
 def _extent(plan: Plan) -> str:
     total, left = plan.size
-    return f"{left} cases" + (f" ({total - left} more are known)" if left < total else "")
+    asked = [case for system in plan.systems for batch in plan.left(system) for case in batch]
+    tokens = sum(case.tokens for case in asked)
+    known = f" ({total - left} more are known)" if left < total else ""
+    return f"{left} cases, {tokens:,} tokens{known}"

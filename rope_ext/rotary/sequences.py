@@ -30,13 +30,14 @@ from rope_ext.forward.context import (
 )
 from rope_ext.forward.sequences import STARTED, SequenceForward, Started
 from rope_ext.methods import FrequencyMethod
-from rope_ext.rotary.buffers import ABSENT, Changes
+from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import (
     is_exporting,
     is_sharded,
     parameters,
     refuse_continuous_batching,
     refuse_sharded,
+    replace_method,
     runs_layers_again,
 )
 from rope_ext.rotary.sites import RotarySite
@@ -358,8 +359,4 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
         "prepare_inputs_for_generation": sequences.prepare,
     }
     for name, call in calls.items():
-        original = getattr(model, name)
-        replacement: Any = functools.partial(call, original)
-        replacement.__wrapped__ = original  # transformers inspects the signature of the original
-        changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
-        setattr(model, name, replacement)
+        replace_method(model, name, call, changes)

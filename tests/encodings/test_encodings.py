@@ -10,7 +10,6 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_ext
 from rope_ext.encodings.alibi import slopes
-from rope_ext.methods import build_method
 from tests.helpers.biases import FORMULAS, LEARNED, dense, parameters, patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, FAMILIES, logits
@@ -87,15 +86,3 @@ def test_packed_documents_and_gaps_in_positions(name: str, ids) -> None:
 def test_generation_is_that_of_recomputation(more: dict, ids) -> None:
     model = patch(tiny_llama(), "alibi", factor=4)
     generates_as_it_recomputes(model, ids[:, :70], **more)
-
-
-def test_options_are_checked() -> None:
-    for options, said in (
-        ({"num_buckets": 1}, "num_buckets=1 is not valid; it must be a whole number of at least 2"),
-        ({"max_distance": 16}, "max_distance=16 is not valid; it must be more than 16"),
-        ({"factor": 0.5}, "factor=0.5 is not valid"),
-    ):
-        with pytest.raises(rope_ext.OptionError, match=said):
-            build_method("t5", **options)
-    with pytest.raises(rope_ext.UnknownMethodError, match="did you mean 'alibi'"):
-        rope_ext.patch(tiny_llama(), "alibl")

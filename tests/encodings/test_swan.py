@@ -106,6 +106,7 @@ def test_what_is_saved_is_loaded_and_plain_transformers_refuses_it(tmp_path, ids
     assert rope_ext.describe(again).notes[0].endswith("(plain transformers raises an error)")
 
 
+@pytest.mark.slow
 def test_an_exported_program_takes_any_number_of_tokens(ids) -> None:
     model, free = swan(), {"input_ids": {1: torch.export.Dim("tokens", min=17)}, "use_cache": None}
     given = ids[:1, :40].clone(), {"use_cache": False}

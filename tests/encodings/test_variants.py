@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import rope_ext
@@ -18,18 +17,3 @@ def test_learned_slopes_start_from_the_fixed_ones(ids) -> None:
     layers = parameters(model).values()
     assert len(layers) == 2 and all(torch.equal(x, slopes(4).float()) for x in layers)
     torch.testing.assert_close(logits(model, ids), logits(fixed, ids), **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("alibi", {"learned": 2}, "learned=2 is not valid; it must be True or False"),
-        ("t5", {"buckets": "all"}, "buckets='all' is not valid; it must be 'logarithmic' or 'off"),
-        ("shaw", {"table": "fixed"}, "table='fixed' is not valid; it must be 'learned' or 'sinu"),
-        ("shaw", {"p_min": 64}, "p_min=64 is not valid; it must be less than clip=64"),
-        ("shaw", {"values": None}, "values=None is not valid; it must be True or False"),
-    ],
-)
-def test_bad_options_are_refused(name: str, options: dict, said: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=said):
-        rope_ext.patch(tiny_llama(), name, **options)

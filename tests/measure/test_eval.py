@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from eval import needle, passkey, perplexity, report, ruler
+from eval import report
+from rope_eval import command
 from rope_eval.cases import Case, Outcome, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.evaluate import evaluate
@@ -358,8 +359,8 @@ def test_longppl_scores_each_key_token_once_at_every_length(frame: Frame) -> Non
 @pytest.mark.slow
 def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
-    words += ["--windows", 1, "--longppl", "--short-context", 128, "--output", tmp_path]
-    perplexity.main([str(word) for word in words])
+    words += ["--windows", 1, "--short-context", 128, "--output", tmp_path]
+    command.call(["perplexity", "longppl", *map(str, words)])
     data = json.loads((tmp_path / "results.json").read_text())
     assert [row["task"] for row in data["summary"]] == 4 * ["perplexity"] + 4 * ["longppl"]
     assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
@@ -662,6 +663,12 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
 # Mistakes
 
 
+passkey, perplexity, needle, ruler = (
+    lambda words, task=task: command.call([task, *words])
+    for task in ("passkey", "perplexity", "needle", "ruler")
+)
+
+
 @pytest.mark.parametrize(
     ("evaluator", "change", "message"),
     [
@@ -687,8 +694,8 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         ),
         (needle, ["--new-tokens", "0"], "tokens=0 is not valid"),
         (needle, ["--distractors", "-1"], "distractors=-1 is not valid"),
-        (ruler, ["--tasks", "niah_singel_1"], "unknown task 'niah_singel_1'; did you mean 'niah"),
-        (report, ["--tasks", ","], "no task is given"),
+        (ruler, ["--ruler-tasks", "niah_x"], "unknown task 'niah_x'; did you mean 'niah"),
+        (report.main, ["--tasks", ","], "no task is given"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -710,7 +717,7 @@ def test_mistakes_are_one_line_before_any_weights(
     if "--method" in change:
         words = [word for word in words if word not in ("--method", "yarn,ntk")]
     with pytest.raises(SystemExit) as stopped:
-        evaluator.main([*words, *change])
+        evaluator([*words, *change])
     out, err = capfd.readouterr()
     assert stopped.value.code == 2
     assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == ""

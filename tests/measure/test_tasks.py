@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -14,7 +13,6 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from eval import needle, passkey, perplexity, report, ruler
 from rope_eval import command
 from rope_eval.data.prompts import Frame
 from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base, build
@@ -36,67 +34,6 @@ def own_tasks() -> Iterator[None]:
 
 
 # Flags
-
-SHARED = {
-    *("--adapter", "--attn", "--batch-size", "--chat", "--compose", "--device", "--dtype"),
-    *(
-        "--factor",
-        "--finetune",
-        "--force",
-        "--help",
-        "--lengths",
-        "--method",
-        "--methods",
-        "--model",
-    ),
-    *("--option", "--output"),
-    *("--overwrite", "--resume", "--seed", "--trained-length"),
-    *(
-        "--url",
-        "--served-model-name",
-        "--served-as",
-        "--tokenizer",
-        "--api",
-        "--concurrency",
-        "--retries",
-        "--timeout",
-    ),
-}
-GRID = {"--trials", "--depths"}
-PASSKEY = {*GRID, "--digits", "--generate", "--prompt"}
-TEXT = {"--text", "--windows", "--protocol", "--stride", "--min-context"}
-TEXT |= {"--longppl", "--evaluator", "--short-context", "--longppl-variant"}
-NEEDLE = {*GRID, "--needles", "--distractors", "--haystack", "--new-tokens"}
-RULER = {"--haystack", "--squad", "--hotpotqa", "--trials", "--new-tokens"}
-
-
-@pytest.mark.parametrize(
-    ("script", "flags", "output"),
-    [
-        (passkey, PASSKEY, "runs/passkey"),
-        (perplexity, TEXT, "runs/perplexity"),
-        (needle, NEEDLE, "runs/needle"),
-        (ruler, {*RULER, "--tasks"}, "runs/ruler"),
-        (report, {*PASSKEY, *TEXT, *NEEDLE, *RULER, "--tasks", "--ruler-tasks"}, "runs/report"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_script_has_its_flags_and_its_folder(
-    script: object, flags: set, output: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsers = []
-
-    def parse(self: argparse.ArgumentParser, *args: object) -> None:
-        parsers.append(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    with pytest.raises(KeyboardInterrupt):
-        script.main([])
-    [made] = parsers
-    found = {word for action in made._actions for word in action.option_strings}
-    assert found - {"-h"} == SHARED | flags
-    assert made.get_default("output") == Path(output)
 
 
 def parsed(*words: str, tasks: list[str]) -> list[Task]:

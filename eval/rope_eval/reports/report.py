@@ -282,7 +282,9 @@ class Report:
         """The command after tasks that recommend nothing."""
         settings = self.plan.settings
         if all(system.method == UNPATCHED for system in self.plan.systems):
-            return ["rope-ext", "describe", model]
+            trained = max(system.trained for system in self.plan.systems)
+            longer = max(4 * trained, *settings.lengths)
+            return ["rope-ext", "recommend", model, "--length", str(longer)]
         return self._comparing(model, settings.lengths, "--output", unused("compared"))
 
     def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> list[str]:

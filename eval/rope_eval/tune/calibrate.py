@@ -400,14 +400,18 @@ class Run:
 
         choices = []
         with progress() as shown:
-            bar = shown.add_task("unpatched", total=None)
+            one = halves[0]
+            each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
+            most = each * (2 + sum(map(_most, grids)))
+            words = f"at most {most} forwards of {self.given.target_length} tokens"
+            bar = shown.add_task(words, total=most)
             self.advance = lambda rows: shown.advance(bar, rows)
             unpatched = [self.scores(None, half) for half in halves]
             halves, more = self._counting(halves, unpatched)
             one = halves[0]
             each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
             ends = [self.rows + each * sum(map(_most, grids[: i + 1])) for i in range(len(grids))]
-            shown.update(bar, total=ends[-1])
+            shown.update(bar, total=ends[-1], completed=self.rows)
             for start, grid, end in zip(starts, grids, ends, strict=True):
                 shown.update(bar, description=start.name)
                 choices.append(self._choice(start, grid, halves))

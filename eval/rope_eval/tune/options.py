@@ -204,7 +204,7 @@ class CalibrationOptions(TuneOptions):
             end of its interval may show, within the trained length and at the target length.
     """
 
-    samples: int = option(8, "Text windows in each half.")
+    samples: int = option(8, f"Text windows in each half, at least {FEWEST_SAMPLES}.")
     options: str | Iterable[str] | None = option(
         None,
         "Method options to find, such as attention_factor,window. Default: all.",

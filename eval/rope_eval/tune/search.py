@@ -485,7 +485,9 @@ def _searched(
     scales = FACTORS if tries else ()
     with progress() as shown:
         total = (len(known) + len(scales) + given.tables) * len(ranking)
-        bar = shown.add_task("search", total=total + (2 * _FINALISTS + 1) * len(validation))
+        total += (2 * _FINALISTS + 1) * len(validation)
+        words = f"at most {total} forwards of {given.target_length} tokens"
+        bar = shown.add_task(words, total=total)
         measuring = _Measuring(model, given, log, partial(shown.advance, bar))
         tried: dict[FrequencyMethod, dict[str, Any]] = {}
 

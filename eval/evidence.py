@@ -2,6 +2,7 @@ r"""Measure every method on two pretrained checkpoints, without fine-tuning.
 
     python -m eval.evidence smollm2 --minutes 60
     python -m eval.evidence gemma3 --device cuda
+    python -m eval.evidence pages  # put docs/evidence/*.jsonl into the pages and into recommend
 
 SmolLM2-135M-Instruct (trained on 8192 tokens) at up to 4 times its length, Gemma 3 270M (32768) at
 up to 2 times: losses by position on eight manuals, passkeys of three digits, and a word hidden in a
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_eval.evidence import questions
+from rope_eval.evidence import pages, questions
 from rope_eval.evidence.measure import Measurement
 
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", choices=CHECKPOINTS)
+    parser.add_argument("checkpoint", choices=[*CHECKPOINTS, "pages"])
     parser.add_argument("--model", type=Path, help="GGUF file or directory; default: downloaded")
     parser.add_argument("--questions", type=Path, help="documents and prompts as tokens")
     parser.add_argument("--output", type=Path, help="JSON lines, appended to")
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prepare", action="store_true", help="only write the file of questions")
     args = parser.parse_args(arguments)
+    if args.checkpoint == "pages":
+        pages.write(Path(__file__).parents[1])
+        return
     chosen = CHECKPOINTS[args.checkpoint]
     until = time.monotonic() + 60 * args.minutes
     folder = Path("runs/evidence")

@@ -97,7 +97,8 @@ if TYPE_CHECKING:
         YaRNTemperature,
     )
     from rope_ext.patching import patch, patched, unpatch, unpatched
-    from rope_ext.saving.load import from_pretrained, load_adapter, save_sidecar
+    from rope_ext.saving.adapters import load_adapter, save_sidecar
+    from rope_ext.saving.load import from_pretrained
 
 _EVALUATORS = {
     "Calibration": "reports.calibration",
@@ -106,7 +107,8 @@ _EVALUATORS = {
 }
 """Modules of ``rope_eval`` by the public names that are found in them."""
 _MODULES = (
-    *("errors", "methods", "encodings", "patching", "saving.load", "engines"),
+    *("errors", "methods", "encodings", "patching", "engines"),
+    *("saving.adapters", "saving.load"),
     *("advice.describe", "advice.diagnose", "advice.recommend", "fitting"),
 )
 """Modules that are searched for all other public names, lower ones first."""

@@ -11,7 +11,7 @@ from typing import Any
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import Method, build_method, method_class
 from rope_ext.saving import checkpoints
-from rope_ext.saving.load import SIDECAR
+from rope_ext.saving.adapters import SIDECAR
 from rope_ext.saving.record import ARGUMENTS, Record, option_texts
 
 UNPATCHED = "none"

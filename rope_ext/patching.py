@@ -234,7 +234,7 @@ def patch(
         _logger.warning(
             "rope_ext: trainers of TRL load their reference model from %r without this patch; "
             "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
-            unwrap(model).config.name_or_path,
+            getattr(unwrap(model).config, "name_or_path", None),
         )
     # Only where plain transformers computes something else without an error is anything lost.
     prefix = "sequences: " if state.native else "saving: "
@@ -264,7 +264,8 @@ def unpatch(model: Model) -> Model:
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
     del decoder.__dict__[_STATE]
-    state.changes.undo()
+    with torch.inference_mode(False):
+        state.changes.undo()
     return model
 
 
@@ -403,6 +404,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
+@torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
 def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
     gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)

@@ -24,17 +24,18 @@ def pytest_configure() -> None:
     gc.disable()  # until all tests are collected: what is imported stays, and walking it takes long
 
 
-MANY = 6
+MANY, VERY_MANY = 6, 24
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a test with more than ``MANY`` cases a third is fast, chosen by name; the rest is slow."""
+    """Of tests with many cases a third or a fifth is fast, chosen by name; the rest is slow."""
     fast = [item for item in items if not item.get_closest_marker("slow")]
     tests = [item.nodeid.partition("[")[0] for item in fast]
     cases = Counter(tests)
     for item, test in zip(fast, tests, strict=True):
-        if cases[test] > MANY and zlib.crc32(item.name.encode()) % 3:
+        share = 5 if cases[test] > VERY_MANY else 3
+        if cases[test] > MANY and zlib.crc32(item.name.encode()) % share:
             item.add_marker("slow")
             item.add_marker("sweep")
 

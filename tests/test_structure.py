@@ -31,7 +31,7 @@ ROOMS = {
         "position",
         "apply",
         "patching",
-        "fitting saving.load",
+        "fitting saving.hub saving.adapters saving.load",
         "arguments saving.checkpoints evaluators terminal",
         "saving.folder",
         "method_options",
@@ -66,11 +66,11 @@ FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 BUDGETS = {
     "rope_ext": (16_000, 25_000),
-    "eval": (10_000, 15_800),
+    "eval": (10_000, 16_400),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 32_400),
-    "docs": (45_000, 79_300),
+    "tests": (22_000, 32_000),
+    "docs": (45_000, 79_400),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.
 

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.errors import OptionError, brief
+from rope_ext.saving.checkpoints import load_config, saved_under
 from rope_ext.saving.folder import built_on_meta
 
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
     """The model, or one without weights; the patch of a saved configuration is removed."""
-    return built(given)[0]
+    return given if isinstance(given, nn.Module) else built(given)[0]
 
 
-def built(
-    given: nn.Module | PreTrainedConfig | str | Path,
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Like :func:`model_of`, with a note if a patch was removed."""
-    from rope_ext.saving.checkpoints import load_config, saved_under
-
-    if isinstance(given, (str, Path)):
-        given = cast(PreTrainedConfig, load_config(str(given)))
-    if not isinstance(given, PreTrainedConfig):
-        return given, ()
-    config, notes = copy.deepcopy(given), ()
+def built(given: PreTrainedConfig | str | Path) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of a configuration before its patch, without weights, and a note on the patch."""
+    config = given if isinstance(given, PreTrainedConfig) else load_config(str(given))
+    config = copy.deepcopy(config)
     record = saved_under(config)
-    if record is not None:  # nothing can be built of it as it is
-        record.restore(config)
-        notes = (
-            f"It was saved under {record.call()}; this is about the model without that. For the "
-            f"other, load it with rope_ext.from_pretrained and pass the model.",
-        )
-    return built_on_meta(config), notes
+    if record is None:
+        return built_on_meta(config), ()
+    record.restore(config)  # nothing can be built of it as it is
+    note = (
+        f"It was saved under {record.call()}; this is about the model without that. For the "
+        f"other, load it with rope_ext.from_pretrained and pass the model."
+    )
+    return built_on_meta(config), (note,)
 
 
 def require_length(name: str, value: Any) -> None:

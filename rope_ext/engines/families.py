@@ -108,7 +108,7 @@ VLLM: Mapping[str, ServedFamily] = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_AXES, stretched=4)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _AXES),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _AXES),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
     "gpt_oss": ServedFamily(
         ("yarn",),
         "it builds YaRN for this family and ignores rope_type (models/gpt_oss.py)",
@@ -136,7 +136,7 @@ SGLANG: Mapping[str, ServedFamily] = {
     ),
     "gemma4_text": ServedFamily((), _PROPORTIONAL),
     "kimi_linear": ServedFamily((), _UNROTATED),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
     "gemma3_text": ServedFamily(
         BASE, "it reads only the base of this family (models/gemma3_causal.py)"
     ),
@@ -295,6 +295,6 @@ def miniatures() -> list[str]:
     return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
 
 
-_NO_MINIATURE = ("gemma3_text", "olmo3", "laguna", "llama4_text", "lfm2", "lfm2_moe")
+_NO_MINIATURE = ("gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe")
 _NO_MINIATURE += ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 _NO_MINIATURE += ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")

@@ -165,7 +165,8 @@ def _undo(state: SiteState) -> None:
 def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Write a buffer, in place if possible, since compiled graphs keep its memory address."""
     buffer = buffer_of(module, name)
-    if buffer.is_meta or buffer.dtype != value.dtype or buffer.shape != value.shape:
+    replaced = buffer.is_meta or buffer.is_inference()
+    if replaced or buffer.dtype != value.dtype or buffer.shape != value.shape:
         module._buffers[name] = value.to(
             value.device if value.is_meta else buffer.device, copy=True
         )

@@ -30,7 +30,9 @@ from rope_ext.position.bias import learned
 from rope_ext.rotary.settings import all_settings, contradictions
 from rope_ext.rotary.settings import trained_length as trained_length_of
 from rope_ext.saving import gguf_source
-from rope_ext.saving.load import fault_of_place, from_pretrained, read_sidecar
+from rope_ext.saving.adapters import read_sidecar
+from rope_ext.saving.hub import fault_of_place
+from rope_ext.saving.load import from_pretrained
 from rope_ext.saving.record import Record, record_of
 
 _logger = logging.getLogger("rope_ext")
@@ -58,8 +60,9 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
     config = AutoConfig.from_pretrained(model)
-    for sentence in contradictions(config, PreTrainedConfig.get_config_dict(model)[0]):
-        _warn(f"rope_ext: {model}: {sentence}")
+    told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
+    if told:
+        _warn(f"rope_ext: {model}: {told}")
     return config
 
 

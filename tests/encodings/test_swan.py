@@ -97,23 +97,6 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
         assert torch.equal(model.generate(prompt, **NEW, assistant_model=assistant), right)
 
 
-def test_tokens_cannot_be_taken_back_from_a_window(ids) -> None:
-    model, few = swan(), ids[:, :60]
-    cache = DynamicCache(config=model.config)
-    logits(model, few, past_key_values=cache)
-    with pytest.raises(rope_ext.CacheError, match=r"activate_past_recording\(\)"):
-        cache.crop(-3)
-    assert [layer.get_seq_length() for layer in cache.layers] == [60] * 4  # none is cut alone
-    found = logits(model, ids[:, 60:], past_key_values=cache)
-    torch.testing.assert_close(found, logits(model, ids)[:, 60:], **EXACT)
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()
-    logits(model, ids, past_key_values=cache)
-    cache.crop(-30)
-    found = logits(model, ids[:, 60:], past_key_values=cache)
-    torch.testing.assert_close(found, logits(model, ids)[:, 60:], **EXACT)
-
-
 def test_what_is_saved_is_loaded_and_plain_transformers_refuses_it(tmp_path, ids) -> None:
     model = swan()
     right = logits(model, ids)

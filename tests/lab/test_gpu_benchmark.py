@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
 
 from lab.benchmarks import gpu
-
-
-def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    assert said.err.startswith("no GPU here") and "--device cpu --small" in said.err
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [(["--device", "cpu"], "add --small"), (["--parts", "exact,all"], "no part 'all'.*exact")],
-)
-def test_what_it_cannot_do_is_refused(words, reason, capsys) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(words)
-    assert re.search(reason, capsys.readouterr().err)
 
 
 def test_a_wrong_kernel_is_found_and_the_others_go_on(monkeypatch, capsys) -> None:

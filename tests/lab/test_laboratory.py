@@ -19,11 +19,11 @@ from lab.laboratory import text as texts
 from lab.laboratory.__main__ import main
 from lab.laboratory.log import Cell, Log
 from lab.laboratory.model import Size, chosen
-from lab.laboratory.paired import difference, rank_correlation, student
+from lab.laboratory.paired import difference, rank_correlation
 from lab.laboratory.published import Published, hold
 from lab.laboratory.rates import Rates, choose
 from lab.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
-from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods.registry import all_encodings
 
 SMALL = Size(width=32, layers=1, heads=4)
@@ -67,15 +67,6 @@ def test_rates_are_found_where_the_loss_is_lowest() -> None:
     assert {(rates.encoding, rates.initial) for rates in without} == {(1.0, 1.0)}
     assert sorted(rates.model for rates in without) == [0.125, 0.25, 0.5, 1.0, 2.0]
     assert choose(lambda rates: 1.0, own=True).rates == Rates(0.125, 1 / 25)
-
-
-def test_rates_are_chosen_on_text_that_is_not_reported() -> None:
-    def texts_of(split: str) -> list[str]:
-        return [chr(ord("a") + number) * 999 for number in range(20)]
-
-    made = texts.Text(64, texts=texts_of)
-    letters = {token for token in made.choosing()[0].unique().tolist() if token < 128}
-    assert letters and not letters & set(made.held_out.tolist())
 
 
 def test_rates_are_chosen_on_problems_that_are_not_trained_on() -> None:
@@ -172,11 +163,6 @@ def test_a_word_is_found_only_if_all_of_it_is_right() -> None:
     assert all(loss == pytest.approx(best, abs=1e-4) for loss in known["loss"].values())
 
 
-def test_students_quantiles_are_those_of_the_tables() -> None:
-    tables = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042}
-    assert {n: round(student(n), 3) for n in tables} == tables
-
-
 def test_differences_are_paired_by_seed() -> None:
     found = difference({0: 1.0, 1: 2.0, 2: 3.0, 9: 50.0}, {0: 0.5, 1: 1.6, 2: 2.4})
     assert found.mean == pytest.approx(0.5) and found.pairs == 3 and found.clear
@@ -223,21 +209,6 @@ def test_the_log_keeps_what_is_finished_and_leaves_out_a_line_that_was_cut_off(t
         two: {"refused": "no"},
         Cell("text", "rope", 2): {},
     }
-
-
-def test_wrong_options_are_told_before_anything_is_trained() -> None:
-    for given, message in (
-        (["--tasks", "text,sort"], "--tasks 'sort' is unknown.*'sorting'"),
-        (["--width", "100"], "--width 100 must be a multiple of 8 x --heads 4"),
-        (["--problem-steps", "0"], "--problem-steps 0 is not valid; it must be 1 or more"),
-        (["--length", "32"], "--length 32 is not valid; it must be 64 or more"),
-        (["--choosing-share", "2"], "--choosing-share 2 is not valid; it must be above 0 and"),
-        (["--learning-rate", "-1"], "--learning-rate -1 is not valid"),
-        (["--seeds", "0", "--heads", "0"], "(?s)2 mistakes.*--seeds 0.*--heads 0"),
-        (["--rows", "-2", "--encodings", "albi"], "(?s)--rows -2.*--encodings 'albi'"),
-    ):
-        with pytest.raises(RopeExtError, match=message):
-            main(given)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ Digests are of the prompts in the authors' ``dataset2prompt.json``; scores are w
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from rope_eval.data.prompts import Frame, encode
 from rope_eval.settings import Settings
 from rope_eval.tasks import Task, build
 from rope_eval.tasks.longbench_v1 import SETS, Scored
-from rope_ext.errors import MeasureError, OptionError
 from tests.helpers.published_rows import longbench_v1, packages, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -102,14 +100,3 @@ def test_solved_examples_and_code_have_no_chat_template(tmp_path: Path) -> None:
         [case] = task.questions(chat, [4096], 0).cases
         templated = tokenizer.decode(case.ids).endswith("A: ")
         assert templated == (task.name == "longbench_v1_hotpotqa")
-
-
-def test_a_missing_package_or_an_unknown_data_set_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    with pytest.raises(MeasureError, match="package rouge, which is not installed"):
-        parts(tmp_path, "qmsum")
-    [task] = build(["longbench_v1"], {"longbench_v1_data": ("hotpot.jsonl",)})
-    with pytest.raises(OptionError, match="did you mean 'hotpotqa'"):
-        task.parts(Settings(models=("m",), methods=("none",), lengths=(4096,)))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib import image
 
 import rope_ext
 from rope_eval.plots import methods as panels
@@ -120,27 +119,6 @@ METHODS = {
     "weighted-decay": [rope_ext.YaRN(factor=4), rope_ext.LMInfinite(factor=4)],
     "attention": [rope_ext.YaRN(factor=4), rope_ext.ReRoPE(factor=4)],
 }
-
-
-def reading(kind: str, checkpoint: str) -> dict[str, Any]:
-    """What a picture that reads a text needs beside a loaded model."""
-    if pictures.KINDS[kind].measure is None:
-        return {}
-    return {"text": TEXT, "tokenizer": models.load_tokenizer(checkpoint), "windows": 1}
-
-
-@pytest.mark.parametrize("kind", pictures.KINDS)
-def test_a_picture_is_drawn_and_the_model_left_alone(kind, checkpoint: str, tmp_path: Path) -> None:
-    model = models.load_model(checkpoint)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    path = tmp_path / "one.png"
-    pictures.draw(kind, model, METHODS[kind], path, **reading(kind, checkpoint))
-    pixels = image.imread(path)
-    assert pixels.shape[0] > 500 and pixels.shape[1] > 1000
-    for wanted in ((0.0, 0.45, 0.7), (0.84, 0.37, 0.0)):  # of the first and second method
-        assert (abs(pixels[..., :3] - wanted).max(-1) < 0.02).any()
-    assert all(before[name].equal(buffer) for name, buffer in model.named_buffers())
-    assert model.config._attn_implementation == "sdpa"
 
 
 # --- pictures of a model with weights ------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import rope_ext
 from rope_ext.methods import FrequencyMethod, Rope, all_encodings, all_methods
@@ -26,6 +27,7 @@ from tests.helpers.promises import (
     decodes_as_it_reads,
     documents_are_apart,
     is_saved_and_taken_out,
+    pieces_of_rows_are_as_alone,
     rows_are_as_alone,
 )
 from tests.helpers.variants import VARIANTS
@@ -243,6 +245,14 @@ def test_cached_decoding_equals_recomputation(key: str, cache: str, ids) -> None
 @pytest.mark.parametrize("key", CASES)
 def test_a_row_of_a_batch_gives_what_it_gives_alone(key: str, side: str, ids) -> None:
     rows_are_as_alone(CASES[key].patched(), side, ids)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_padded_rows_in_pieces_give_what_they_give_alone(key: str, ids) -> None:
+    model = CASES[key].patched()
+    cache = DynamicCache(config=model.config)
+    rows = [ids[0, :75], ids[1, :64]]
+    pieces_of_rows_are_as_alone(model, rows, "left", (40, 25, 5, *[1] * 5), cache)
 
 
 @pytest.mark.parametrize("key", CASES)

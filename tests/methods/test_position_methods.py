@@ -216,24 +216,6 @@ def test_published_takes_the_default_temperature_away(cls: type) -> None:
 
 # --- options -------------------------------------------------------------------------------------
 
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("rerope", {"window": 0}, r"rerope: window=0 .*whole number of at least 1"),
-    ("rerope", {"window": True}, r"window=True .*whole number"),
-    ("rerope", {"factor": 0.5}, r"factor=0.5 .*at least 1"),
-    ("leaky_rerope", {"k": 0.9}, r"k=0.9 .*at least 1"),
-    ("self_extend", {"group": 2.0}, r"group=2.0 .*whole number"),
-    ("dpe", {"groups": "88"}, r"groups='88' .*a list"),
-    ("lampe", {"mapped": 0.5}, r"mapped=0.5 .*whole number"),
-    ("string", {"shift": 0}, r"string: shift=0 .*at least 1"),
-    ("lm_infinite", {"sinks": None}, r"sinks=None .*whole number"),
-]
-
-
-@pytest.mark.parametrize(("name", "given", "message"), WRONG)
-def test_wrong_options_are_refused_with_the_valid_ones(name, given, message: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=message):
-        build_method(name, **{"factor": 4, **given})
-
 
 UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("leaky_rerope", {"window": 4096}, r"window=4096 .*smaller than the trained length.*4096"),

@@ -275,24 +275,4 @@ def test_a_record_from_before_the_released_numbers_stays_what_it_was() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
-BAD = [
-    *[
-        ({"attention_factor": x}, "attention_factor")
-        for x in (0, -1, math.nan, math.inf, True, "2")
-    ],
-    *[({"temperature": x}, "temperature") for x in (0, -1, math.nan, math.inf, True, [1], "logn")],
-    *[
-        ({"temperature": x}, "temperature")
-        for x in ("constant", 101, {"name": "log_n"}, {"temperature": "log_n", "x": 1})
-    ],
-]
-
-
-@pytest.mark.parametrize("options, named", BAD, ids=str)
-@pytest.mark.parametrize("name", ["ntk", "rerope", "dynamic_yarn"])
-def test_a_value_that_is_none_is_named_with_the_valid_ones(name: str, options, named: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=rf"{name}: {named}=.* not valid; it must be a?"):
-        _build(name, **options)
-
-
 # --- training and compilation --------------------------------------------------------------------

@@ -390,30 +390,6 @@ def test_gpt2_has_no_rope() -> None:
         rope_ext.patch(model, "yarn", factor=4)
 
 
-@pytest.mark.parametrize("factor", [1, 0.5, "4", None, float("nan"), True])
-def test_a_factor_that_extends_nothing_is_refused(model, factor: object) -> None:
-    before = snapshot(model)
-    with pytest.raises(rope_ext.OptionError, match="factor"):
-        rope_ext.patch(model, "yarn", factor=factor)
-    assert not changed(before, snapshot(model))
-
-
-def test_unknown_names_get_the_nearest_ones(model) -> None:
-    with pytest.raises(rope_ext.UnknownMethodError, match="yarn"):
-        rope_ext.patch(model, "yarm", factor=4)
-    with pytest.raises(rope_ext.OptionError, match="beta_fast"):
-        rope_ext.patch(model, "yarn", factor=4, beta_fats=16)
-    with pytest.raises(rope_ext.OptionError, match="'keep'"):
-        rope_ext.patch(model, "yarn", factor=4, sliding_layers="skip")
-    with pytest.raises(rope_ext.OptionError, match="YaRN\\(beta_fast=16\\)"):
-        rope_ext.patch(model, rope_ext.YaRN(factor=4), beta_fast=16)
-
-
-def test_unpatch_of_an_unpatched_model_says_so(model) -> None:
-    with pytest.raises(rope_ext.NotPatchedError):
-        rope_ext.unpatch(model)
-
-
 def test_a_patch_that_changes_nothing_is_refused(model) -> None:
     with pytest.raises(rope_ext.OptionError, match="extends nothing"):
         rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0] * 8, attention_factor=1.0)
@@ -477,3 +453,18 @@ def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
 
 
 # --- where tensors are made -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5"])
+def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: str) -> None:
+    rope_ext.patch(model, "pi", factor=4)
+    with torch.inference_mode():
+        with rope_ext.unpatched(model):
+            pass
+        rope_ext.patch(model, method, factor=4, replace=True)
+        rope_ext.patch(model, method, factor=8, replace=True)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    with torch.inference_mode():
+        rope_ext.unpatch(model)
+    assert not any(tensor.is_inference() for tensor in model.buffers())

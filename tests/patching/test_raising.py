@@ -142,34 +142,3 @@ def test_llama_cpp_gets_flags_for_yarn_and_a_file_for_llama3() -> None:
     model = shipped("llama", LLAMA3)  # whose own file has a table of the smaller factor
     rope_ext.patch(model, "llama3", factor=8, compose="raise")
     assert "rope-ext gguf FOLDER" in str(rope_ext.export(model, "llama.cpp"))
-
-
-TABLE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "original_max_position_embeddings": 32,
-}
-
-
-@pytest.mark.parametrize(
-    ("parameters", "method", "given", "error", "message"),
-    [
-        (None, "yarn", {}, rope_ext.UnsupportedModelError, "leave compose out"),
-        (TABLE, "longrope", {"long_factor": [4.0] * 8}, rope_ext.AlreadyScaledError, "search"),
-        (LLAMA3, "yarn", {}, rope_ext.OptionError, "pass method='llama3'"),
-        (YARN, "yarn", {"beta_fast": 8.0}, rope_ext.OptionError, "leave beta_fast out"),
-        (YARN, "yarn", {"factor": 2}, rope_ext.OptionError, "own factor, which is 2.0"),
-        (YARN, "yarn", {"bias": "alibi"}, rope_ext.OptionError, "cannot have bias="),
-        (YARN, "rerope", {}, rope_ext.OptionError, "pass method='yarn'"),
-    ],
-)
-def test_what_cannot_be_raised_is_refused_with_a_way_out(
-    parameters: dict | None, method: str, given: dict, error: type, message: str
-) -> None:
-    model = shipped("llama", parameters) if parameters else tiny_llama()
-    before = snapshot(model)
-    with pytest.raises(error, match=message):
-        rope_ext.patch(model, method, **{"factor": 8, "compose": "raise"} | given)
-    assert not changed(before, snapshot(model))

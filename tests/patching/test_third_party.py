@@ -6,7 +6,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -147,50 +146,6 @@ def test_attention_of_another_package_that_turns_as_it_is_told_is_scaled(
     for method, options in (("rerope", {}), ("yarn", {"temperature": 1.2})):
         with pytest.raises(rope_ext.UnsupportedModelError, match=f"{PATH}.as_told in place of"):
             rope_ext.patch(tiny_llama(), method, factor=4, **options)
-
-
-class Press:
-    """As kvpress hooks its own to layers."""
-
-    __module__ = "kvpress.presses.base_press"
-
-    def __init__(self, press: Any = None) -> None:
-        self.press = press
-
-    def forward_hook(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        return output
-
-
-class KeyRerotationPress(Press):
-    """One of a user, on top of that."""
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "inner"),
-    [
-        ("rerope", {}, "Press"),
-        ("dynamic_yarn", {}, "KeyRerotationPress"),
-        ("dynamic_yarn", {"length": 4 * LENGTH}, None),
-        ("yarn", {}, None),
-    ],
-)
-def test_presses_that_would_misjudge_keys_are_refused(
-    method: str, options: dict[str, Any], inner: str | None
-) -> None:
-    model = rope_ext.patch(tiny_llama(), method, factor=4, **options)
-    press, ids = Press(KeyRerotationPress()), torch.arange(9)[None]
-    handle = model.model.layers[1].self_attn.register_forward_hook(
-        press.forward_hook, with_kwargs=True
-    )
-    if inner is None:
-        model(ids)
-        return
-    with pytest.raises(rope_ext.CacheError, match=f"^{inner} of kvpress "):
-        model(ids)
-    with pytest.raises(rope_ext.CacheError) if method == "rerope" else nullcontext():
-        rope_ext.patch(model, method, factor=2, replace=True)
-    handle.remove()
-    model(ids)
 
 
 def test_with_a_trainer_that_loads_its_reference_again_a_patch_warns(

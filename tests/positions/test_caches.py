@@ -24,22 +24,6 @@ from tests.helpers.positions import (
     patch,
 )
 
-REST = [name for name in METHODS if name not in GEOMETRIES]
-STEPS = [[84, *[1] * 6], [40, 30, 13, *[1] * 7], [*[1] * 20, 70]]
-
-
-@pytest.mark.parametrize(
-    ("name", "cache", "steps"),
-    [  # of the methods that differ from one of these in numbers only, one for each cache
-        *((name, cache, steps) for name in GEOMETRIES for cache in CACHES for steps in STEPS),
-        *((name, *pair) for name in REST for pair in zip(CACHES, STEPS, strict=True)),
-    ],
-)
-def test_cached_decoding_equals_recomputation(name: str, cache: str, steps, ids) -> None:
-    model = patch(tiny_llama(), name)
-    cached = decoded(model, ids, steps, CACHES[cache](model.config))
-    torch.testing.assert_close(cached, logits(model, ids), **EXACT)
-
 
 def of_families() -> list[tuple[str, str, str]]:
     """Every kind with every geometry, every cache in its turn; the first kind with all of both."""

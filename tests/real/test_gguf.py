@@ -27,11 +27,12 @@ WRITTEN = 12
 PATCHES: dict[str, dict[str, Any]] = {"yarn": {"factor": 4}, "rerope": {"factor": 4}}
 TEXT = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize("method", PATCHES),
-    pytest.mark.parametrize("name", TOKENS),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("method", PATCHES)]
+
+
+@pytest.fixture(scope="module", params=TOKENS)  # so that each model is loaded once
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @functools.lru_cache(maxsize=1)

@@ -309,20 +309,3 @@ def test_long_rows_are_spans_of_one_document_as_released(lengths: list[int]) -> 
 
 
 # --- memory ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
-def test_recipes_leave_a_tenth_of_a_card(path: Path) -> None:
-    """Of 24 GB where the name says so, else of 80; what would only just fit is not offered.
-
-    That the line is what recipes/memory.py computes is held by a slow test beside it.
-    """
-    (line,) = (x for x in path.read_text().splitlines() if x.startswith("# memory: "))
-    sizes = [
-        float(number) / (1 if unit == "GiB" else 1024)
-        for number, unit in re.findall(r"([\d.]+) (GiB|MiB)", line)
-    ]
-    # A card of "80 GB" has 80 GiB, one of "24 GB" 24.
-    card = 24 if path.stem.endswith("24gb") else 80
-    assert sizes[-1] <= 0.9 * card  # the devices of its launch command
-    assert not 0.9 * card < sizes[0] <= card

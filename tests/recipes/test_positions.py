@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_ext
@@ -330,3 +331,17 @@ def test_chunks_alone_are_pose(checkpoint: Path, texts: Path, tmp_path: Path) ->
     assert finetune.scheme(recipe, 512) == PoSE(512, 3)
     recipe, _ = settings.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=0))
     assert finetune.scheme(recipe, 512) is None
+
+
+def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) -> None:
+    """Of at least a row, and of five rows at most, as the authors' code cuts them."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    whole = [row["text"] for row in data.documents(str(texts))]
+    ids = data.Tokenize(tokenizer)({"text": whole})["input_ids"]
+    for length in (50, 200):
+        for streaming in (False, True):
+            source = data.documents(str(texts), streaming=streaming)
+            pack = data.packer("document", tokenizer, length, False, 5 * length)
+            rows = data.rows(source, tokenizer, pack, minimum=length)
+            found = [list(row["input_ids"]) for row in itertools.islice(rows, len(ids))]
+            assert sorted(found) == sorted(row[: 5 * length] for row in ids)

@@ -14,8 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import torch
-from transformers import AutoTokenizer, Trainer
+from transformers import AutoTokenizer
 
 from recipes import data, finetune, settings, stream
 from tests.helpers.recipe_runs import WORDS, arguments, history
@@ -97,29 +96,6 @@ def test_a_stream_goes_on_from_any_row(kind: str, tmp_path: Path) -> None:
         assert [row["index"] for row in rows[given:]] == list(range(given, 320))
 
 
-def test_a_resumed_stream_tokenizes_one_block_again() -> None:
-    seen: list[int] = []
-
-    def counting(batch: Mapping[str, list[str]]) -> dict[str, Any]:
-        seen.append(len(batch["text"]))
-        return words(batch)
-
-    def fresh() -> stream.Stream:
-        source = made(numbered(600, 20), tokenize=counting, block=40)
-        return stream.Stream([source], [1.0], seed=0)
-
-    whole = fresh()
-    ids(iter(whole), 1400)  # prefetched beyond the row that is asked for
-    assert sum(seen) > 540
-    state = whole.state(1390)
-    seen.clear()
-    again = fresh()
-    again.start(state)
-    next(islice(again, 1390, None))
-    block = 40 * 8 // 20  # documents; they are read by tens
-    assert 0 < sum(seen) <= block + 2 * max(seen)
-
-
 def test_each_pass_has_every_row_once_in_another_order() -> None:
     """Of 60 documents of one row each."""
     rows = stream.Stream([made(numbered(60, 8))], [1.0], seed=5)
@@ -130,29 +106,6 @@ def test_each_pass_has_every_row_once_in_another_order() -> None:
         assert sorted(each) == [(i,) * 8 for i in range(60)]
     other = ids(iter(stream.Stream([made(numbered(60, 8), seed=1)], [1.0], seed=1)), 60)
     assert other != passes[0]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_step_of_a_run_is_of_many_documents(
-    streaming: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Trainer draws it, from data on disk and streamed: sixteen rows of one step."""
-    lines = [json.dumps({"text": f"{word} " * 60}) for word in "abcdefghijklmnopqrstuvwxyz"]
-    (tmp_path / "letters.jsonl").write_text("\n".join(lines))
-    steps: list[torch.Tensor] = []
-
-    def step(self: Trainer, model: Any, inputs: dict[str, torch.Tensor], *rest: Any) -> Any:
-        steps.append(inputs["input_ids"])
-        raise StopIteration
-
-    monkeypatch.setattr(Trainer, "training_step", step)
-    more = {"per_device_train_batch_size": 16, "length": 10, "streaming": streaming}
-    words = arguments(checkpoint, tmp_path / "letters.jsonl", tmp_path / "run", **more)
-    with pytest.raises((StopIteration, RuntimeError)):
-        finetune.main(words)
-    ((rows),) = steps
-    kinds = {tuple(sorted(set(row.tolist()) - {0, 1})) for row in rows}
-    assert len(kinds) > 7
 
 
 def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:
@@ -266,16 +219,6 @@ def test_bookending_by_hand() -> None:
     assert exact == [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 1]]
     headless = data.Bookend(4, (), (1,))({"input_ids": [[5, 6, 7, 8, 1]]})["input_ids"]
     assert headless.tolist() == [[5, 6, 7, 1]]
-
-
-def test_nothing_is_lost_but_the_rest_of_a_bookended_block() -> None:
-    rng = np.random.default_rng(0)
-    documents = [[0, *range(100 * i + 2, 100 * i + 2 + rng.integers(1, 90)), 1] for i in range(40)]
-    rows = data.Bookend(10, (0,), (1,))({"input_ids": documents})["input_ids"]
-    inside = [token for row in rows.tolist() for token in row if token > 1]
-    plain = [token for row in documents for token in row if token > 1]
-    assert inside == plain[: len(inside)]
-    assert len(plain) - len(inside) < 10
 
 
 # Settings of a mixture, and runs

@@ -195,7 +195,33 @@ def as_snapshot(model: Any, folder: Path) -> dict[str, Any]:
     return {"subfolder": "snapshots"}
 
 
-@pytest.mark.parametrize("save_as", [as_shards, as_pickles, as_subfolder, as_snapshot])
+def as_variant(model: Any, folder: Path) -> dict[str, Any]:
+    """In shards, which an index of that variant lists."""
+    model.save_pretrained(folder, variant="fp16", max_shard_size="40KB")
+    assert len(list(folder.glob("*.fp16-*.safetensors"))) > 2
+    return {"variant": "fp16"}
+
+
+LAYOUTS = [as_shards, as_pickles, as_subfolder, as_snapshot, as_variant]
+
+
+@pytest.mark.parametrize("save_as", LAYOUTS)
+def test_learned_parameters_are_found_in_every_layout(tmp_path, ids, save_as) -> None:
+    model = trained(rope_ext.patch(tiny_llama(), "t5", factor=4))
+    again = rope_ext.from_pretrained(tmp_path, **save_as(model, tmp_path))
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def trained(model: Any) -> Any:
+    """With other values than a patch starts from."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "rope_ext" in name:
+                value += torch.linspace(0, 1, value.numel()).view_as(value)
+    return model
+
+
+@pytest.mark.parametrize("save_as", LAYOUTS)
 def test_layouts_on_disk(tmp_path, ids, save_as: Callable[[Any, Path], dict[str, Any]]) -> None:
     model = patched(tiny_llama(tie_word_embeddings=True), "rerope")
     model.generation_config.max_new_tokens = 7
@@ -507,7 +533,7 @@ def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, tex
     config = LlavaConfig(text_config=config, vision_config=vision, image_token_index=128)
     unpatched = copy.deepcopy(config.text_config.rope_parameters)
     model = LlavaForConditionalGeneration(config).eval()
-    rope_ext.patch(model, "rerope", factor=4)
+    trained(rope_ext.patch(model, "t5", factor=4))  # its parameters are renamed in the file
     model.save_pretrained(tmp_path)
     for cls in (LlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel):
         with pytest.raises((KeyError, ValueError), match=CURE):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rope_eval.evidence.questions import TASKS, Questions
-from rope_eval.forward import score
+from rope_eval.forward import LOGITS, score
 from rope_eval.log import Log, read_lines, to_line
 from rope_eval.versions import versions
 from rope_ext.errors import RopeExtError
@@ -82,6 +82,10 @@ class Cell:
         return self.method, options, self.task, self.length, self.document
 
 
+Phase = list[tuple[str, dict[str, Any], list[Cell]]]
+"""Methods, their options, and the cells to measure under them."""
+
+
 @dataclass
 class Measurement:
     """A run over the cells of one model.
@@ -137,6 +141,8 @@ class Measurement:
                         for cell in cells:
                             if stopped.is_set() or time.monotonic() > self.until:
                                 return False
+                            if self._behind(cell):
+                                break
                             line = {**common, **vars(cell), **self._measure(cell)}
                             log.add(to_line(line))
                             self.lines[cell.key] = line
@@ -162,20 +168,20 @@ class Measurement:
             given["window"] = int(given["window"] * self.trained)
         return patched(self.model, method, **given)
 
-    def _phases(self) -> Iterator[list[tuple[str, dict[str, Any], list[Cell]]]]:
+    def _phases(self) -> Iterator[Phase]:
         """Cells of each method, in the order in which they are worth most."""
         double, quadruple = 2 * self.trained, 4 * self.trained
         names = [*self.questions.documents]
         longest = min(map(len, self.questions.documents.values()))
-        yield self._losses(2, double, names[:2])
-        yield self._prompts(2, (3 * self.trained // 2, double))
-        yield self._losses(2, double, names[2:4])
+        # Patching takes a second: what one method has to do is done together.
+        half = 3 * self.trained // 2
+        if longest < quadruple:  # each forward is long, too
+            yield self._losses(2, double, names[:2])
+        yield _together(self._losses(2, double, names[:4]), self._prompts(2, (half, double)))
         if longest >= quadruple:
-            yield self._losses(4, quadruple, names[:2])
+            yield _together(self._losses(4, quadruple, names[:2]), self._prompts(4, (quadruple,)))
         yield self._variants(double, names[:4])
-        yield self._losses(2, double, names[4:])
-        yield self._prompts(2, (self.trained,))
-        yield self._prompts(4, (quadruple,))
+        yield _together(self._losses(2, double, names[4:]), self._prompts(2, (self.trained,)))
 
     def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
         registered = [cls.name for cls in all_methods()]
@@ -188,15 +194,15 @@ class Measurement:
             elif name not in NEEDS_TABLE:
                 yield name, {"factor": factor}
 
-    def _losses(
-        self, factor: float, length: int, documents: list[str]
-    ) -> list[tuple[str, dict[str, Any], list[Cell]]]:
+    def _losses(self, factor: float, length: int, documents: list[str]) -> Phase:
         phase = []
         for method, options in self._methods(factor):
             lengths = [length]
             if self._depends_on_length(method, options):
                 # One forward has the losses of one length alone.
                 shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
+                if factor == 2 and method == "lampe":  # it changes short texts, too
+                    shares = (1, *shares)
                 lengths = [round(share * self.trained) for share in shares]
             cells = [
                 Cell(method, options, "loss", self._within(each, options), document)
@@ -211,9 +217,7 @@ class Measurement:
         most = int(options.get("factor", 64) * self.trained) // BUCKET * BUCKET
         return min(length, most)
 
-    def _prompts(
-        self, factor: float, lengths: tuple[int, ...]
-    ) -> list[tuple[str, dict[str, Any], list[Cell]]]:
+    def _prompts(self, factor: float, lengths: tuple[int, ...]) -> Phase:
         return [
             (
                 method,
@@ -229,9 +233,7 @@ class Measurement:
             for method, options in self._methods(factor)
         ]
 
-    def _variants(
-        self, length: int, documents: list[str]
-    ) -> list[tuple[str, dict[str, Any], list[Cell]]]:
+    def _variants(self, length: int, documents: list[str]) -> Phase:
         phase = []
         for method, more in VARIANTS:
             options = {"factor": 2, **more}
@@ -252,7 +254,7 @@ class Measurement:
 
         The unpatched model goes on: the others are compared with it.
         """
-        if cell.method == "unpatched" or cell.options.get("factor") not in (2, 4):
+        if cell.method == "unpatched" or set(cell.options) != {"factor"}:
             return False
         first = [*self.questions.documents][:2]
         if cell.document in first and cell.options["factor"] == 2:
@@ -298,7 +300,8 @@ class Measurement:
 
     def _loss(self, cell: Cell) -> dict[str, Any]:
         ids = self.questions.documents[str(cell.document)][: cell.length].tolist()
-        losses, _ = score(self.model, [ids], len(ids) - 1)
+        most = LOGITS * (4 if next(self.model.parameters()).is_cuda else 1)
+        losses, _ = score(self.model, [ids], len(ids) - 1, logits=most)
         # The first token has no loss: the first bucket has one token less.
         buckets = np.split(losses[0].double().numpy(), range(BUCKET - 1, len(ids) - 1, BUCKET))
         return {"losses": [round(float(bucket.mean()), 5) for bucket in buckets]}
@@ -311,6 +314,14 @@ class Measurement:
             answer_losses.append(round(float(losses.mean()), 4))
             depths.append(round(prompt.depth, 3))
         return {"right": right, "answer_losses": answer_losses, "depths": depths}
+
+
+def _together(one: Phase, other: Phase) -> Phase:
+    """Both phases, of the same methods, with the cells of a method one after the other."""
+    return [
+        (method, options, [*cells, *more])
+        for (method, options, cells), (_, _, more) in zip(one, other, strict=True)
+    ]
 
 
 def _cell(line: Mapping[str, Any]) -> Cell:

@@ -5,6 +5,7 @@ The file is all that measuring needs besides the weights, so a machine without a
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ import numpy as np
 from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, beginning, encode
 from rope_eval.evidence.texts import MANUALS, read_manuals
-from rope_eval.tasks.passkey import INTRO, Passkey
+from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
 
 TASKS = ("passkey", "needle")
 DEPTHS = 5
 HIDDEN = "My favorite fruit is the {fruit}. Remember it. The {fruit} is my favorite fruit."
-ASK, LEAD = "\nWhat is my favorite fruit?", " Your favorite fruit is the"
+FRUIT_ASK, FRUIT_LEAD = "\nWhat is my favorite fruit?", " Your favorite fruit is the"
 FRUITS = (
     *("apple", "banana", "cherry", "fig", "grape", "kiwi", "lemon", "lime"),
     *("mango", "melon", "orange", "papaya", "peach", "pear", "plum"),
@@ -104,9 +105,9 @@ def write(
     index: dict[str, Any] = {"documents": list(arrays), "prompts": []}
     frame = Frame.from_tokenizer(tokenizer)
     for length in lengths:
-        for task, cases in _cases(frame, length, texts[-1], trials, seed).items():
+        for task, made in _prompts(frame, length, texts[-1], trials, seed).items():
             rows = []
-            for number, (ids, count, depth) in enumerate(cases):
+            for number, (ids, count, depth) in enumerate(made):
                 name = f"{task}.{length}.{number}"
                 arrays[name] = np.array(ids, dtype=np.uint32)
                 rows.append((name, count, depth))
@@ -116,43 +117,49 @@ def write(
     np.savez_compressed(path, index=np.array(json.dumps(index)), **arrays)
 
 
-def _cases(
+def _prompts(
     frame: Frame, length: int, text: str, trials: int, seed: int
 ) -> dict[str, list[tuple[Sequence[int], int, float]]]:
     """Easy prompts: a key of three digits in repeated sentences, and a fruit hidden in a manual."""
-    passkey = Passkey(trials=trials, depths=DEPTHS, digits=3, prompt="inline")
+    rng = random.Random(f"{seed}:{length}")
     words = text.split()
-    rng = random.Random(f"needle:{seed}:{length}")
-    places = [(bin + rng.random()) / DEPTHS for bin in range(DEPTHS) for _ in range(trials)]
-    return {
-        "passkey": [
-            (case.ids, case.count, case.depth or 0.0)
-            for case in passkey.questions(frame, [length], seed).cases
-        ],
-        "needle": [
-            (*_needle(frame, length, words, place, rng.choice(FRUITS), rng), place)
-            for place in places
-        ],
-    }
+    made: dict[str, list[tuple[Sequence[int], int, float]]] = {task: [] for task in TASKS}
+    for number in range(DEPTHS * trials):
+        depth = (number // trials + rng.random()) / DEPTHS
+        key = "".join(rng.choice("0123456789") for _ in range(3))
+        passkey = (NEEDLE.format(key=key).strip(), ASK, LEAD, key)
+        made["passkey"].append(hide(frame, length, [*FILLER] * length, depth, *passkey))
+        fruit, start = rng.choice(FRUITS), rng.randrange(len(words))
+        turned = [f" {word}" for word in (*words[start:], *words[:start])]
+        needle = (HIDDEN.format(fruit=fruit), FRUIT_ASK, FRUIT_LEAD, fruit)
+        made["needle"].append(hide(frame, length, turned, depth, *needle))
+    return made
 
 
-def _needle(
-    frame: Frame, length: int, words: Sequence[str], depth: float, fruit: str, rng: random.Random
-) -> tuple[Sequence[int], int]:
-    """The text from a random word on, with the sentence in it, and the tokens of the answer."""
-    start = rng.randrange(len(words))
-    turned = [*words[start:], *words[:start]]
+def hide(
+    frame: Frame,
+    length: int,
+    hay: Sequence[str],
+    depth: float,
+    needle: str,
+    ask: str,
+    lead: str,
+    answer: str,
+) -> tuple[Sequence[int], int, float]:
+    """The beginning of the hay with the needle in it; tokens, those of the answer, the depth.
 
-    def build(count: int) -> tuple[Sequence[int], int]:
-        hay = turned[:count]
-        cut = round(depth * len(hay))
-        content = [INTRO + "\n", *hay[:cut], HIDDEN.format(fruit=fruit), *hay[cut:]]
-        return frame.whole(" ".join(content) + ASK, LEAD, fruit)
-
-    # A few tokens less than asked for are no matter, and a prompt of 65536 takes a while to build.
-    count = length // 2
-    while True:
-        ids, answer = build(count)
-        if 0.99 * length <= len(ids) <= length:
-            return ids, answer
-        count = int(count * 0.995 * length / len(ids))
+    At most ``length`` tokens and hardly fewer.
+    """
+    spelled = encode(frame.tokenizer, f" {answer}")
+    given = 0  # where digits stand alone, the space before them is a token of its own
+    while not frame.tokenizer.decode([spelled[given]]).strip():
+        given += 1
+    most, count = length - len(spelled), length // 3
+    for attempt in itertools.count(1):
+        cut = round(depth * count)
+        content = f"{INTRO}\n{''.join(hay[:cut])} {needle}{''.join(hay[cut:count])}{ask}"
+        ids, _ = frame.whole(content, lead)
+        if (1 - attempt / 100) * most <= len(ids) <= most:
+            break
+        count = int(count * 0.995 * most / len(ids))
+    return [*ids, *spelled], len(spelled) - given, depth

@@ -1,0 +1,286 @@
+"""The file next to a PEFT adapter that records the patch it was trained under."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.errors import AdapterError, NotPatchedError, RecordError
+from rope_ext.patching import Patch, current_patch
+from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
+from rope_ext.saving import hub
+from rope_ext.saving.record import Record
+
+SIDECAR = "rope_ext.json"
+"""File next to an adapter that records the patch it was trained under."""
+
+Frequencies = Mapping[str, tuple[Sequence[float], float]]
+"""Frequencies (radians per token) and scaling of every rotary site, by path and layer type."""
+_SAME = 1e-5  # float32 pow may differ between this device and the training device
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The content of the file next to an adapter.
+
+    Args:
+        record: the patch under which the adapter was trained.
+        before, after: the frequencies without and with the patch.
+    """
+
+    record: Record
+    before: Frequencies
+    after: Frequencies
+
+    @classmethod
+    def from_patch(cls, state: Patch) -> Sidecar:
+        return cls(state.record, _unpatched(state.sites), _patched(state))
+
+    @classmethod
+    def read(cls, path: str) -> Sidecar:
+        """Read a sidecar file; raises RecordError if it cannot be read."""
+        again = "write it again from the patched model with rope_ext.save_sidecar"
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, RecursionError, ValueError) as error:
+            raise RecordError(f"{path} is not JSON ({error}); {again}") from error
+        record = Record.from_json(data, path)
+        try:
+            return cls(record, _from_json(data["before"]), _from_json(data["after"]))
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RecordError(
+                f"{path} does not contain the frequencies the adapter was trained with "
+                f"({error!r}); {again}"
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-serializable values."""
+        parts = {"before": self.before, "after": self.after}
+        return self.record.to_json() | {
+            name: {k: {"inv_freq": v[0], "attention_scaling": v[1]} for k, v in part.items()}
+            for name, part in parts.items()
+        }
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the unpatched ``model`` has the same frequencies as the adapter's base."""
+        state = current_patch(model)
+        sites = find_sites(text_decoder(model)) if state is None else state.sites
+        return _same(_unpatched(sites), self.before)
+
+    def fault(self, model: nn.Module) -> str | None:
+        """Why the adapter does not fit ``model``, as text; None if it fits."""
+        state = current_patch(model)
+        if state is None and self.record.plain:
+            saved = _unpatched(find_sites(text_decoder(model)))
+            if _same(saved, self.after):
+                return None  # saved under this patch, which is in its configuration
+        if not self.is_of(model):
+            return "has different rotary frequencies than the base model it was trained on"
+        if state is None:
+            return "is not patched"
+        if state.length != self.record.trained_length:
+            return (
+                f"has a trained length of {state.length} tokens instead of "
+                f"{self.record.trained_length}"
+            )
+        if not self.record.same(state.record):
+            return f"is patched by {state.record.call()}"
+        if not _same(_patched(state), self.after):
+            return "gets different frequencies from the same call in this version of rope_ext"
+        return None
+
+
+def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
+    """Write the patch of ``model`` to ``rope_ext.json`` in ``directory``.
+
+    PEFT does not save the patch, and an adapter on an unpatched base model generates garbage.
+    Call this wherever you save the adapter, in the main process only; :func:`load_adapter` and
+    :func:`from_pretrained` read the file.
+
+    Args:
+        model: a patched model or ``PeftModel``.
+        directory: the adapter's directory; created if needed.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        NotPatchedError: the model is not patched.
+        AdapterError: the directory is not writable; a file that is there stays as it was.
+    """
+    state = current_patch(model)
+    if state is None:
+        raise NotPatchedError(
+            f"this model is not patched, so there is no patch to write into {directory}; call "
+            f"rope_ext.patch(model, ...) before training. An adapter of an unpatched model needs "
+            f"no {SIDECAR}"
+        )
+    path = Path(directory) / SIDECAR
+    text = json.dumps(Sidecar.from_patch(state).to_json(), indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text)
+    except OSError as error:
+        raise AdapterError(
+            f"cannot write {path} ({error.strerror}); choose a writable directory"
+        ) from error
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file at once: on a full disk, the one before stays."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    with open(new, "x", encoding="utf-8") as file:  # a file of that name is somebody's
+        try:
+            file.write(text)
+            file.close()
+            new.replace(path)
+        except BaseException:
+            new.unlink()
+            raise
+
+
+def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
+    """The sidecar of a directory or Hub repository; None if there is none.
+
+    Raises:
+        LoadError: the directory does not exist.
+        RecordError: the sidecar cannot be read.
+    """
+    path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
+    return None if path is None else Sidecar.read(path)
+
+
+def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
+    """The sidecar of a directory or Hub repository; raises AdapterError if there is none."""
+    sidecar = read_sidecar(directory, **kwargs)
+    if sidecar is None:
+        directory = str(Path(directory, kwargs.get("subfolder", "")))
+        raise AdapterError(
+            f"the adapter in {directory} has no {SIDECAR}, so the patch it was trained under is "
+            f"unknown; if there was none, load it with peft.PeftModel.from_pretrained; otherwise "
+            f"patch the base as in training and call rope_ext.save_sidecar(model, {directory!r}) "
+            f"once"
+        )
+    return sidecar
+
+
+def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:
+    """Load a PEFT adapter onto ``model``, which must have the patch it was trained under.
+
+    Args:
+        model: a loaded model with the patch recorded in ``rope_ext.json``.
+        directory: directory or Hub ID of the adapter.
+        **kwargs: arguments of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
+
+    Returns:
+        The ``PeftModel``.
+
+    Raises:
+        AdapterError: the model is not patched, has another patch or is a different model; there
+            is no ``rope_ext.json``; other files cannot be read; or peft is not installed. The
+            model is left unchanged.
+        LoadError: the directory does not exist.
+        RecordError: ``rope_ext.json`` cannot be read.
+    """
+    peft = require_peft()
+    directory = hub.require_place(directory)
+    sidecar = require_sidecar(directory, kwargs)
+    if isinstance(model, peft.PeftModel):
+        raise AdapterError(
+            "the model already has an adapter; pass the model you gave to rope_ext.patch, or add "
+            "this adapter with PEFT's model.load_adapter"
+        )
+    fault = sidecar.fault(model)
+    if fault is not None:
+        call = sidecar.record.call(*([] if current_patch(model) is None else ["replace=True"]))
+        raise AdapterError(
+            f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
+            f"{fault}; call {call} on the base model named in its adapter_config.json, or load "
+            f"both with rope_ext.from_pretrained({directory!r})"
+        )
+    try:
+        with _untouched_on_error(model):
+            return peft.PeftModel.from_pretrained(model, directory, **kwargs)
+    except hub.AS_THEY_ARE:
+        raise
+    except Exception as error:
+        raise AdapterError(
+            f"the adapter in {directory} cannot be loaded onto this model ({hub.reason(error)}); "
+            f"save it again with PeftModel.save_pretrained"
+        ) from error
+
+
+@contextmanager
+def _untouched_on_error(model: nn.Module) -> Iterator[None]:
+    """Undo the changes of a partially loaded adapter if loading fails."""
+    modules = [(m, dict(m._modules), dict(m.__dict__)) for m in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, children, attributes in modules:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module._modules.clear()
+            module._modules.update(children)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
+
+
+def require_peft() -> Any:
+    """The package; raises AdapterError if it is not installed."""
+    try:
+        import peft
+    except ImportError:
+        raise AdapterError(
+            'an adapter needs peft, which is not installed; install it with: pip install "peft"'
+        ) from None
+    return peft
+
+
+def _patched(state: Patch) -> Frequencies:
+    return {_key(site): _values(*state.frequencies_of(site)) for site in state.sites}
+
+
+def _unpatched(sites: list[RotarySite]) -> Frequencies:
+    return {_key(site): _values(site.loaded, site.scaling) for site in sites}
+
+
+def _key(site: RotarySite) -> str:
+    return site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
+
+
+def _values(inv_freq: torch.Tensor, scaling: float) -> tuple[list[float], float]:
+    return inv_freq.tolist(), float(scaling)
+
+
+def _from_json(part: Any) -> Frequencies:
+    read = {k: (list(v["inv_freq"]), v["attention_scaling"]) for k, v in part.items()}
+    for inv_freq, scaling in read.values():
+        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in (*inv_freq, scaling)):
+            raise ValueError("frequencies that are not numbers")
+    return read
+
+
+def _same(one: Frequencies, other: Frequencies) -> bool:
+    """Whether both are equal but for the rounding of a device."""
+    if {k: len(v[0]) for k, v in one.items()} != {k: len(v[0]) for k, v in other.items()}:
+        return False
+    pairs = [(a, b) for k in one for a, b in zip(_flat(one[k]), _flat(other[k]), strict=True)]
+    return all(abs(a - b) <= _SAME * abs(b) + 1e-25 for a, b in pairs)
+
+
+def _flat(values: tuple[Sequence[float], float]) -> list[float]:
+    return [*values[0], values[1]]

@@ -1,0 +1,105 @@
+"""Finds folders and files on disk or on the Hub, and words the errors of those that cannot load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import (
+    cached_file,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
+)
+
+from rope_ext.errors import LoadError, RopeExtError, first_line, nowhere
+
+_OF_HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
+"""Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
+raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
+
+
+def of_hub(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of ``from_pretrained`` that say where a file is."""
+    return {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+
+
+def find(path: str, name: str, connection_errors: bool = True, **where: Any) -> str | None:
+    """Path of a file in a directory or Hub repository; None if there is no such file."""
+    return cached_file(
+        path,
+        name,
+        **where,
+        _raise_exceptions_for_gated_repo=connection_errors,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=connection_errors,
+    )
+
+
+def require_place(path: str | PathLike[str]) -> str:
+    """Return ``path`` as a string if it is a directory or may be a Hub ID.
+
+    Raises:
+        LoadError: it is neither.
+    """
+    if not isinstance(path, (str, PathLike)):
+        raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
+    fault = fault_of_place(str(path))
+    if fault is not None:
+        raise LoadError(
+            f"there is no folder {str(path)!r} to load from ({fault}); give a folder that "
+            f"save_pretrained wrote, or a Hub ID"
+        )
+    return str(path)
+
+
+def fault_of_place(name: str) -> str | None:
+    """Why ``name`` is neither a directory nor a possible Hub ID, as text; None if it is one."""
+    if os.path.isdir(name):
+        return None
+    if os.path.exists(name):
+        return "it is a file, not a folder"
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return "the directory does not exist, and it is not a valid Hub ID"
+    return None
+
+
+@contextmanager
+def loading(what: str, path: str) -> Iterator[None]:
+    """Turn errors raised by transformers into a LoadError."""
+    try:
+        yield
+    except AS_THEY_ARE:
+        raise
+    except ImportError as error:  # such as the kernels of an attention implementation
+        raise LoadError(
+            f"cannot load the {what} of {path!r}, which needs a package that is not installed "
+            f"({reason(error)}); install it, or if it is for attention only, pass "
+            f"attn_implementation='sdpa'"
+        ) from error
+    except Exception as error:
+        raise LoadError(
+            f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; give a folder "
+            f"that save_pretrained wrote, or a Hub ID"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, with its class where that line alone may not say much."""
+    if isinstance(error, (ImportError, OSError, RuntimeError, ValueError)):
+        return first_line(error)
+    return f"{type(error).__name__}: {first_line(error)}"

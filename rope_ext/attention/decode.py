@@ -107,6 +107,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, pairs: Pairs) -> str | Non
     return None
 
 
+@torch.compiler.assume_constant_result  # a number, since dynamo cannot trace the facts of a card
 def runs_on(device: torch.device) -> bool:
     """Whether Triton compiles for a device."""
     if device.type != "cuda":

@@ -229,7 +229,8 @@ class InTensors:
                 apart = torch.arange(context.room, device=t.device) - origin[:, None] != self.key
                 torch._assert_async(~(apart & context.real()).any(), placed.APART)
             # Those that rotate keys come first; the order of bands does not matter otherwise.
-            bands = sorted(self.rotated.rotations, key=lambda band: band[2].idle)
+            bands = [band for band in self.rotated.rotations if not band[2].idle]
+            bands += [band for band in self.rotated.rotations if band[2].idle]
             of_row = origin[:, None] if context.padding is not None else 0
             low, high = [], []
             for geometry, *_ in bands:
@@ -238,6 +239,9 @@ class InTensors:
                 seen = end > first
                 low.append(torch.where(seen, first + of_row, decode.NOTHING))
                 high.append(torch.where(seen, end + of_row, 0))
+            rotated = 0
+            for number, (_, by, _) in enumerate(bands):
+                rotated += 0 if by.idle else 1 << number
             temperature = self.map.temperature(t, torch.float32)
             self.made[key] = decode.Ranges(
                 torch.stack(low).int(),
@@ -245,7 +249,7 @@ class InTensors:
                 origin.int(),
                 filled.int(),
                 decode.stacked([self._at(by, t) for _, by, _ in bands]),
-                sum((not by.idle) << number for number, (_, by, _) in enumerate(bands)),
+                rotated,
                 decode.stacked([self._everywhere(by) for _, _, by in bands if not by.idle]),
                 temperature,
             )

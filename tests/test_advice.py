@@ -166,7 +166,7 @@ def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, r
 @pytest.mark.parametrize("target", [16384, 131072])
 def test_the_order_is_that_of_the_measurements(target: int) -> None:
     order = ranked()
-    if target == 131072:  # groups of 72 tokens, more than the authors of Self-Extend call reasonable
+    if target == 131072:  # groups of 72 tokens are more than its authors call reasonable
         order = sorted(order, key="self_extend".__eq__)
     found = rope_ext.recommend(llama_2(), target)
     assert [found.method.name, *(method.name for method, _ in found.alternatives)] == order

@@ -107,17 +107,23 @@ FILES = {
 """Files outside of ``docs`` that become pages."""
 
 TABLES = {
-    "docs/demonstration.md": "demonstration.md",
-    "checkpoints/tiny-512/README.md": "checkpoint.md#what-it-scores",
+    "docs/evidence.md": ("evidence.md", "| method | 2,048 |"),
+    "docs/demonstration.md": ("demonstration.md", "| method | 512 tokens |"),
+    "checkpoints/tiny-512/README.md": (
+        "checkpoint.md#what-it-scores",
+        "| method | 512 tokens |",
+    ),
 }
-"""Files that have tables of all methods on the checkpoint, and where those are in the site."""
+"""Files that have tables of all methods, where those are in the site, and how they begin."""
 
 MEASURED = """\
-For the [first bundled checkpoint](../checkpoint.md), trained on 512 tokens and not fine-tuned:
-perplexity of the same 256 tokens after more and more context, and the share of passkeys found, with
-95 % intervals. [The full table](../{where}) has the settings, the command and the other
-methods.{more}
+{model}, not fine-tuned, with 95 % intervals. [The full table](../{where}) has the columns, the
+settings, the command and the other methods.{more}
 """
+MODELS = {
+    "evidence.md": "Perplexity by position of SmolLM2-135M-Instruct, trained on 8,192 tokens",
+    "demonstration.md": "Results of the [first bundled checkpoint](../checkpoint.md)",
+}
 
 UNTRAINED = """
 ## Before training
@@ -334,27 +340,21 @@ def untrained_table(name: str) -> str:
 def measured_table(name: str) -> str:
     """The rows of a method in the tables of TABLES, and where they are from."""
     unpatched: dict[str, str] = {}  # of tables with the same head: not all have such a row
-    for path, where in TABLES.items():
+    for path, (where, begin) in TABLES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for table in re.findall(r"(?:^\| .*\n)+", text, re.MULTILINE):
             head, rule, *lines = table.splitlines()
             rows = {line.split("|")[1].strip(" `"): line for line in lines}
-            if not head.startswith("| method | 512 tokens |"):
+            if not head.startswith(begin):
                 continue
             if "unpatched" in rows:
                 unpatched[head] = rows["unpatched"]
             if name in rows:
                 tuned = f"\n| `{name}` " in (ROOT / "docs/fine-tune.md").read_text("utf-8")
                 more = " After fine-tuning: [table](../fine-tune.md)." if tuned else ""
-                return "\n".join(
-                    (
-                        MEASURED.format(where=where, more=more),
-                        head,
-                        rule,
-                        unpatched[head],
-                        rows[name],
-                    )
-                )
+                model = MODELS.get(where, MODELS["demonstration.md"])
+                what = MEASURED.format(model=model, where=where, more=more)
+                return "\n".join((what, head, rule, unpatched[head], rows[name]))
     return "Not measured: the [demonstration](../demonstration.md) does not include this method."
 
 

@@ -246,7 +246,7 @@ def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> Non
     result = call("recommend", checkpoint, "--length", "1k")
     assert result.exit_code == 0
     assert "128 -> 1024 tokens, factor 8, without fine-tuning" in result.stdout
-    assert "rope_ext.patch(model, 'rerope', factor=8, window=64)" in result.stdout
+    assert "rope_ext.patch(model, 'self_extend', factor=8" in result.stdout
     tuned = call("recommend", checkpoint, "--length", "1k", "--finetune")
     assert "rope_ext.patch(model, 'yarn', factor=8)" in tuned.stdout
     for length, message in (("128", "within the 128 tokens"), ("1k,2k", "not a single length")):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rope_eval.evidence import pages
 from rope_eval.evidence.measure import BUCKET, Measurement
 from rope_eval.evidence.questions import Prompt, Questions
 from rope_ext.methods.registry import method_class
@@ -57,7 +58,7 @@ def test_every_cell_is_measured_once_and_resumed(
     assert not any("refused" in line for line in found)
     assert [x["method"] for x in found[:3]] == ["unpatched", "unpatched", "yarn"]
     dynamic = {x["length"] for x in found if x["method"] == "dynamic_yarn" and x["document"]}
-    assert dynamic == {1280, 1536, 2048}
+    assert dynamic == {TRAINED // 4, 1280, 1536, 2048}
     assert {"passkey"} == {x["task"] for x in found if x["document"] is None}
     # A run that was killed in the middle of a line goes on with that line.
     text = output.read_text()
@@ -75,7 +76,7 @@ def test_losses_are_those_of_the_model_by_position(
     monkeypatch.setattr("rope_eval.evidence.measure.VARIANTS", ())
     output = tmp_path / "cells.jsonl"
     measured(model, questions, output, seconds=1e9)
-    line = next(x for x in lines(output) if x["document"] == "b")
+    line = next(x for x in lines(output) if (x["document"], x["length"]) == ("b", 2 * TRAINED))
     ids = torch.tensor([questions.documents["b"].tolist()])
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
@@ -83,3 +84,40 @@ def test_losses_are_those_of_the_model_by_position(
         )
     expected = [float(losses[max(0, at - 1) : at + BUCKET - 1].mean()) for at in (0, 512, 1024)]
     assert line["losses"][:3] == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
+    shipped = pages.Evidence.read(ROOT / "docs" / "evidence" / "smollm2.jsonl")
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    for made in (pages.table, pages.behind, pages.quadruple, pages.variants, pages.conditions):
+        assert made(shipped) in page, made.__name__
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert pages.short(shipped) in readme
+    data = json.loads((ROOT / "rope_ext" / "advice" / "evidence.json").read_text("utf-8"))
+    assert data[0] == pages.summary(shipped)
+    unpatched, self_extend = (data[0]["methods"][name] for name in ("unpatched", "self_extend"))
+    assert f"perplexity is {unpatched['perplexity']:,.0f} and" in readme
+    assert f"its perplexity is {self_extend['perplexity']:g}, it finds all 20" in readme
+    assert unpatched["passkey"] == [0, 20] and self_extend["passkey"] == [20, 20]
+
+
+def test_intervals_are_paired_over_documents() -> None:
+    documents = [f"d{n}" for n in range(6)]
+
+    def line(method: str, options: dict, gap: float) -> list[dict]:
+        common = {"model": "SmolLM2-135M-Instruct", "task": "loss", "length": 16384, "seconds": 1.0}
+        return [
+            {
+                **common,
+                "method": method,
+                "options": options,
+                "document": name,
+                "losses": [n + gap] * 32,
+            }
+            for n, name in enumerate(documents)
+        ]
+
+    lines = line("unpatched", {}, 0.0) + line("yarn", {"factor": 2}, 0.1)
+    made = pages.Evidence("SmolLM2-135M-Instruct", lines)
+    # Documents differ by whole nats, the methods by 0.1 on each: e^0.1 - 1 without any width.
+    assert made.cost("yarn") == "+10.5 % [+10.5, +10.5]"

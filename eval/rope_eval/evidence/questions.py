@@ -114,7 +114,8 @@ def write(
             index["prompts"].append((task, length, rows))
     index["digest"] = digest([(name, ids.tolist()) for name, ids in arrays.items()])
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, index=np.array(json.dumps(index)), **arrays)
+    values: dict[str, Any] = {"index": np.array(json.dumps(index)), **arrays}
+    np.savez_compressed(path, **values)
 
 
 def _prompts(

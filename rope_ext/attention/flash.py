@@ -210,7 +210,8 @@ def _bands_backward(
         for x, learned in zip((sinks, bias), learns, strict=True)
     ]
     with torch.enable_grad():
-        made = bands.attend(*leaves, replace(call, sinks=more[0], bias=more[1]))
+        call = replace(call, sinks=more[0], bias=more[1])
+        made = bands.attend(leaves[0], leaves[1], leaves[2], call)
     leaves += [x for x, learned in zip(more, learns, strict=True) if x is not None and learned]
     return [x.clone() for x in torch.autograd.grad(made, leaves, grad)]
 

@@ -159,17 +159,6 @@ def test_mistakes_are_one_line_and_exit_2(
     assert result.stdout == ""
 
 
-def test_a_method_that_does_not_fit_is_told_before_measuring(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "score", lambda *args, **options: pytest.fail("measured"))
-    result = call(
-        *quick(checkpoint, tmp_path / "out"),
-        *("--methods", "yarn,longrope", "--option", "longrope.long_factor=[1, 2, 3]"),
-    )
-    assert result.exit_code == 2 and "this model has 8 rotary pairs" in result.stderr
-
-
 def test_interrupted_run_says_how_to_go_on(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

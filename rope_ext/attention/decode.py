@@ -121,7 +121,8 @@ def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] 
     first, second = pairs.first, pairs.second
     if not (isinstance(first, slice) and isinstance(second, slice)):
         return None
-    step, count = first.step or 1, len(range(*first.indices(columns)))
+    step = first.step or 1
+    count = (first.stop - first.start + step - 1) // step  # dynamo of torch 2.11 has no indices()
     if not count:
         return 0, 0, 1, 0, 0, columns
     if step != (second.step or 1):

@@ -74,7 +74,8 @@ from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position import head_scales
 from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import find_sites, text_decoder
-from rope_ext.saving.checkpoints import load_config, load_tokenizer
+from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
+from rope_ext.saving.folder import patch_without_weights
 from rope_ext.terminal import first_process, stoppable, tell, tell_next, unused
 
 FITTED_ROWS = 16
@@ -235,7 +236,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
         # Under ZeRO-3, transformers would partition and initialize meta tensors.
         try:
             with set_zero3_state(), torch.device("meta"):
-                return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+                return _without_weights(copy.deepcopy(config), **options)
         except (ImportError, ValueError) as error:
             raise OptionError(
                 f"transformers cannot build {recipe.model} with --attn {recipe.attn} "
@@ -249,7 +250,17 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
             bnb_4bit_compute_dtype=recipe.dtype,
             bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
         )
-    return AutoModelForCausalLM.from_pretrained(recipe.model, **options)
+    return loader(recipe.model)(recipe.model, **options)
+
+
+def _without_weights(config: Any, **options: Any) -> Any:
+    """The model of a configuration, under the patch that it was saved with."""
+    record = saved_under(config)
+    if record is None:
+        return AutoModelForCausalLM.from_config(config, **options)
+    record.restore(config.get_text_config(decoder=True))
+    model = AutoModelForCausalLM.from_config(config, **options)
+    return patch_without_weights(model, record.method, record.arguments)
 
 
 def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Collator:

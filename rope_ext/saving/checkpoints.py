@@ -89,6 +89,12 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
+def loader(model: str) -> Callable[..., Any]:
+    """The function that loads a model: ours for a saved patch or a GGUF file, else transformers'."""
+    ours = saved_under(load_config(model)) is not None or model.endswith(gguf_source.SUFFIX)
+    return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
+
+
 def load_model(
     model: str,
     dtype: str = "auto",
@@ -119,9 +125,7 @@ def load_model(
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
     recorded = saved_under(load_config(model)) is not None
-    ours = recorded or model.endswith(gguf_source.SUFFIX)
-    load = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
-    loaded = _load("weights", load, model, dtype=dtype, **options)
+    loaded = _load("weights", loader(model), model, dtype=dtype, **options)
     if recorded and not as_saved:
         unpatch(loaded)
     if adapter is not None:

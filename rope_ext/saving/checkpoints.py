@@ -90,7 +90,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def loader(model: str) -> Callable[..., Any]:
-    """The function that loads a model: ours for a saved patch or a GGUF file, else transformers'."""
+    """The function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(load_config(model)) is not None or model.endswith(gguf_source.SUFFIX)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 

@@ -7,6 +7,8 @@ too: there the blocks of :mod:`rope_ext.attention.bands` would be unrolled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -198,22 +200,37 @@ def _bands_backward(
     call = unpack_call(sinks, bias, tables, plan, start, scale, softcap)
     if lse.dim() > 1:
         rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
-        grads = [*BY_DEVICE[query.device.type].differentiate(*rows, lse, call)]
+        found = [*BY_DEVICE[query.device.type].differentiate(*rows, lse, call)]
         if sinks is not None and learns[0]:
             by_row = (grad.to(lse.dtype) * out).sum(-1)
             of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * by_row).sum((0, 2))
-            grads.append(of_sinks.to(sinks.dtype))
-        return grads
+            found.append(of_sinks.to(sinks.dtype))
+        return found
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     more = [
         x.detach().requires_grad_() if x is not None and learned else x
         for x, learned in zip((sinks, bias), learns, strict=True)
     ]
-    with torch.enable_grad():
+    with _recorded():
         call = replace(call, sinks=more[0], bias=more[1])
         made = bands.attend(leaves[0], leaves[1], leaves[2], call)
-    leaves += [x for x, learned in zip(more, learns, strict=True) if x is not None and learned]
-    return [x.clone() for x in torch.autograd.grad(made, leaves, grad)]
+        leaves += [x for x, learned in zip(more, learns, strict=True) if x is not None and learned]
+        grads = torch.autograd.grad(made, leaves, grad)  # computes blocks again, recorded too
+    # With the strides of the inputs, as its fake promises.
+    return [torch.empty_like(x).copy_(made) for x, made in zip(leaves, grads, strict=True)]
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """Record gradients in an operator, which compiled graphs run below autograd."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 @_bands_backward.register_fake

@@ -77,6 +77,7 @@ def test_keys_and_tensor_are_added_and_all_else_is_kept(file: Path, tmp_path: Pa
     rotary = model.model.rotary_emb
     new = keys(output)
     assert new.pop("llama.rope.scaling.attn_factor") == pytest.approx(rotary.attention_scaling)
+    assert new.pop("llama.rope.scaling.original_context_length") == LENGTH
     assert new == {**keys(file), "llama.context_length": 4 * LENGTH}
     table = gguf.GGUFReader(output).tensors[-1]
     assert table.name == "rope_freqs.weight"

@@ -694,7 +694,7 @@ passkey, perplexity, needle, ruler = (
         ),
         (needle, ["--new-tokens", "0"], "tokens=0 is not valid"),
         (needle, ["--distractors", "-1"], "distractors=-1 is not valid"),
-        (ruler, ["--ruler-tasks", "niah_x"], "unknown task 'niah_x'; did you mean 'niah"),
+        (ruler, ["--ruler-tasks", "niah_single"], "unknown task 'niah_single'; did you mean 'niah"),
         (report.main, ["--tasks", ","], "no task is given"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -62,7 +62,7 @@ def ranges_of(call: Call, queries: int, keys: int, device: torch.device) -> Rang
     low, high = [], []
     for band in bands:
         first, end = positions_seen(band.geometry, t)
-        first = (torch.as_tensor(first, device=device) - call.start).clamp(min=0)
+        first = (first - call.start).clamp(min=0)
         end = end - call.start
         low.append(torch.where(end > first, first, NOTHING))
         high.append(torch.where(end > first, end, 0))

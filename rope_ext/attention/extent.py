@@ -59,9 +59,7 @@ def seen_by_all(geometry: Geometry, first: int, last: int, keys: slice, start: i
     return slice(low, max(high, low))
 
 
-def positions_seen(
-    geometry: Geometry, query: torch.Tensor
-) -> tuple[torch.Tensor | int, torch.Tensor]:
+def positions_seen(geometry: Geometry, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The positions of the keys that queries see in a band, where positions count from 0.
 
     Args:
@@ -72,14 +70,15 @@ def positions_seen(
         The first position that each query sees and one past the last, in the shape of ``query``;
         nothing is seen where the second is not larger. The first may be negative.
     """
+    start = torch.zeros_like(query)
     if isinstance(geometry, ChunkGap):
         chunk, size = query // geometry.size, geometry.size
-        first = 0 if geometry.last is None else (chunk - geometry.last) * size
+        first = start if geometry.last is None else (chunk - geometry.last) * size
         return first, ((chunk - geometry.first + 1) * size).minimum(query + 1)
     end = query - max(geometry.first, 0) + 1
     if isinstance(geometry, Sinks):
-        return 0, end.clamp(max=geometry.count)
-    return 0 if geometry.last is None else query - geometry.last + 1, end
+        return start, end.clamp(max=geometry.count)
+    return start if geometry.last is None else query - geometry.last + 1, end
 
 
 def blocks(

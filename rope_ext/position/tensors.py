@@ -235,7 +235,7 @@ class InTensors:
             low, high = [], []
             for geometry, *_ in bands:
                 first, end = positions_seen(geometry, t)
-                first = torch.as_tensor(first, device=t.device).clamp(min=0)
+                first = first.clamp(min=0)
                 seen = end > first
                 low.append(torch.where(seen, first + of_row, decode.NOTHING))
                 high.append(torch.where(seen, end + of_row, 0))

@@ -4,7 +4,7 @@
     python -m lab.reproduce yarn-llama2               # where the weights, the data and a GPU are
     python -m lab.reproduce yarn-llama2 --dry-run     # the same steps on checkpoints/tiny-512
 
-Each file in reproduce/tables names the model, the data, every published number with its source, and
+Each file in lab/reproduce/tables names the model, the data, every published number with its source, and
 how far a measured number may be from it. None was measured here: no such GPU was at hand.
 """
 
@@ -29,7 +29,7 @@ from rope_ext.terminal import clean_errors
 TABLES = Path(__file__).parent / "tables"
 STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
 STAND_IN_TEXT = "checkpoints/tiny-bytes-512/held_out.jsonl"
-STAND_IN_ROWS = "reproduce/longbench_row.jsonl"
+STAND_IN_ROWS = "lab/reproduce/longbench_row.jsonl"
 _FLOPS = 2e14  # what a card of 400 to 1000 TFLOP/s in bfloat16 does, as a rule of thumb
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import rope_ext
 from checkpoints import pretrained
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="for the picture")
     args = parser.parse_args(arguments)
     require_matplotlib()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     start = time.monotonic()
     gguf = pretrained.smollm2()
     manual = next(manual for manual in MANUALS if manual.package == "flask")

@@ -4,8 +4,9 @@
     python -m lab.reproduce yarn-llama2               # where the weights, the data and a GPU are
     python -m lab.reproduce yarn-llama2 --dry-run     # the same steps on checkpoints/tiny-512
 
-Each file in lab/reproduce/tables names the model, the data, every published number with its source, and
-how far a measured number may be from it. None was measured here: no such GPU was at hand.
+Each file in lab/reproduce/tables names the model, the data, every published number with its
+source, and how far a measured number may be from it. None was measured here: no such GPU was at
+hand.
 """
 
 from __future__ import annotations

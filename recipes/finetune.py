@@ -250,7 +250,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
             bnb_4bit_compute_dtype=recipe.dtype,
             bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
         )
-    return loader(recipe.model)(recipe.model, **options)
+    return loader(recipe.model, config)(recipe.model, **options)
 
 
 def _without_weights(config: Any, **options: Any) -> Any:

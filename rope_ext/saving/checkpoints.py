@@ -89,9 +89,9 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def loader(model: str) -> Callable[..., Any]:
+def loader(model: str, config: Any) -> Callable[..., Any]:
     """The function that loads a model: ours for a saved patch or a GGUF file."""
-    ours = saved_under(load_config(model)) is not None or model.endswith(gguf_source.SUFFIX)
+    ours = saved_under(config) is not None or model.endswith(gguf_source.SUFFIX)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 
 
@@ -124,8 +124,9 @@ def load_model(
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
-    recorded = saved_under(load_config(model)) is not None
-    loaded = _load("weights", loader(model), model, dtype=dtype, **options)
+    config = load_config(model)
+    recorded = saved_under(config) is not None
+    loaded = _load("weights", loader(model, config), model, dtype=dtype, **options)
     if recorded and not as_saved:
         unpatch(loaded)
     if adapter is not None:

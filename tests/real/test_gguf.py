@@ -164,7 +164,8 @@ def test_llama_cpp_runs_the_original_file(name: str, method: str) -> None:
     noise, wrong = away(plain, unpatched), away(served, unpatched)
     print(name, noise, away(served, expected), wrong)
     assert away(served, expected) < 1.5 * noise + 0.01
-    assert wrong > 1.3 * away(served, expected)  # Gemma in bfloat16 is .23 off by itself
+    least = {"smollm2": 2, "gemma3": 1.3}[name]  # Gemma in bfloat16 is .23 off by itself
+    assert wrong > least * away(served, expected)
 
 
 def engine(words: list[str], prompts: list[list[int]], vocabulary: int) -> torch.Tensor:

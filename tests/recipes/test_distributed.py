@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.commands import launch
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils import launch as prepare
 from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer
@@ -55,22 +54,6 @@ def environment(
     return launcher, {key: value for key, value in values.items() if key not in os.environ}
 
 
-def test_accelerate_loads_every_launch_configuration() -> None:
-    assert [path.stem for path in LAUNCHES] == [
-        "context_parallel",
-        "ddp",
-        "deepspeed_zero3",
-        "fsdp2",
-        "single",
-    ]
-    for path in LAUNCHES:
-        config = load_config_from_file(str(path))  # refuses unknown keys, but not nested ones
-        known = {action.dest for action in launch.launch_command_parser()._actions}
-        for section in (config.fsdp_config, config.deepspeed_config, config.parallelism_config):
-            assert section.keys() <= known, path
-        assert config.mixed_precision is None, "the recipe says it"
-
-
 @pytest.mark.parametrize("name", ["fsdp2", "context_parallel"])
 def test_the_sharding_accelerate_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, values = environment(name, monkeypatch)
@@ -91,9 +74,6 @@ def test_the_sharding_accelerate_builds(name: str, monkeypatch: pytest.MonkeyPat
     assert context_parallel_size() == (8 if name == "context_parallel" else 1)
 
 
-# --- limits of context parallelism ----------------------------------------------------------
-
-
 # --- shards of positions --------------------------------------------------------------------
 
 
@@ -108,7 +88,7 @@ def rotation(model: torch.nn.Module, positions: torch.Tensor) -> tuple[torch.Ten
     return model.model.rotary_emb(torch.zeros(1, len(positions), 64), positions[None])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["yarn", "llama3", "resonance", "longrope-fixed"])
 @pytest.mark.parametrize("precise", [False, True])
 def test_a_shard_of_positions_gets_its_part_of_the_rotation(variant: str, precise: bool) -> None:
     """rope(positions[shard]) == rope(positions)[shard], to the bit."""
@@ -122,14 +102,6 @@ def test_a_shard_of_positions_gets_its_part_of_the_rotation(variant: str, precis
     for shard in shards(256, 4):
         for part, of in zip(rotation(model, shard), whole, strict=True):
             assert torch.equal(part[0], of[0, shard])
-
-
-def test_a_dynamic_method_turns_shards_differently() -> None:
-    """Why context parallelism refuses them."""
-    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)
-    cos, _ = rotation(model, torch.arange(256))
-    first = shards(256, 4)[0]
-    assert not torch.allclose(rotation(model, first)[0][0], cos[0, first], atol=0.1)
 
 
 # --- two processes --------------------------------------------------------------------------
@@ -154,6 +126,6 @@ def torchrun(script: Path, *arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_get_the_gradients_of_one(tmp_path: Path) -> None:
-    """DDP, FSDP2 and loading; what is compared stands in distributed_worker.py."""
-    torchrun(ROOT / "tests" / "helpers" / "distributed_worker.py", tmp_path)
+def test_two_processes_get_the_gradients_of_one() -> None:
+    """FSDP2 and loading; what is compared stands in distributed_worker.py."""
+    torchrun(ROOT / "tests" / "helpers" / "distributed_worker.py")

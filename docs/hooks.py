@@ -330,6 +330,7 @@ def _turned(lines: list[str]) -> Iterator[str]:
     rows = (line.strip("| ").split(" | ") for line in lines)
     for number, cells in enumerate(zip(*rows, strict=False)):
         label, *values = (cell.strip() for cell in cells)
+        label = label.replace("last column", "longest text")
         if label.replace(",", "").isdigit():
             label = f"perplexity to {label} tokens"
         kind, label = (kind, f"{kind} 2x") if label == "2x" else (label.split()[0], label)
@@ -441,7 +442,8 @@ class Typeset(Extension):
 class _Formula(InlineProcessor):
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         block, inline = m.groups()
-        mathml = convert(block or inline, display="block" if block else "inline")
+        formula = (block or inline).replace(r"\ln ", r"\ln\, ")  # else set as one word
+        mathml = convert(formula, display="block" if block else "inline")
         return self.md.htmlStash.store(mathml), *m.span()
 
 

@@ -5,7 +5,8 @@
   ``PAGE`` says what is put between them. A method without a page stops the build.
 * A page in ``encodings/`` gets its rows of the tables of ``encodings/index.md``.
 * ``engines/index.md`` gets the table of methods and engines, from what ``rope_ext.export`` answers.
-* ``api.md`` is filled from ``rope_ext.__all__``; README.md and the checkpoint's become pages.
+* ``api.md`` is filled from ``rope_ext.__all__``.
+* Files outside of ``docs``, such as README.md, become pages, and their links those of the site.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
@@ -101,6 +103,9 @@ Memory is linear in the length, and every cache of transformers works
 
 FILES = {
     "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "lab/README.md": "lab.md",
     "checkpoints/tiny-512/README.md": "checkpoint.md",
     "checkpoints/tiny-bytes-512/README.md": "checkpoint-bytes.md",
 }
@@ -108,7 +113,6 @@ FILES = {
 
 TABLES = {
     "docs/evidence.md": ("evidence.md", "| method | 2,048 |"),
-    "docs/demonstration.md": ("demonstration.md", "| method | 512 tokens |"),
     "checkpoints/tiny-512/README.md": (
         "checkpoint.md#what-it-scores",
         "| method | 512 tokens |",
@@ -122,7 +126,6 @@ settings, the command and the other methods.{more}
 """
 MODELS = {
     "evidence.md": "Perplexity by position of SmolLM2-135M-Instruct, trained on 8,192 tokens",
-    "demonstration.md": "Results of the [first bundled checkpoint](../checkpoint.md)",
 }
 
 UNTRAINED = """
@@ -152,27 +155,38 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, page in FILES.items():
         _, _, text = f"\n{(ROOT / path).read_text(encoding='utf-8')}".partition("\n# ")
-        text = re.sub(LINK, _moved, f"# {text}")
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=f"# {text}"))
 
 
-HOME = r"https://(?:github|raw\.githubusercontent)\.com/rope-ext/rope-ext/(?:blob/)?main/"
-"""Where links of README.md lead: absolute, for the page of a package index."""
-LINK = rf"(!?)\[([^\]]*)\]\((?:{HOME})?(?!http|#)([^)]+)\)"
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s(\"=,]+)([^)]*)\)")
+"""A relative link or picture: mark, text, path, and the rest."""
 
 
-def _moved(link: re.Match[str]) -> str:
-    """A link of README.md in a page: to another page, or no link to what is not in the site."""
-    target = FILES.get(link[3], link[3].removeprefix("docs/"))
-    if target == link[3]:
-        return f"`{link[3]}`"
-    return f"{link[1]}[{link[2]}]({target})"
+def linked(markdown: str, source: str, page: str) -> str:
+    """Links of a file in the repository, for its page: a file that is no page becomes code.
+
+    Args:
+        markdown: its text.
+        source: its path in the repository.
+        page: the path of its page in the site.
+    """
+
+    def moved(link: re.Match[str]) -> str:
+        mark, text, path, rest = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if path not in FILES and (not path.startswith("docs/") or (ROOT / path).is_dir()):
+            return f"`{path}`"
+        target = FILES.get(path, path.removeprefix("docs/"))
+        target = posixpath.relpath(target, posixpath.dirname(page) or ".")
+        return f"{mark}[{text}]({target}{rest})"
+
+    return LINK.sub(moved, markdown)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
-    for path, generated in FILES.items():  # the links of pages work on GitHub, too
-        markdown = markdown.replace(f"](../{path}", f"]({generated}")
+    source = next((path for path, made in FILES.items() if made == uri), f"docs/{uri}")
+    markdown = linked(markdown, source, uri)
     if uri == "methods/index.md":
         return markdown + _overview()
     if uri == "engines/index.md":
@@ -352,10 +366,12 @@ def measured_table(name: str) -> str:
             if name in rows:
                 tuned = f"\n| `{name}` " in (ROOT / "docs/fine-tune.md").read_text("utf-8")
                 more = " After fine-tuning: [table](../fine-tune.md)." if tuned else ""
-                model = MODELS.get(where, MODELS["demonstration.md"])
+                model = MODELS.get(
+                    where, "Results of the [first bundled checkpoint](../checkpoint.md)"
+                )
                 what = MEASURED.format(model=model, where=where, more=more)
                 return "\n".join((what, head, rule, unpatched[head], rows[name]))
-    return "Not measured: the [demonstration](../demonstration.md) does not include this method."
+    return "Not measured."
 
 
 def _options(cls: type[Method]) -> str:

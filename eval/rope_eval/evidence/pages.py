@@ -36,12 +36,12 @@ SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.
 """Positions behind each column, in trained lengths: up to the length that names it."""
 FRONT = {
     "unpatched": "",
-    "yarn": "another engine serves the model, or you fine-tune",
-    "dynamic_yarn": "most prompts are short",
-    "self_extend": "you do not train",
-    "rerope": "you do not train, and no length is the longest",
+    "yarn": "serving with other engines, fine-tuning",
+    "dynamic_yarn": "mostly short prompts, without training",
+    "self_extend": "retrieval, without training",
+    "rerope": "texts of any length, without training",
 }
-"""Rows of the front page, and when to choose each."""
+"""Rows of the front page, and what to choose each for."""
 DRAWN = ("unpatched", "yarn", "self_extend")
 
 
@@ -204,17 +204,15 @@ def table(evidence: Evidence) -> str:
 
 
 def short(evidence: Evidence) -> str:
-    """The table of the front page: four methods, when to choose them, and their price."""
-    spans = ("1x", "2x")
-    head = ["method", "choose it if"]
-    head += [f"perplexity at {int(SPANS[span][1] * evidence.trained):,}" for span in spans]
+    """The table of the front page: four methods, what to choose them for, and their price."""
+    head = ["method", "choose it for", f"perplexity at {2 * evidence.trained:,}"]
     head += ["passkeys", "cost at short lengths", "GPU time"]
     rows = [head, ["---"] * len(head)]
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
         seconds, plain = evidence.seconds(name), name == "unpatched"
         row = [name if plain else f"`{name}`", reason]
-        row += [f"{float(evidence.perplexity(name, span)):,g}" for span in spans]
+        row.append(f"{float(evidence.perplexity(name, '2x')):,g}")
         found = evidence.prompts(name, "passkey", 2)
         row.append("" if found is None else f"{found[0]} of {found[1]}")
         row.append("" if plain else evidence.cost(name).partition(" [")[0])

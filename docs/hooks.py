@@ -5,7 +5,8 @@
   so that links work in a checkout, too. ``PAGE`` puts the docstring, the options and the measured
   rows below. A method or an encoding without a page stops the build.
 * ``engines/index.md`` gets the table of methods and engines, from what ``rope_ext.export`` answers.
-* ``api.md`` is filled from ``rope_ext.__all__``; README.md and the checkpoint's become pages.
+* ``api.md`` is filled from ``rope_ext.__all__``.
+* Files outside of ``docs``, such as README.md, become pages, and their links those of the site.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
@@ -86,6 +88,9 @@ Memory is linear in the length, and every cache of transformers works
 
 FILES = {
     "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "lab/README.md": "lab.md",
     "checkpoints/tiny-512/README.md": "checkpoint.md",
     "checkpoints/tiny-bytes-512/README.md": "checkpoint-bytes.md",
 }
@@ -126,27 +131,38 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, page in FILES.items():
         _, _, text = f"\n{(ROOT / path).read_text(encoding='utf-8')}".partition("\n# ")
-        text = re.sub(LINK, _moved, f"# {text}")
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=f"# {text}"))
 
 
-HOME = r"https://(?:github|raw\.githubusercontent)\.com/rope-ext/rope-ext/(?:blob/)?main/"
-"""Where links of README.md lead: absolute, for the page of a package index."""
-LINK = rf"(!?)\[([^\]]*)\]\((?:{HOME})?(?!http|#)([^)]+)\)"
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s(\"=,]+)([^)]*)\)")
+"""A relative link or picture: mark, text, path, and the rest."""
 
 
-def _moved(link: re.Match[str]) -> str:
-    """A link of README.md in a page: to another page, or no link to what is not in the site."""
-    target = FILES.get(link[3], link[3].removeprefix("docs/"))
-    if target == link[3]:
-        return f"`{link[3]}`"
-    return f"{link[1]}[{link[2]}]({target})"
+def linked(markdown: str, source: str, page: str) -> str:
+    """Links of a file in the repository, for its page: a file that is no page becomes code.
+
+    Args:
+        markdown: its text.
+        source: its path in the repository.
+        page: the path of its page in the site.
+    """
+
+    def moved(link: re.Match[str]) -> str:
+        mark, text, path, rest = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if path not in FILES and (not path.startswith("docs/") or (ROOT / path).is_dir()):
+            return f"`{path}`"
+        target = FILES.get(path, path.removeprefix("docs/"))
+        target = posixpath.relpath(target, posixpath.dirname(page) or ".")
+        return f"{mark}[{text}]({target}{rest})"
+
+    return LINK.sub(moved, markdown)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
-    for path, generated in FILES.items():  # the links of pages work on GitHub, too
-        markdown = markdown.replace(f"](../{path}", f"]({generated}")
+    source = next((path for path, made in FILES.items() if made == uri), f"docs/{uri}")
+    markdown = linked(markdown, source, uri)
     if uri == "methods/index.md":
         return markdown + _overview()
     if uri == "engines/index.md":

@@ -10,6 +10,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class AbsoluteLinks(MetadataHookInterface):
+    """Sets the readme of the package."""
+
     def update(self, metadata: dict[str, Any]) -> None:
         """Set the readme: pictures are raw files of the repository, links its pages."""
         repository = metadata["urls"]["Homepage"]

@@ -20,7 +20,7 @@ import rope_ext
 from rope_eval import command
 from rope_ext.cli import app
 from rope_ext.encodings.alibi import slopes
-from rope_ext.methods import Rope, all_methods
+from rope_ext.methods import Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -217,9 +217,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
 def test_the_site(site) -> None:
     """Formulas and pictures of methods, public names, and nothing loaded from a network."""
     for cls in all_methods():
-        page = site[f"methods/{cls.name}.html"]
-        assert "math" in page.tags and f"{cls.name}.png" in page.loaded
+        assert f"{cls.name}.png" in site[f"methods/{cls.name}.html"].loaded
     pages = {cls.__name__: f"methods/{cls.name}.html" for cls in all_methods()}
+    pages |= {cls.__name__: f"encodings/{cls.name}.html" for cls in all_encodings()}
+    assert all("math" in site[page].tags for page in pages.values())
     for name in rope_ext.__all__:
         assert f"rope_ext.{name}" in site[pages.get(name, "api.html")].ids
     assert "iframe-worker.js" in site["index.html"].loaded  # search in pages opened from disk

@@ -415,7 +415,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     try:
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
-        changes.states += map(buffers.repair, rounded)
+        changes.states += map(buffers.guard, sites)
         used = method
         if options.compose == "raise":
             place, used = raise_factor(place, method, options)

@@ -62,11 +62,6 @@ def apply(
             sequences = Sequences(method, min(site.rope.length for site in scaled))
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
-        modules = {site.module for site in scaled}
-        for site in place.sites:
-            on_meta = any(site.module.get_buffer(name).is_meta for name in site.buffers)
-            if site not in scaled and site.module in modules and on_meta:
-                changes.states.append(buffers.complete(site))
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)
         changes.handles += hooks.keep_native(decoder, local)

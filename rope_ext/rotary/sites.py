@@ -147,6 +147,11 @@ class RotarySite:
         return method.target_length(self.rope) if self.raised is None else self.raised.target
 
     @property
+    def moving(self) -> bool:
+        """Whether transformers changes the buffer from forward to forward."""
+        return self.rope_type in _MOVING
+
+    @property
     def scaled(self) -> bool:
         """Whether the checkpoint's own configuration scales these frequencies."""
         return self.rope_type in SCALED_TYPES

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.drafts import write_whole
 from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
@@ -67,7 +68,7 @@ class Export:
             raise ExportError(f"{folder} is a file; give the name of a folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            write_whole(folder / name, text)
         return [folder / name for name in self.files]
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ LAYER = "_rope_ext_layer"  # attribute of an attention module: its AttentionLaye
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 _FORWARD_AGAIN = {  # what to do if positions decrease
     "document": "give packed documents no attention mask and use_cache=False, so that "
-    "transformers keeps them apart",
+    "transformers keeps them apart, or rows of their own if the model never does (gpt_oss)",
     "padding": "it is padded on the right, behind which generation goes on; pad on the left "
     "(padding_side='left' of the tokenizer)",
 }

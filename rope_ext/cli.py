@@ -109,6 +109,9 @@ def recommend(
         list[str] | None,
         typer.Option(help="Text to evaluate on, for the next commands. Repeatable."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list all other methods that the model accepts.")
+    ] = False,
 ) -> None:
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
@@ -117,7 +120,7 @@ def recommend(
 
         quiet()
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
-        print(found)
+        print(found.full() if everything else found)
         if calibration is not None and not (finetune or engine):  # which follows a comparison
             if found.serve != found.method:
                 tell(f"done: use it in Python: {found.call}")

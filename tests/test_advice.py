@@ -165,8 +165,9 @@ def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, r
     found = rope_ext.recommend(llama_2(), target, finetune)
     assert found.method.name == name
     assert reason in " ".join(found.reasons) and reason in str(found)
-    assert all(re.search(r"arXiv|kexue|docs/", text) for text in found.reasons[:2])
+    assert all(re.search(r"arXiv|kexue|docs/", text) for text in found.reasons[:1])
     assert found.call in str(found) and found.factor == found.method.factor
+    assert len(str(found).splitlines()) <= 14  # and the command's next one
 
 
 @pytest.mark.parametrize("target", [16384, 131072])
@@ -178,7 +179,7 @@ def test_the_order_is_that_of_the_measurements(target: int) -> None:
     assert [found.method.name, *(method.name for method, _ in found.alternatives)] == order
     assert (found.serve, found.engines) == (rope_ext.YaRN(factor=target // 4096), ENGINES)
     for name in order:
-        assert sentence(name) in str(found)
+        assert sentence(name) in found.full()
 
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "transformers", "mlx")
@@ -305,7 +306,7 @@ def test_on_a_checkpoint_that_is_scaled_already() -> None:
     call = "rope_ext.patch(model, 'yarn', factor=8, compose='raise')"
     for options in ({"engine": "vllm"}, {"finetune": True}):
         found = rope_ext.recommend(yarn, 4 * LENGTH, **options)
-        assert found.call == call and "'yarn', factor=4, compose=True" in str(found)
+        assert found.call == call and "'yarn', factor=4, compose=True" in found.full()
         assert accepted(found, yarn) == 4 * LENGTH
     found = rope_ext.recommend(yarn, 4 * LENGTH)
     assert found.method.replaces_attention and found.compose is True

@@ -254,7 +254,6 @@ def planned(state: Patch, in_file: bool) -> Plan:
         )
     refuse_positions(state)
     family = family_of(state, "llama.cpp")
-    assert isinstance(family, families.Architecture)
     refuse_unproven(state, family.sliding_base)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")

@@ -20,7 +20,6 @@ from rope_ext.engines.base import (
     refuse_unproven,
     register,
 )
-from rope_ext.engines.families import MLXFamily
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
@@ -44,7 +43,6 @@ class MLX(Engine):
         if not state.native:
             raise Refusal("it builds frequencies by rope_type, and none matches these")
         family = family_of(state, self.name)
-        assert isinstance(family, MLXFamily)
         parameters = parameters_for(Scaling.from_patch(state))
         refuse_kind(family, parameters["rope_type"])
         fields = {"rope_parameters": parameters} if family.inside else legacy(parameters)

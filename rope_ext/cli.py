@@ -259,8 +259,14 @@ def gguf(
         from rope_ext.engines import gguf_file
         from rope_ext.saving.folder import read_saved
 
+        if file is None and method is None:
+            raise ExportError(
+                f"no method for {source}; give --method and --factor, or the folder of a patched "
+                f"model before the file"
+            )
         if file is None:
-            made = gguf_file.extended(source, output, method, factor, trained_length, option)
+            given = _method(method, factor, option)
+            made = gguf_file.extended(source, output, given, trained_length)
         else:
             patched = _patched(source, method, factor, compose, option)
             model = read_saved(source).model if method is None else patched
@@ -480,8 +486,7 @@ def _patched(
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of
-    from rope_ext.method_options import checked_methods, saved_otherwise
-    from rope_ext.methods import build_method
+    from rope_ext.method_options import saved_otherwise
     from rope_ext.saving.checkpoints import load_config
     from rope_ext.saving.folder import patch_without_weights
 
@@ -489,11 +494,20 @@ def _patched(
     if method is None:
         _refuse_without_method(factor, compose, option)
         return model
-    ((name, values),) = checked_methods([method], factor, parse_options(option, [method])).items()
+    made = _method(method, factor, option)
     for note in saved_otherwise({model: load_config(model)}):
         tell(f"note: {note}", "yellow")
     built = model_of(model)
-    return patch_without_weights(built, build_method(name, **values), {"compose": compose})
+    return patch_without_weights(built, made, {"compose": compose})
+
+
+def _method(name: str | None, factor: float | None, option: list[str] | None) -> Any:
+    from rope_ext.method_options import checked_methods
+    from rope_ext.methods import build_method
+
+    names = [name] if name is not None else []
+    ((name, values),) = checked_methods(names, factor, parse_options(option, names)).items()
+    return build_method(name, **values)
 
 
 @command("methods")

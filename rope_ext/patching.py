@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rope_ext.apply import APPLY
+from rope_ext.apply.base import Applied
 from rope_ext.apply.raising import raise_factor
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
@@ -406,7 +407,13 @@ def _listed(names: list[str]) -> str:
 
 
 @torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
-def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
+def _patch(
+    model: nn.Module,
+    decoder: nn.Module,
+    method: Method,
+    options: Options,
+    apply: Callable[..., Applied] | None = None,
+) -> None:
     gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
@@ -420,7 +427,7 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
         if options.compose == "raise":
             place, used = raise_factor(place, method, options)
             sites, scaled = place.sites, place.scaled
-        applied = APPLY[used.kind](place, used, options, changes)
+        applied = (apply or APPLY[used.kind])(place, used, options, changes)
         record = Record(
             method=method,
             resolved=applied.method,
@@ -475,8 +482,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
 def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
-    Only weights show whether a family accepts a method that changes attention, so nothing is
-    checked or changed but what these functions read.
+    Only weights show whether a family accepts a method that changes attention, so nothing of the
+    model's computation is checked or changed.
 
     Args:
         model: on the meta device.
@@ -485,42 +492,27 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """
     options = Options(**keywords)
     options.check(method)
-    decoder, under = text_decoder(model), options.frequency
-    sites = find_sites(decoder, options.original_max_position_embeddings)
-    scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    rope = trained = scaled[0].rope
+    _patch(unwrap(model), text_decoder(model), method, options, _noted)
+    return model
+
+
+def _noted(place: PatchTarget, method: Method, options: Options, changes: Changes) -> Applied:
+    rope, under = place.scaled[0].rope, options.frequency
     if under is not None:
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
-    length, resolved = method.target_length(rope), method.resolved(rope)
-    precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
-    record = Record(
-        method=method,
-        resolved=resolved,
-        arguments=options.recorded(),
-        trained_length=trained.length,
+    length = method.target_length(rope)
+    return Applied(
+        method=method.resolved(rope),
         target_length=length,
+        values={},
         native=False,
         plain=False,
-        config={},
-    )
-    decoder.__dict__[_STATE] = Patch(
-        method=resolved,
-        options=options,
-        decoder=decoder,
-        outermost=unwrap(model).config,
-        sites=sites,
-        scaled=scaled,
-        target_length=length,
-        precise=precise,
-        native=False,
+        precise=length > PRECISE_BEYOND if options.precise == "auto" else options.precise,
         notes=(
             "whether this family accepts it is checked when the weights are loaded",
             f"saving: {UNSAVED.format(REFUSED)}",
         ),
-        record=record,
-        changes=Changes(),
     )
-    return model
 
 
 def note_target(model: nn.Module, target: int) -> None:

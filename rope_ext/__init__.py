@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
-from rope_ext import evaluators as _evaluators
+from rope_ext.command import evaluators as _evaluators
 from rope_ext.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rope_eval.tune.search import search
     from rope_ext.advice.describe import Description, MethodInfo, describe, methods
     from rope_ext.advice.diagnose import Diagnosis, PairDiagnosis, SiteDiagnosis, diagnose
+    from rope_ext.advice.fitting import fit
     from rope_ext.advice.recommend import Recommendation, recommend
     from rope_ext.encodings import (
         DAPE,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
         UnknownMethodError,
         UnsupportedModelError,
     )
-    from rope_ext.fitting import fit
     from rope_ext.methods import (
         ABF,
         DPE,
@@ -109,7 +109,7 @@ _EVALUATORS = {
 _MODULES = (
     *("errors", "methods", "encodings", "patching", "engines"),
     *("saving.adapters", "saving.load"),
-    *("advice.describe", "advice.diagnose", "advice.recommend", "fitting"),
+    *("advice.describe", "advice.diagnose", "advice.recommend", "advice.fitting"),
 )
 """Modules that are searched for all other public names, lower ones first."""
 

@@ -14,8 +14,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rope_ext.arguments import compose_words, parse_length, parse_options
-from rope_ext.cli_arguments import (
+from rope_ext.command.arguments import compose_words, parse_length, parse_options
+from rope_ext.command.cli_arguments import (
     Compose,
     Model,
     ModelCommand,
@@ -25,9 +25,9 @@ from rope_ext.cli_arguments import (
     Target,
     TrainedLength,
 )
+from rope_ext.command.evaluators import find
+from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError, Mistakes, OptionError, RopeExtError
-from rope_ext.evaluators import find
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.version import __version__
 
 app = typer.Typer()
@@ -116,7 +116,7 @@ def recommend(
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
         import rope_ext
-        from rope_ext.saving.record import option_texts
+        from rope_ext.config.record import option_texts
 
         quiet()
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
@@ -339,8 +339,8 @@ def verify(
         import tempfile
 
         import rope_ext
+        from rope_ext.command.method_options import checked_methods
         from rope_ext.engines import verifying
-        from rope_ext.method_options import checked_methods
         from rope_ext.saving.checkpoints import load_config
 
         quiet()
@@ -486,7 +486,7 @@ def _patched(
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of
-    from rope_ext.method_options import saved_otherwise
+    from rope_ext.command.method_options import saved_otherwise
     from rope_ext.saving.checkpoints import load_config
     from rope_ext.saving.folder import patch_without_weights
 
@@ -502,7 +502,7 @@ def _patched(
 
 
 def _method(name: str | None, factor: float | None, option: list[str] | None) -> Any:
-    from rope_ext.method_options import checked_methods
+    from rope_ext.command.method_options import checked_methods
     from rope_ext.methods import build_method
 
     names = [name] if name is not None else []
@@ -514,9 +514,9 @@ def _method(name: str | None, factor: float | None, option: list[str] | None) ->
 def show_methods() -> None:
     """List methods with their options and when to use them."""
     import rope_ext
+    from rope_ext.command.terminal import wide_console
     from rope_ext.encodings import Encoding
     from rope_ext.methods import all_encodings
-    from rope_ext.terminal import wide_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)

@@ -14,9 +14,13 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rope_ext.apply import APPLY
+from rope_ext.apply import APPLY, configuration, gguf_source
 from rope_ext.apply.base import Applied
+from rope_ext.apply.older_readers import older_fields
 from rope_ext.apply.raising import raise_factor
+from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED
+from rope_ext.config.recommendation import Recommendation
+from rope_ext.config.record import FIELD, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -24,14 +28,13 @@ from rope_ext.errors import (
     OptionError,
     brief,
 )
-from rope_ext.forward.limits import warn_beyond
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier
-from rope_ext.recommendation import Recommendation
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
+from rope_ext.rotary.limits import warn_beyond
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -41,10 +44,6 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.saving import configuration, gguf_source
-from rope_ext.saving.older_readers import older_fields
-from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
-from rope_ext.saving.record import FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 Parameters = ParamSpec("Parameters")

@@ -11,10 +11,10 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from rope_ext.advice.describe import call_text, describe
-from rope_ext.drafts import write_whole
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError
 from rope_ext.patching import current_patch
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import read_saved
 from rope_ext.version import __version__
 

@@ -19,6 +19,9 @@ from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
 from rope_ext.advice.measured import ranked, sentence
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
+from rope_ext.apply import gguf_source
+from rope_ext.apply.configuration import is_scaled
+from rope_ext.config.recommendation import Recommendation
 from rope_ext.engines import build_engine, engines_for, export, serving_commands
 from rope_ext.engines.base import config_of
 from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
@@ -27,10 +30,7 @@ from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
-from rope_ext.recommendation import Recommendation
 from rope_ext.rotary.sites import RotarySite, text_config, text_decoder
-from rope_ext.saving import gguf_source
-from rope_ext.saving.configuration import is_scaled
 from rope_ext.saving.folder import read_saved
 
 _INTERPOLATED = 4

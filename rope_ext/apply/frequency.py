@@ -11,6 +11,7 @@ from torch import nn
 
 from rope_ext.apply import position, raising
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.apply.rebuild import unsaved, written
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
@@ -20,7 +21,6 @@ from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
-from rope_ext.saving.rebuild import unsaved, written
 
 
 def apply(

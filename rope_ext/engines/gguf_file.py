@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from torch import nn
 
-from rope_ext.drafts import draft_of
+from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import Refusal, Scaling, refuse_adapting, refuse_tempered
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
@@ -20,7 +20,7 @@ from rope_ext.errors import ExportError, first_line
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder
-from rope_ext.saving.gguf_source import TABLE
+from rope_ext.saving.drafts import draft_of
 
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rope_ext.config.settings import path_to_text
 from rope_ext.engines.base import (
     Refusal,
     family_of,
@@ -18,7 +19,6 @@ from rope_ext.engines.base import (
 from rope_ext.engines.families import Family
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.rotary.settings import path_to_text
 from rope_ext.rotary.sites import text_config
 
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_ext.caches import RECORDS
 from rope_ext.errors import CacheError
-from rope_ext.swapping import plain, swap, take_back
+from rope_ext.rotary.caches import RECORDS
+from rope_ext.rotary.swapping import plain, swap, take_back
 
 
 class WindowLayer(DynamicSlidingWindowLayer):

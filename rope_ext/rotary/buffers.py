@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rope_ext.rotary.sites import RotarySite, buffer_of
-from rope_ext.swapping import plain, swap
+from rope_ext.rotary.swapping import plain, swap
 
 # A mixin: swapping.swap puts it in front of the class of a rotary module.
 _ModuleMixin = nn.Module if TYPE_CHECKING else object

@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rope_ext.config.settings import RopeSettings, rope_settings, trained_length
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.rotary.probe import Columns, prove
-from rope_ext.rotary.settings import RopeSettings, rope_settings, trained_length
 from rope_ext.rotary.zero3 import gathered
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")

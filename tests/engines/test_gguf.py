@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_ext import drafts
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file, gguf_model
+from rope_ext.saving import drafts
 from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")

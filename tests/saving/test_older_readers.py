@@ -17,9 +17,9 @@ from transformers import (
 )
 
 import rope_ext
+from rope_ext.apply.older_readers import READ, STOP
+from rope_ext.config.record import OLDER
 from rope_ext.engines.families import MLX
-from rope_ext.saving.older_readers import READ, STOP
-from rope_ext.saving.record import OLDER
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 

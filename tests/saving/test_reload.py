@@ -36,11 +36,11 @@ from transformers import (
 from transformers import TrainingArguments as Arguments
 
 import rope_ext
-from rope_ext.method_options import checked_methods
+from rope_ext.apply import rebuild
+from rope_ext.command.method_options import checked_methods
+from rope_ext.config.record import ARGUMENTS, OLDER, Record
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
-from rope_ext.saving import rebuild
-from rope_ext.saving.record import ARGUMENTS, OLDER, Record
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama

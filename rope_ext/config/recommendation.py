@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rope_ext.config.record import option_texts
 from rope_ext.methods import Method
-from rope_ext.saving.record import option_texts
 
 
 @dataclass(frozen=True)

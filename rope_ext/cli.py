@@ -199,9 +199,10 @@ def export(
     """Print the settings that make another engine run a method."""
     with clean_errors():
         import rope_ext
+        from rope_ext.engines import build_engine
 
         options = {"legacy": True} if legacy else {}
-        rope_ext.engines.build_engine(engine, **options)  # report mistakes before loading weights
+        build_engine(engine, **options)  # report mistakes before loading weights
         patched = _patched(model, method, factor, compose, option)
         made = rope_ext.export(patched, engine, **options)
         print(made)

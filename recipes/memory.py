@@ -53,9 +53,9 @@ from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
 from rope_ext.advice.memory import Live, shown
+from rope_ext.command.terminal import tell, tell_next
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
 from rope_ext.saving.checkpoints import load_config, trained_length
-from rope_ext.terminal import tell, tell_next
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size

@@ -24,7 +24,7 @@ from torch import distributed
 
 import rope_ext
 from rope_ext import OptionError
-from rope_ext.rotary.settings import all_settings
+from rope_ext.config.settings import all_settings
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig

@@ -7,7 +7,7 @@ import torch
 from transformers import PhiConfig, PhiForCausalLM
 
 import rope_ext
-from rope_ext.fitting import QUERIES
+from rope_ext.advice.fitting import QUERIES
 from tests.helpers.encodings import parameters
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import logits

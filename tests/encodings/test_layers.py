@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import rope_ext
+from rope_ext.config.record import Record
 from rope_ext.patching import current_patch
-from rope_ext.saving.record import Record
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, Family, logits
 

@@ -270,3 +270,12 @@ def test_a_patch_in_inference_mode_can_be_trained_afterwards(name: str, ids) -> 
         rope_ext.patch(model, name)
     model(input_ids=ids[:1, :20]).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in parameters(model).values())
+
+
+@pytest.mark.parametrize("name", ["learned", "multiplicative", "floater"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_shortest_rows_train(name: str, tokens: int, ids) -> None:
+    model = ALL[name].patch(tiny_llama())
+    model(ids[:, :tokens]).logits.sin().sum().backward()
+    whole = logits(model, ids)[:, :tokens]
+    torch.testing.assert_close(logits(model, ids[:, :tokens]), whole, **EXACT)

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import rope_ext
 from tests.helpers.encodings import ALL
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import EXACT, NEW, logits
+from tests.helpers.positions import EXACT, FAMILIES, NEW, logits
 
 GIVEN, WINDOW = ALL["swan"].options, 7
 
@@ -61,6 +61,26 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
     assert torch.equal(model.generate(prompt, **NEW, prompt_lookup_num_tokens=3), right)
     for assistant in (swan(), tiny_llama()):  # right drafts, and wrong ones that are taken back
         assert torch.equal(model.generate(prompt, **NEW, assistant_model=assistant), right)
+
+
+def test_a_cache_without_a_past_takes_nothing_back(ids) -> None:
+    model, cache = swan(), DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == ids.shape[1]
+    with pytest.raises(rope_ext.CacheError, match="3 of them cannot be taken back"):
+        cache.crop(-3)
+
+
+def test_drafts_beside_a_cache_that_the_model_starts_anew_are_refused(ids) -> None:
+    """Phi-3 does so where its short frequencies would give way to its long ones."""
+    model = FAMILIES["phi3"].model()
+    model.config.original_max_position_embeddings = LENGTH
+    rope_ext.patch(model, "swan", every=2, window=WINDOW)
+    prompt = ids[:1, : LENGTH - 2]
+    with pytest.raises(rope_ext.CacheError, match="generate without drafts"):
+        model.generate(prompt, **NEW, assistant_model=tiny_llama())
 
 
 @pytest.mark.slow

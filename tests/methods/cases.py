@@ -197,25 +197,19 @@ ONE_OF_EACH = [
 ]
 """Cases of every kind."""
 FAMILIES_OF = {
-    **dict.fromkeys(("qwen3", "mistral", "gpt_neox"), ("t5", "kerple_power", "sinusoidal", "repo")),
-    **dict.fromkeys(("gemma2 scaled", "gpt_oss scaled"), ("t5", "kerple_log", "shaw", "fire")),
+    "qwen3": ("t5", "repo", "learned", "xpos", "cope", "dape v2", "swan", "alibi over rerope"),
+    "mistral": ("kerple_power", "sinusoidal", "hierarchical", "fire", "deberta", "t5 over rerope"),
     "mistral windowed": ("alibi", "deberta", "transformer_xl"),
+    "gpt_neox": ("t5", "xpos", "3d_rpe", "shaw", "through keys", "alibi over the rotation"),
     "gemma": ("learned", "multiplicative", "floater", "sinusoidal", "through keys"),
-    "stablelm": ("repo", "repo shifted", "xpos"),
+    "gemma2 scaled": ("t5", "kerple_log", "shaw", "fire", "cope", "transformer_xl"),
+    "gpt_oss": ("alibi", "t5", "self_extend and ssmax"),
+    "gpt_oss scaled": ("kerple_log", "fire", "dape v2", "deberta", "t5 over rerope"),
+    "stablelm": ("repo", "repo shifted"),
     "olmo2": ("repo", "cope", "dape v2"),
-    "gpt_oss": ("alibi", "t5"),
+    "phi3": ("through keys",),
+    "qwen2": ("through keys",),
+    "smollm3": ("self_extend and ssmax",),
 }
-MORE = {
-    "qwen3": ("learned", "xpos", "cope", "dape v2", "shaw", "swan", "alibi over rerope"),
-    "mistral": ("hierarchical", "fire", "deberta", "t5 over rerope"),
-    "gpt_neox": ("xpos", "3d_rpe", "shaw", "through keys", "alibi over the rotation"),
-    "gemma2 scaled": ("cope", "transformer_xl", "alibi over yarn"),
-    "gpt_oss scaled": ("dape v2", "deberta", "t5 over rerope"),
-}
-PAIRS = [
-    *((kind, key) for kind, keys in FAMILIES_OF.items() for key in keys),
-    *((kind, key) for kind, keys in MORE.items() for key in keys),
-    *(("phi3", "through keys"), ("qwen2", "through keys")),
-    *(("gpt_oss", "self_extend and ssmax"), ("smollm3", "self_extend and ssmax")),
-]
+PAIRS = [(kind, key) for kind, keys in FAMILIES_OF.items() for key in keys]
 """Families whose layers differ from Llama's, and what is checked on them."""

@@ -1,4 +1,4 @@
-"""Training on several devices: launch configurations, their limits, and two gloo processes."""
+"""Training on several devices: shards of positions, and two gloo processes."""
 
 from __future__ import annotations
 
@@ -7,71 +7,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from accelerate.commands import launch
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils import launch as prepare
 from torch.distributed.tensor.experimental._context_parallel import _HeadTailLoadBalancer
 
 import rope_ext
-from recipes.parallel import check_parallelism, context_parallel_size
+from recipes.parallel import check_parallelism
 from rope_ext.methods import Rope
 from tests.helpers.methods import VARIANTS
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
-LAUNCHES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
-
-
-# --- launch configurations, by accelerate's own code ----------------------------------------
-
-
-def environment(
-    name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> tuple[str, dict[str, str]]:
-    """Which launcher ``accelerate launch`` takes for a configuration, and what it sets for it."""
-    found: list[tuple[str, dict[str, str]]] = []
-
-    def simple(args: Any) -> None:
-        found.append(("simple", prepare.prepare_simple_launcher_cmd_env(args)[1]))
-
-    def several(args: Any) -> None:
-        found.append(("several", prepare.prepare_multi_gpu_env(args)))
-
-    def deepspeed(args: Any) -> None:
-        found.append(("deepspeed", prepare.prepare_deepspeed_cmd_env(args)[1]))
-
-    monkeypatch.setattr(launch, "simple_launcher", simple)
-    monkeypatch.setattr(launch, "multi_gpu_launcher", several)
-    monkeypatch.setattr(launch, "deepspeed_launcher", deepspeed)
-    config = str(ROOT / "recipes" / "accelerate" / f"{name}.yaml")
-    command = ["--config_file", config, "--main_process_port", "0", *arguments, "finetune.py"]
-    launch.launch_command(launch.launch_command_parser().parse_args(command))
-    ((launcher, values),) = found
-    return launcher, {key: value for key, value in values.items() if key not in os.environ}
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "context_parallel"])
-def test_the_sharding_accelerate_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher, values = environment(name, monkeypatch)
-    assert launcher == "several"
-    assert values["ACCELERATE_USE_FSDP"] == "true"
-    for key, value in values.items():
-        monkeypatch.setenv(key, value)
-    plugin = FullyShardedDataParallelPlugin()  # as Accelerator reads it
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert plugin.cpu_ram_efficient_loading is True
-    assert plugin.activation_checkpointing is False  # with the recipe's, Trainer would refuse
-    assert "FULL_STATE_DICT" in str(plugin.state_dict_type)  # Trainer saves no adapter otherwise
-    plugin.set_auto_wrap_policy(tiny_llama())
-    assert {cls.__name__ for cls in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]} == {
-        "LlamaDecoderLayer"
-    }
-    assert context_parallel_size() == (8 if name == "context_parallel" else 1)
 
 
 # --- shards of positions --------------------------------------------------------------------

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from itertools import islice
 from pathlib import Path
 
 import datasets
-import peft
 import pytest
 import torch
 import transformers
@@ -28,7 +22,7 @@ from rope_ext import OptionError, RopeExtError
 from rope_ext.position.bias import learned
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
-from tests.helpers.recipe_runs import arguments, history
+from tests.helpers.recipe_runs import arguments
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -495,37 +489,3 @@ def test_a_run_that_diverges_stops_and_keeps_what_was_good(
     with pytest.raises(finetune.DivergedError, match="weights are not finite after 1 steps"):
         finetune.main(arguments(checkpoint, texts, last, max_steps=1))
     assert not list(last.rglob("*.safetensors"))
-
-
-def start(words: list[str], cache: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
-        "HF_DATASETS_CACHE": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    command = [sys.executable, "recipes/finetune.py", *words]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
-    """Dropout, epochs of 8 steps, and PoSE positions that are new in each of them."""
-    more = {"max_steps": 24, "save_steps": 4, "lora_dropout": 0.1}
-    more |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(arguments(checkpoint, texts, killed, **more), tmp_path / "cache")
-    while process.poll() is None and not (killed / "checkpoint-12").exists():
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (killed / "checkpoint-24").exists(), process.stderr.read().decode()
-    words = [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
-    finetune.main(words)
-    finetune.main(arguments(checkpoint, texts, whole, **more))
-    assert len(history(whole / "checkpoint-24")) == 24
-    assert history(killed / "checkpoint-24") == history(whole / "checkpoint-24")
-    weights = [load_file(run / "adapter_model.safetensors") for run in (whole, killed)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert isinstance(rope_ext.from_pretrained(killed), peft.PeftModel)

@@ -71,6 +71,7 @@ def test_a_temperature_comes_back_from_json() -> None:
         assert as_temperature(json.loads(json.dumps(one.to_json()))) == one
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", GIVEN)
 def test_every_method_takes_both_and_they_replace_its_own(name: str) -> None:
     made = _build(name, attention_factor=1.25, temperature=1.5)
@@ -99,6 +100,7 @@ PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is gi
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", GIVEN)
 def test_without_them_each_method_has_what_was_released_with_it(name: str) -> None:
     method = _build(name, **({"published": True} if name in ("self_extend", "dpe") else {}))

@@ -67,15 +67,6 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
         assert list(row["position_ids"]) == list(range(len(ids)))
 
 
-def test_many_documents_lose_less_than_a_row_in_a_hundred(checkpoint: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    source = datasets.Dataset.from_dict({"text": ["one two three four"] * 3000})
-    tokens = 3000 * len(data.Tokenize(tokenizer)({"text": ["one two three four"]})["input_ids"][0])
-    rows = data.rows(source, tokenizer, data.Pack(100))
-    assert 0.99 * tokens < 100 * len(rows) <= tokens
-    assert rows["index"][:] == list(range(len(rows)))
-
-
 def test_data_without_text_are_refused(tmp_path: Path) -> None:
     for name, content, message in (
         ("a.jsonl", '{"text": 3}', r"no text column 'text'; .*none"),

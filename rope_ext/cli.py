@@ -147,6 +147,34 @@ def recommend(
 
 
 @command()
+def memory(
+    model: Model,
+    length: Target,
+    batch: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    chunk: Annotated[
+        str | None,
+        typer.Option(help="Tokens per forward: `prefill_chunk_size` of generate. Default: all."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16 or float32.")] = "bfloat16",
+    cache_bits: Annotated[
+        int, typer.Option(help="Bits of a quantized KV cache: 8, 4 or 2. 16: not quantized.")
+    ] = 16,
+) -> None:
+    """Estimate the memory of a prompt: weights, KV cache and prefill, without loading weights."""
+    with clean_errors():
+        import torch
+
+        from rope_ext.advice import memory
+
+        quiet()
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise OptionError(f"--dtype {dtype} is not valid; use bfloat16, float16 or float32")
+        options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
+        tokens = None if chunk is None else parse_length(chunk)
+        print(memory.memory(model, parse_length(length), chunk=tokens, **options))
+
+
+@command()
 def diagnose(
     model: Model,
     length: Annotated[str, typer.Option(help="Context length in tokens, such as 32k.")],

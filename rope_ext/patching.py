@@ -147,7 +147,7 @@ def patch(
             ``"every 4th"``, which means 3, 7, 11 and so on. The others keep the trained rotation.
         kernel: attention kernel of position methods, and of other methods with ``bias`` or
             ``layers``: ``"flash"``, ``"flex"`` (FlexAttention, for GPUs) or ``"reference"`` (dense
-            logits). ``"auto"`` takes the first of these that supports the call (docs/gpu.md).
+            logits). ``"auto"`` takes the first of these that supports the call (docs/speed.md).
         replace: undo an earlier patch first instead of raising. The same encoding keeps its
             learned parameters, and longer tables keep their trained rows. If they cannot be kept,
             this raises an OptionError; call :func:`unpatch` first to start from new parameters.

@@ -62,7 +62,6 @@ class Table:
     Args:
         title: what is measured.
         source: paper and table.
-        page: page of the documentation with the same numbers.
         model: Hub ID.
         trained: trained length, tokens.
         parameters: of the model, for the estimate of GPU hours.
@@ -80,7 +79,6 @@ class Table:
 
     title: str
     source: str
-    page: str
     model: str
     trained: int
     parameters: float

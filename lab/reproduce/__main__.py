@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from rope_eval import command
+from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import OptionError, nearest
-from rope_ext.terminal import clean_errors
 
 TABLES = Path(__file__).parent / "tables"
 STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512

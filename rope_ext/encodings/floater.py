@@ -91,7 +91,7 @@ class FLOATER(Sized):
             return p
 
         path = [values["start"]]
-        for tau in (t[:-1] * self.step).split(1):
+        for tau in (t[:-1, None] * self.step).unbind():
             p = path[-1]
             path.append(p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, self.step))
         return torch.stack(path)

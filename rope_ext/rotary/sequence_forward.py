@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from rope_ext.caches import CacheWithMetadata, Move, attach
-from rope_ext.forward.context import ForwardContext
 from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import SSMax, Temperature
+from rope_ext.rotary.caches import CacheWithMetadata, Move, attach
+from rope_ext.rotary.context import ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started

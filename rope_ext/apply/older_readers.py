@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rope_ext.config.record import OLDER
 from rope_ext.errors import CURE
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import PatchTarget, text_config
-from rope_ext.saving.record import OLDER
 
 STOP = "rope_ext: extended by rope_parameters, which this program does not read"
 """Written in place of the base for readers that cannot compute the patch."""

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, StaticCache
 
 from rope_ext.errors import CacheError
-from rope_ext.swapping import plain, swap, take_back
+from rope_ext.rotary.swapping import plain, swap, take_back
 
 # A mixin: swapping.swap puts it in front of whatever class of cache an object has.
 _CacheMixin = Cache if TYPE_CHECKING else object

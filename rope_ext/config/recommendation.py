@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rope_ext.config.record import option_texts
 from rope_ext.methods import Method
-from rope_ext.saving.record import option_texts
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,19 @@ class Recommendation:
         return f"rope_ext.patch({', '.join(words)})"
 
     def __str__(self) -> str:
+        lines, more = self._answers(), len(self.alternatives)
+        if more:
+            lines.append(f"{more} other methods: full() of this object, or recommend --all")
+        return "\n".join(lines)
+
+    def full(self) -> str:
+        """The same with all alternatives."""
+        lines = self._answers()
+        for method, why in self.alternatives:
+            lines += [f"or {self._call(method)}", f"  - {why}"]
+        return "\n".join(lines)
+
+    def _answers(self) -> list[str]:
         tuned = "with" if self.finetune else "without"
         where = "in this process" if self.engine is None else f"for {self.engine}"
         lines = [
@@ -75,6 +88,5 @@ class Recommendation:
         ]
         if self.serve is not None:
             lines += [f"to serve by {', '.join(self.engines)}", f"  {self._call(self.serve)}"]
-        for method, when in self.alternatives:
-            lines += [f"  or {self._call(method)}", f"  - {when}"]
-        return "\n".join(lines)
+            lines += [f"  - {why}" for method, why in self.alternatives if method == self.serve]
+        return lines

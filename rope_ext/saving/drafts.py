@@ -20,3 +20,9 @@ def draft_of(path: Path) -> Iterator[Path]:
         draft = Path(folder) / path.name
         yield draft
         draft.replace(path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text at once: on a full disk, the file before stays."""
+    with draft_of(path) as draft:
+        draft.write_text(text, encoding="utf-8")

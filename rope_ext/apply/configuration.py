@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 from rope_ext.errors import CURE, RecordError, UnsupportedModelError
 from rope_ext.rotary.sites import RotarySite, text_config
-from rope_ext.saving.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 
 _WRITTEN: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 """The decoder whose patch is written into a configuration, by the configuration's ``id``."""

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from rope_ext.config.record import option_texts
 from rope_ext.errors import LoadError, RopeExtError, first_line
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import unwrap
-from rope_ext.saving.record import option_texts
 
 SUFFIX = ".gguf"
 TABLE = "rope_freqs.weight"

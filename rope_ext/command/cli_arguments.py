@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rope_ext.arguments import parse_compose, split_gguf_file
+from rope_ext.command.arguments import parse_compose, split_gguf_file
 
 Model = Annotated[
     str,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.forward.context import cache_among
 from rope_ext.methods import Method
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import parameters, replace_method
+from rope_ext.rotary.context import cache_among
 from rope_ext.rotary.sites import PatchTarget, text_config
 
 _logger = logging.getLogger("rope_ext")

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rope_ext.config.record import FIELD, record_of
 from rope_ext.methods.rope import plain_number, reach, whole_number
-from rope_ext.saving.record import FIELD, record_of
 
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 _STYLES = ("rope_parameters", "rope_scaling")

@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache
 
 from rope_ext.attention import placed
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.forward.context import ForwardContext
 from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.cache import KeyPositions, keep, kept, whole
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.context import ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FRACTIONS = (

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_ext.apply.configuration import part_of, quieted, replace_older
+from rope_ext.config.record import EXPERTS, HEAD
 from rope_ext.errors import CURE
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
-from rope_ext.saving.configuration import part_of, quieted, replace_older
-from rope_ext.saving.record import EXPERTS, HEAD
 
 # Fields of a scaled entry besides its base; a patch on top replaces all of them.
 SCALING_FIELDS = (

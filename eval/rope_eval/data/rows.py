@@ -115,7 +115,7 @@ class Row:
         )
 
 
-def read_rows(source: str, option: str, kinds: Mapping[str, Any] | None = None) -> list[Row]:
+def read_rows(source: str, option: str) -> list[Row]:
     """All rows of a data set.
 
     Args:
@@ -123,13 +123,12 @@ def read_rows(source: str, option: str, kinds: Mapping[str, Any] | None = None) 
             ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub or a folder that
             ``datasets`` reads, with the split ``test`` by default.
         option: the command-line option, for errors.
-        kinds: types of the columns, if ``datasets`` would infer wrong ones.
 
     Raises:
         MeasureError: it cannot be read, or has no rows.
     """
     if source.startswith("hf:"):
-        found = _hub(source[3:], option, kinds)
+        found = _hub(source[3:], option)
     elif Path(source).suffix == ".parquet":
         found = _load(source, option, "parquet", data_files=source, split="train")
     else:
@@ -176,23 +175,13 @@ def _parsed(where: str, text: str, option: str) -> Any:
         ) from None
 
 
-def _hub(name: str, option: str, kinds: Mapping[str, Any] | None) -> list[Any]:
+def _hub(name: str, option: str) -> list[Any]:
     name, _, split = name.partition(":")
     path, config = name, None
     if not Path(name).is_dir() and name.count("/") > 1:
         owner, dataset, config = name.split("/", 2)
         path = f"{owner}/{dataset}"
-    more = {"features": _features(kinds)} if kinds else {}
-    return _load(f"hf:{name}", option, path, config, split=split or "test", **more)
-
-
-def _features(kinds: Mapping[str, Any]) -> Any:
-    datasets = load_datasets()
-    made = {}
-    for name, kind in kinds.items():
-        inner = datasets.Value(kind.removesuffix("[]"))
-        made[name] = datasets.Sequence(inner) if kind.endswith("[]") else inner
-    return datasets.Features(made)
+    return _load(f"hf:{name}", option, path, config, split=split or "test")
 
 
 def _load(source: str, option: str, *what: Any, **how: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from rope_ext.arguments import compose_words, parse_length, parse_options
 from rope_ext.cli_arguments import (
+    Commands,
     Compose,
     Model,
     ModelCommand,
@@ -30,7 +31,7 @@ from rope_ext.evaluators import find
 from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.version import __version__
 
-app = typer.Typer()
+app = typer.Typer(cls=Commands, rich_markup_mode=None)
 command = functools.partial(app.command, cls=ModelCommand)
 if (evaluators := find("cli")) is not None:
     app.registered_commands += evaluators.app.registered_commands
@@ -109,6 +110,9 @@ def recommend(
         list[str] | None,
         typer.Option(help="Text to evaluate on, for the next commands. Repeatable."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print all reasons and alternatives.")
+    ] = False,
 ) -> None:
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
@@ -117,7 +121,9 @@ def recommend(
 
         quiet()
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
-        print(found)
+        print(found.text(everything))
+        if found.alternatives and not everything:
+            tell(f"{len(found.alternatives)} more methods and all reasons: --all")
         if calibration is not None and not (finetune or engine):  # which follows a comparison
             if found.serve != found.method:
                 tell(f"done: use it in Python: {found.call}")

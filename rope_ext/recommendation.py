@@ -8,10 +8,15 @@ from typing import Literal
 from rope_ext.methods import Method
 from rope_ext.saving.record import option_texts
 
+_URGENT = ("Warning", "The checkpoint is already scaled")
+"""Reasons that begin so are always printed."""
+
 
 @dataclass(frozen=True)
 class Recommendation:
     """A patch for a model and a length; ``print`` it, or pass it to :func:`rope_ext.patch`.
+
+    ``print(found.text(everything=True))`` shows all reasons and alternatives.
 
     Args:
         model: class of the decoder.
@@ -64,17 +69,27 @@ class Recommendation:
             )
         return f"rope_ext.patch({', '.join(words)})"
 
-    def __str__(self) -> str:
+    def text(self, everything: bool = False) -> str:
+        """The answer with a reason each, or ``everything``: all reasons and alternatives."""
         tuned = "with" if self.finetune else "without"
         where = "in this process" if self.engine is None else f"for {self.engine}"
+        first, *others = self.reasons
+        if not everything:
+            others = [reason for reason in others if reason.startswith(_URGENT)]
         lines = [
             f"{self.model}: {self.trained_length} -> {self.target_length} tokens, factor "
             f"{self.factor:g}, {tuned} fine-tuning, {where}",
             f"  {self.call}",
-            *(f"  - {reason}" for reason in self.reasons),
+            *(f"  - {reason}" for reason in (first, *others)),
         ]
         if self.serve is not None:
             lines += [f"to serve by {', '.join(self.engines)}", f"  {self._call(self.serve)}"]
         for method, when in self.alternatives:
-            lines += [f"  or {self._call(method)}", f"  - {when}"]
+            if everything:
+                lines += [f"  or {self._call(method)}", f"  - {when}"]
+            elif method == self.serve:
+                lines += [f"  - {when}"]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()

@@ -127,7 +127,6 @@ def parser(
     description: str,
     output: str,
     tasks: Sequence[str] = (),
-    renamed: Mapping[str, str] | None = None,
 ) -> argparse.ArgumentParser:
     """A parser with the options that all evaluations share, and those of some tasks.
 
@@ -135,7 +134,6 @@ def parser(
         description: see ``bare``.
         output: likewise.
         tasks: names; what two of them call alike is one option.
-        renamed: an option that is typed otherwise, by the name of the field.
 
     Raises:
         OptionError: there is no such task, or a field of it is called as a shared option is.
@@ -149,7 +147,7 @@ def parser(
             if option.name in known:
                 continue
             known.add(option.name)
-            typed = (renamed or {}).get(option.name, "--" + option.name.replace("_", "-"))
+            typed = "--" + option.name.replace("_", "-")
             try:
                 group.add_argument(
                     typed, dest=option.name, default=argparse.SUPPRESS, **option.words

@@ -168,6 +168,7 @@ class Settings:
         "context lengths, such as 512,4k,8k",
         parse_lengths,
         group=ASKED,
+        also="--length",
         action="append",
         required=True,
     )

@@ -1,4 +1,4 @@
-"""Perplexity at several context lengths, each token scored once: ``rope-ext eval MODEL --tasks perplexity``.
+"""Perplexity at several lengths, each token once: ``rope-ext eval MODEL --tasks perplexity``.
 
 python -m eval.perplexity MODEL --method yarn --factor 8 --lengths 512,1k,2k
 """

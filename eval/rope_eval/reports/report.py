@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
@@ -487,14 +486,14 @@ class Report:
         return Table("", header, tuple(rows))
 
     def print(self) -> None:
-        """Print the tables, their definitions and the recommendation.
-
-        A terminal too narrow for all columns gets several tables; a file gets long lines.
-        """
+        """Print the tables, their definitions and the recommendation; a file gets long lines."""
         console = wide_console(80)
         for section in self.sections:
-            for shown in fitting(console, section.name, section.tables[0]):
-                console.print(shown)
+            table = _rich(section.name, section.tables[0])
+            if not console.is_terminal:
+                whole = console.options.update(max_width=10**4)
+                console.width = max(console.width, Measurement.get(console, whole, table).maximum)
+            console.print(table)
             console.print(f"{section.definition}.\n", style="dim", highlight=False)
         for part in self.essentials:
             console.print(part, style="dim", highlight=False, markup=False)
@@ -799,32 +798,13 @@ def chance(count: int) -> str:
     )
 
 
-def fitting(console: Console, name: str, table: Table) -> Iterator[RichTable]:
-    """The table, in parts that are as wide as the terminal or less; whole where there is none."""
-    if not console.is_terminal:
-        console.width = max(console.width, _width(console, _rich(name, table, table.columns)))
-    columns = [0]
-    for index in table.columns[1:]:
-        more = _rich(name, table, [*columns, index])
-        if len(columns) > 1 and _width(console, more) > console.width:
-            yield _rich(name, table, columns)
-            columns = [0]
-        columns.append(index)
-    yield _rich(name, table, columns)
-
-
-def _width(console: Console, table: RichTable) -> int:
-    """Characters of a line of the table if nothing wraps."""
-    return Measurement.get(console, console.options.update(max_width=10**4), table).maximum
-
-
-def _rich(name: str, table: Table, columns: Sequence[int]) -> RichTable:
+def _rich(name: str, table: Table) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
-    for index in columns:
-        header = table.header[index].replace(" (trained)", "\n(trained)").replace(", ", ",\n")
+    for header in table.header:
+        header = header.replace(" (trained)", "\n(trained)").replace(", ", ",\n")
         shown.add_column(header, overflow="fold")
     for row in table.rows:
-        shown.add_row(*(row.cells[index].text for index in columns))
+        shown.add_row(*(cell.text for cell in row.cells))
     return shown
 
 

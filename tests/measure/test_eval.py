@@ -685,7 +685,7 @@ passkey, perplexity, needle, ruler = (
         (passkey, ["--trials", "0"], "trials=0 is not valid"),
         (passkey, ["--chat", "yes"], "no chat template"),
         (perplexity, ["--text", "empty.txt"], "the text empty.txt is empty"),
-        (perplexity, ["--text", "hf:nobody/nothing"], "cannot read the data set nobody/nothing"),
+        (perplexity, ["--text", "hf:nobody/nothing"], "cannot read hf:nobody/nothing"),
         (perplexity, ["--lengths", "0,128"], "length 0 leaves nothing to score"),
         (
             perplexity,

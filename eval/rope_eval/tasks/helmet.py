@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Frame, encode, joined
-from rope_eval.data.rows import Row, read_rows
-from rope_eval.data.text import load_datasets
+from rope_eval.data.rows import Row, load_datasets, read_rows
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_eval.tasks.haystack import too_long

@@ -44,7 +44,7 @@ from rope_eval.tasks.base import Task, options
 from rope_eval.tasks.passkey import MIN_FOUND
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.advice.building import model_of
-from rope_ext.arguments import compose_words
+from rope_ext.arguments import command_words
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.method_options import UNPATCHED, built
@@ -283,21 +283,29 @@ class Report:
         if all(system.method == UNPATCHED for system in self.plan.systems):
             trained = max(system.trained for system in self.plan.systems)
             longer = max(4 * trained, *settings.lengths)
-            return ["rope-ext", "recommend", model, "--length", str(longer)]
+            return command_words("recommend", model, length=longer)
         return self._comparing(model, settings.lengths, "--output", unused("compared"))
 
     def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> list[str]:
         """The command that measures the same methods by perplexity and passkeys."""
         settings = self.plan.settings
-        words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
-        words += ["--factor", f"{settings.factor:g}", "--lengths", ",".join(map(str, lengths))]
-        words += given
-        words += ["--adapter", settings.adapter] if settings.adapter else []
-        for method, chosen in settings.options.items():
-            for name, value in chosen.items():
-                words += ["--option", f"{method}.{name}={value!r}"]
-        words += ["--finetune"] if settings.finetune else []
-        return [*words, *text_words(self._texts), *self._more, *compose_words(settings.compose)]
+        words = command_words(
+            "compare",
+            model,
+            method=",".join(settings.methods),
+            factor=settings.factor,
+            lengths=",".join(map(str, lengths)),
+            adapter=settings.adapter,
+            option=[
+                f"{method}.{name}={value!r}"
+                for method, chosen in settings.options.items()
+                for name, value in chosen.items()
+            ],
+            finetune=settings.finetune,
+            text=list(self._texts),
+            compose=settings.compose,
+        )
+        return [*words, *given, *self._more]
 
     def _calibrating(self, model: str, method: str, finetune: bool) -> list[str]:
         more = [*text_words(self._texts), *self._more, *(["--finetune"] if finetune else [])]
@@ -332,7 +340,7 @@ class Report:
                 engines = engines_of(patched, *given)
                 found = recommend(table, ours[0].trained, engines)
                 if found.broken:  # no method mends the weights
-                    words = ["rope-ext", "describe", model]
+                    words = command_words("describe", model)
                 else:
                     words = self._next(model, ours[0].trained, found.choice)
                 sentence = f"{found} Next: {shlex.join(words)}"
@@ -352,17 +360,16 @@ class Report:
                 s.method for s in self.plan.systems if s.model == model and s.label == choice.name
             )
             if settings.compose == "raise":  # which a calibration cannot
-                words = ["rope-ext", "export", model, "--method", method, "--compose", "raise"]
-                words += ["--factor", f"{settings.factor:g}"]
-                return [*words, "--engine", next(iter(choice.engines), "transformers")]
+                engine = next(iter(choice.engines), "transformers")
+                patch = {"method": method, "factor": settings.factor, "compose": "raise"}
+                return command_words("export", model, **patch, engine=engine)
             return self._calibrating(model, method, finetune=False)
         target = reach(settings.factor, trained)
         tasks = self.plan.tasks
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
         if max(settings.lengths) <= trained or enough:
-            tuned = ["--finetune"] if max(settings.lengths) > trained else []
-            words = ["rope-ext", "recommend", model, "--length", str(target), *tuned]
-            return [*words, *text_words(self._texts)]
+            tuned, text = max(settings.lengths) > trained, list(self._texts)
+            return command_words("recommend", model, length=target, finetune=tuned, text=text)
         asked = [word for name, value in _MORE.items() for word in (f"--{name}", str(value))]
         longest = [max(settings.lengths)]
         return self._comparing(model, longest, *asked, "--output", unused("more"))

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 import rope_ext
 from rope_eval.run import runner as run
-from rope_ext.arguments import parse_compose
 from rope_ext.cli import app
+from rope_ext.command.arguments import parse_compose
 from rope_ext.errors import OptionError
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
@@ -255,7 +255,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     words = ["distances", checkpoint, "--method", "rerope, dca", "--output", tmp_path / "one.png"]
     result = call("plot", *words, "--length", "1k", "--option", "dual_chunk.chunk=64")
     assert "next: rope-ext compare " in result.stderr
-    assert "--factor 4 --lengths 128,1024 --option dual_chunk.chunk=64" in result.stderr
+    assert "--factor 4 --option dual_chunk.chunk=64 --lengths 128,1024" in result.stderr
     assert result.exit_code == 0, result.output
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000

@@ -27,7 +27,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 import rope_ext
-from rope_ext.saving.record import record_of
+from rope_ext.config.record import record_of
 
 CACHE = Path(__file__).parents[2] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"
@@ -40,11 +40,6 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", ("Qwen3Model", "Qwen3ForCausalLM"), {}),
     "mistral": ("MistralConfig", ("MistralModel", "MistralForCausalLM"), {"sliding_window": None}),
     "gemma2": ("Gemma2Config", ("Gemma2Model", "Gemma2ForCausalLM"), {}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        ("Gemma3TextModel", "Gemma3ForCausalLM"),
-        {"layer_types": ["sliding_attention", "full_attention"]},
-    ),
 }
 
 

@@ -26,9 +26,9 @@ from rope_eval.run.served import Served
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
+from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.saving import checkpoints as models
-from rope_ext.terminal import tell
 
 LOG = log_name(0)
 

@@ -20,9 +20,9 @@ from rope_eval.data.prompts import Frame, beginning, encode
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
+from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, OptionError, first_line
 from rope_ext.saving import checkpoints as models
-from rope_ext.terminal import tell
 
 if TYPE_CHECKING:
     from types import ModuleType

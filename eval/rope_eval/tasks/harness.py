@@ -21,7 +21,7 @@ from rope_eval.cases import Outcome, Questions, digest, require_positive
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, all_tasks, option, register
-from rope_ext.arguments import split
+from rope_ext.command.arguments import split
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 
 

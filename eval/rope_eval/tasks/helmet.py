@@ -24,7 +24,7 @@ from rope_eval.data.rows import Row, load_datasets, read_rows
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_eval.tasks.haystack import too_long
-from rope_ext.arguments import parse_length
+from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
 OPTION, DEMOS = "--helmet-data", "--helmet-demos"

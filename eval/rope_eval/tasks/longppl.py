@@ -30,7 +30,7 @@ from rope_eval.data.prompts import Frame, beginning
 from rope_eval.settings import BEFORE, UNPATCHED, Settings
 from rope_eval.tasks.base import option, register
 from rope_eval.tasks.perplexity import Stretches, Windows
-from rope_ext.arguments import parse_length
+from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
 VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
@@ -150,7 +150,7 @@ class LongPPL(Stretches):
     @contextmanager
     def _open(self, given: Settings, names: Sequence[str]) -> Iterator[Any]:
         from rope_eval.systems import under
-        from rope_ext.method_options import checked_methods
+        from rope_ext.command.method_options import checked_methods
         from rope_ext.saving import checkpoints as models
 
         if self.evaluator is not None:

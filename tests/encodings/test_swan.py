@@ -10,7 +10,8 @@ from transformers import DynamicCache
 import rope_ext
 from tests.helpers.encodings import ALL
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import EXACT, FAMILIES, NEW, logits
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, logits
+from tests.helpers.promises import decodes_as_it_reads
 
 GIVEN, WINDOW = ALL["swan"].options, 7
 
@@ -53,6 +54,11 @@ def test_memory_of_what_left_the_window_is_free(ids) -> None:
         cache = model(ids).past_key_values
     held = [layer.keys.untyped_storage().nbytes() for layer in cache.layers]
     assert held[1] * 90 == held[0] * (WINDOW - 1)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_cache_decodes_as_it_reads(cache: str, ids) -> None:
+    decodes_as_it_reads(swan(), cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
 
 
 def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:

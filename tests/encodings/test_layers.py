@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -40,8 +41,12 @@ def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:
         rope_ext.patch(smollm, "alibi", layers=[1])
 
 
-def test_a_record_from_before_layers_and_biases_has_neither() -> None:
-    model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+def test_a_record_has_layers_and_biases_and_one_from_before_them_has_neither() -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4, bias="t5", layers=[1])
+    record = current_patch(model).record
+    assert Record.from_json(json.loads(json.dumps(record.to_json())), "a folder") == record
+    rope_ext.unpatch(model)
+    rope_ext.patch(model, "rerope", factor=4)
     data = copy.deepcopy(current_patch(model).record.to_json())
     data["version"] = 2
     del data["arguments"]["bias"], data["arguments"]["layers"]

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 import rope_ext
+from tests.families.checks import changed, snapshot
 from tests.helpers.positions import CACHES, EXACT, NEW, decoded, logits, padded
 
 
@@ -84,23 +85,16 @@ def generates_as_it_recomputes(model: nn.Module, prompt: torch.Tensor, **more: A
 
 
 def is_saved_and_taken_out(
-    model: nn.Module,
-    before: dict[str, torch.Tensor],
-    plain: torch.Tensor,
-    ids: torch.Tensor,
-    folder: Path,
+    model: nn.Module, patch: Callable[[nn.Module], nn.Module], ids: torch.Tensor, folder: Path
 ) -> None:
-    """A patched model is reloaded as it is, and unpatched to what it was, bit for bit.
-
-    ``before``: its state before the patch; ``plain``: its logits then.
-    """
-    want = logits(model, ids)
+    """Patched, a model is reloaded as it is, and unpatched to what it was, bit for bit."""
+    model.save_pretrained(folder)  # which writes into the configuration
+    before, plain = snapshot(model), logits(model, ids)
+    want = logits(patch(model), ids)
     model.save_pretrained(folder)
     assert torch.equal(logits(rope_ext.from_pretrained(folder), ids), want)
     rope_ext.unpatch(model)
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert changed(before, snapshot(model)) == set()
     assert torch.equal(logits(model, ids), plain)
 
 

@@ -272,6 +272,15 @@ def test_chunked_loss_is_the_plain_loss(
     assert len(grads) > 10
 
 
+def test_a_weight_multiplies_the_loss_of_its_token(ids: torch.Tensor) -> None:
+    model, weights = tiny_llama(), torch.rand(ids.shape)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    ChunkedLoss(model)
+    found = model(input_ids=ids, labels=ids, loss_weights=weights).loss
+    torch.testing.assert_close(found, (losses * weights[:, 1:].flatten()).mean())
+
+
 # Settings
 
 

@@ -39,6 +39,7 @@ class ServedFamily(Family):
         stretched: its YaRN computes the ramp from this many times the trained length.
         own_share: it reads ``partial_rotary_factor`` from a field next to ``rope_parameters``.
         backend: the engine uses transformers' model, with its rotary module.
+        unrun: why no test runs the engine itself; its rotary classes are run all the same.
     """
 
     mla: bool = False
@@ -46,6 +47,7 @@ class ServedFamily(Family):
     stretched: int = 1
     own_share: bool = False
     backend: bool = False
+    unrun: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,190 @@
+"""vLLM itself, on a CPU: what ``export`` prints, in the engine, beyond the trained length.
+
+It needs an environment of its own: ``.venv-vllm``, or the Python that VLLM_PYTHON names. Without it
+these tests are skipped (``make engine-vllm`` makes it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import rope_ext
+from rope_ext.engines.families import VLLM
+from tests.families.zoo import LENGTH, tiny_model
+from tests.helpers import pretrained
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+ROOT = Path(__file__).parents[2]
+OF_KIND: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "default": [
+        ("ntk", {}),
+        ("abf", {"base": 5e5}),
+        ("dynamic_ntk", {"length": 4 * LENGTH}),
+    ],
+    "linear": [("pi", {})],
+    "llama3": [("llama3", {})],
+    "longrope": [("resonance", {}), ("longrope2", {})],
+    "yarn": [("yarn", {})],
+}
+MORE: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+}
+POSITION_METHODS = ("rerope", "leaky_rerope", "self_extend", "dual_chunk", "string")
+CLOSE = 1e-3  # both compute in float32; 2e-5 was seen
+
+
+class Engine:
+    """A process of vLLM that runs one model after the other."""
+
+    def __init__(self, python: Path, log: Path, **environment: str) -> None:
+        self.log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [python, Path(__file__).with_name("vllm_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env={**os.environ, **environment},
+            )
+
+    def answer(self, folder: Path, settings: dict[str, Any], prompts: list[list[int]]) -> Any:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        job = {"folder": str(folder), "settings": settings, "prompts": prompts}
+        print(json.dumps(job), file=stdin, flush=True)
+        line = stdout.readline()
+        assert line, self.log.read_text()[-3000:]
+        return json.loads(line)
+
+    def run(
+        self, folder: Path, settings: dict[str, Any], prompts: list[list[int]]
+    ) -> list[torch.Tensor]:
+        """The log-probability of every token but the first of every prompt."""
+        found = self.answer(folder, settings, prompts)
+        assert "rows" in found, found["error"]
+        return [torch.tensor(row) for row in found["rows"]]
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def python() -> Path:
+    given = os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")
+    if not Path(given).exists():
+        pytest.skip(f"vLLM is not there ({given})")
+    return Path(given)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    made = Engine(python(), tmp_path_factory.mktemp("vllm") / "log")
+    yield made
+    made.close()
+
+
+@torch.no_grad()
+def log_probs(model: Any, ids: list[int]) -> torch.Tensor:
+    rows = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def tokens(count: int, vocabulary: int = 110) -> list[int]:
+    seeded = torch.Generator().manual_seed(1)
+    return torch.randint(4, vocabulary, (count,), generator=seeded).tolist()
+
+
+def printed(model: Any) -> dict[str, Any]:
+    """The settings in the command that export prints."""
+    words = shlex.split(rope_ext.export(model, "vllm").command)
+    fields = json.loads(words[words.index("--hf-overrides") + 1])
+    length = int(words[words.index("--max-model-len") + 1])
+    return {"hf_overrides": fields, "max_model_len": length}
+
+
+def tiny(family: str) -> Any:
+    """A tiny model whose attention looks at something."""
+    model = tiny_model(family, **{"head_dim": 32, **MORE.get(family, {})})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and any(part in name for part in ("q_proj", "k_proj", "qkv")):
+                parameter.mul_(2)
+    return model
+
+
+def claimed() -> Iterator[Any]:
+    """Every family with YaRN and with one other kind of method, in turn."""
+    turns = {kind: itertools.cycle(methods) for kind, methods in OF_KIND.items()}
+    for index, (name, family) in enumerate(VLLM.items()):
+        others = [kind for kind in family.kinds if kind != "yarn"]
+        kinds = ["yarn", *others[index % max(len(others), 1) :][:1]]
+        for kind in kinds:
+            if kind in family.kinds and not family.unrun:
+                yield pytest.param(name, *next(turns[kind]), id=f"{name}-{kind}")
+
+
+@pytest.mark.parametrize(("family", "method", "options"), claimed())
+def test_it_computes_what_is_exported(
+    engine: Engine, tmp_path: Path, family: str, method: str, options: dict[str, Any]
+) -> None:
+    model, ids = tiny(family), tokens(4 * LENGTH - 6)
+    model.save_pretrained(tmp_path)
+    unpatched = log_probs(model, ids)
+    rope_ext.patch(model, method, **{"factor": 4, **options})
+    wanted = log_probs(model, ids)
+    assert (wanted - unpatched).abs().max() > 100 * CLOSE
+    (got,) = engine.run(tmp_path, printed(model), [ids])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
+
+
+def test_enough_families_run() -> None:
+    assert sum(bool(family.kinds) and not family.unrun for family in VLLM.values()) >= 25
+
+
+def checkpoint() -> Any:
+    folder = ROOT / "checkpoints" / "tiny-512"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> None:
+    path = getattr(pretrained, name)()
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(tmp_path)
+    rope_ext.patch(model, "yarn", factor=4, original_max_position_embeddings=1024)
+    ids = tokens(2500, 4000)
+    (got,) = engine.run(tmp_path, printed(model), [ids])
+    torch.testing.assert_close(got, log_probs(model, ids), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("method", POSITION_METHODS)
+def test_a_folder_under_a_position_method_is_served(
+    engine: Engine, tmp_path: Path, method: str
+) -> None:
+    """Requests of different lengths at once, in chunks, some beginning as others do."""
+    model = rope_ext.patch(checkpoint(), method, factor=8)
+    model.save_pretrained(tmp_path)
+    ids = tokens(4000, 2000)
+    lengths = (100, 4000, 300, 650, 1000, 1500, 2100, 128)
+    prompts = [ids[:n] if n % 100 == 0 else ids[-n:] for n in lengths]
+    found = engine.answer(tmp_path, {"max_num_batched_tokens": 512}, prompts)
+    assert "rows" in found, found["error"]
+    for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
+        wanted = log_probs(model, [*prompt, *more])
+        got = torch.tensor([*row, *after])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)

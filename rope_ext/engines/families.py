@@ -38,15 +38,13 @@ class ServedFamily(Family):
         usual: its YaRN supports the default temperature only.
         stretched: its YaRN computes the ramp from this many times the trained length.
         own_share: it reads ``partial_rotary_factor`` from a field next to ``rope_parameters``.
-        backend: the engine uses transformers' model, with its rotary module.
-        unrun: why no test runs the engine itself; its rotary classes are run all the same.
+        unrun: why only the engine's rotary classes are tested; empty if the engine itself runs.
     """
 
     mla: bool = False
     usual: bool = False
     stretched: int = 1
     own_share: bool = False
-    backend: bool = False
     unrun: str = ""
 
 
@@ -103,9 +101,8 @@ VLLM: Mapping[str, ServedFamily] = {
     **_served("granite", "granitemoe", "glm4", "glm4_moe", "olmoe", "cohere", "stablelm"),
     **_served("ernie4_5", "minimax_m2", "nemotron", "apertus", "phi3", "exaone4"),
     **_served("lfm2", "lfm2_moe", "laguna", "llama4_text"),
-    # model_executor/models/registry.py: TransformersForCausalLM
-    **_served("arcee", "hunyuan_v1_dense", "olmo2", "olmo3", "seed_oss", backend=True),
-    **_served("smollm3", "starcoder2", backend=True),
+    **_served("arcee", "hunyuan_v1_dense", "olmo2", "olmo3", "seed_oss"),
+    **_served("smollm3", "starcoder2"),
     # Its YaRN includes the room it reserves for long videos in the trained length.
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_AXES, stretched=4)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _AXES),

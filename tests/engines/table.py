@@ -29,24 +29,26 @@ The methods that each engine computes as transformers does, by `model_type` of t
 other frequency method. For anything else, `rope_ext.export` raises an error with the reason below.
 
 Every entry for llama.cpp and mlx-lm was run in the engine itself, beyond the trained length
-(`python -m pytest tests/engines/test_families.py`). Every entry for vLLM and SGLang was run with
-the engine's rotary classes (`tests/engines/test_servers.py`), except for families that vLLM runs
-with transformers' model and rotary module (*backend*).
-Versions: vLLM 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp 2026.10.11549, mlx-lm 0.32.2.
+(`python -m pytest tests/engines/test_families.py`), and so was every entry for vLLM, on a CPU
+(`tests/engines/test_vllm_real.py`). Entries marked *classes* were run with the engine's rotary
+classes only (`tests/engines/test_servers.py`).
+Versions: vLLM 0.32.0, its classes of 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp 2026.10.11549, mlx-lm 0.32.2.
 
 `python -m tests.engines.table --write docs/engines/families.md` generates this page.
 """
 
 
-def cell(family: Family | None) -> str:
+def cell(engine: str, family: Family | None) -> str:
     """What one engine runs of one family."""
     if family is None:
         return "not checked"
-    if len(family.kinds) == len(METHODS):
-        return "all (backend)" if getattr(family, "backend", False) else "all"
     if not family.kinds:
         return "none"
-    return ", ".join(METHODS[kind] for kind in family.kinds)
+    found = ", ".join(METHODS[kind] for kind in family.kinds)
+    if len(family.kinds) == len(METHODS):
+        found = "all"
+    unrun = engine == "sglang" or getattr(family, "unrun", "")
+    return f"{found} (classes)" if unrun else found
 
 
 def page() -> Iterator[str]:
@@ -56,7 +58,7 @@ def page() -> Iterator[str]:
     yield "| --- |" + " --- |" * len(TITLES)
     names = sorted({name for engine in TITLES for name in ENGINES[engine]})
     for name in names:
-        cells = " | ".join(cell(ENGINES[engine].get(name)) for engine in TITLES)
+        cells = " | ".join(cell(engine, ENGINES[engine].get(name)) for engine in TITLES)
         yield f"| {name} | {cells} |"
     yield "\n## Why not\n\n| engine | reason | families |\n| --- | --- | --- |"
     for engine, title in TITLES.items():

@@ -10,16 +10,22 @@ import itertools
 import json
 import os
 import shlex
+import socket
 import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import rope_ext
+from rope_ext.cli import app
 from rope_ext.engines.families import VLLM
 from tests.families.zoo import LENGTH, tiny_model
 from tests.helpers import pretrained
@@ -40,7 +46,13 @@ OF_KIND: dict[str, list[tuple[str, dict[str, Any]]]] = {
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
 }
-POSITION_METHODS = ("rerope", "leaky_rerope", "self_extend", "dual_chunk", "string")
+POSITION_METHODS: dict[str, dict[str, Any]] = {
+    "rerope": {},
+    "leaky_rerope": {},
+    "self_extend": {},
+    "dual_chunk": {},
+    "string": {"shift": 384},
+}
 CLOSE = 1e-3  # both compute in float32; 2e-5 was seen
 
 
@@ -157,14 +169,20 @@ def checkpoint() -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> None:
+def pretrained_model(name: str) -> Any:
+    """In float32, ready to be saved."""
     path = getattr(pretrained, name)()
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    )
     del model.config.quantization_config
     model.hf_quantizer = None
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> None:
+    model = pretrained_model(name)
     model.save_pretrained(tmp_path)
     rope_ext.patch(model, "yarn", factor=4, original_max_position_embeddings=1024)
     ids = tokens(2500, 4000)
@@ -176,15 +194,90 @@ def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> N
 def test_a_folder_under_a_position_method_is_served(
     engine: Engine, tmp_path: Path, method: str
 ) -> None:
-    """Requests of different lengths at once, in chunks, some beginning as others do."""
-    model = rope_ext.patch(checkpoint(), method, factor=8)
+    """Requests of different lengths, in chunks, some beginning as others do, in little memory."""
+    model = rope_ext.patch(checkpoint(), method, factor=8, **POSITION_METHODS[method])
     model.save_pretrained(tmp_path)
     ids = tokens(4000, 2000)
     lengths = (100, 4000, 300, 650, 1000, 1500, 2100, 128)
     prompts = [ids[:n] if n % 100 == 0 else ids[-n:] for n in lengths]
-    found = engine.answer(tmp_path, {"max_num_batched_tokens": 512}, prompts)
+    settings = {"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**25}
+    found = engine.answer(tmp_path, settings, prompts)
     assert "rows" in found, found["error"]
     for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
         wanted = log_probs(model, [*prompt, *more])
         got = torch.tensor([*row, *after])
         torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
+
+
+def test_a_pretrained_model_is_served_under_a_position_method(
+    engine: Engine, tmp_path: Path
+) -> None:
+    model = pretrained_model("smollm2")
+    rope_ext.patch(model, "self_extend", factor=4, original_max_position_embeddings=1024)
+    model.save_pretrained(tmp_path)
+    ids = tokens(2500, 4000)
+    (got,) = engine.run(tmp_path, {}, [ids])
+    torch.testing.assert_close(got, log_probs(model, ids), rtol=0, atol=CLOSE)
+
+
+def test_what_cannot_be_served_fails_at_load(engine: Engine, tmp_path: Path) -> None:
+    model = rope_ext.patch(checkpoint(), "alibi")
+    model.save_pretrained(tmp_path / "alibi")
+    found = engine.answer(tmp_path / "alibi", {}, [tokens(20)])
+    assert "serves no encodings" in found["error"]
+    model = rope_ext.patch(tiny("olmoe"), "rerope", factor=4)
+    model.save_pretrained(tmp_path / "olmoe")
+    found = engine.answer(tmp_path / "olmoe", {}, [tokens(20)])
+    assert "not for olmoe" in found["error"]
+
+
+def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:
+    rope_ext.patch(checkpoint(), "rerope", factor=4).save_pretrained(tmp_path / "model")
+    bare = Engine(python(), tmp_path / "log", VLLM_PLUGINS="")
+    found = bare.answer(tmp_path / "model", {}, [tokens(600, 2000)])
+    bare.close()
+    assert "Unknown RoPE scaling type rope_ext: unknown to plain" in found["error"]
+
+
+@contextmanager
+def serving(command: str, log: Path) -> Iterator[str]:
+    """The address of vLLM's server, started by a command that was printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = shlex.split(command)
+    assert words[:2] == ["vllm", "serve"]
+    flags = ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [python().parent / "vllm", *words[1:], *flags],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **environment},
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(500):
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_verify_asks_a_server(tmp_path: Path) -> None:
+    model, small = str(ROOT / "checkpoints" / "tiny-512"), tmp_path / "small"
+    verify = ["verify", model, "--engine", "vllm", "--method", "yarn"]
+    made = CliRunner().invoke(app, [*verify, "--write", str(small)])
+    (command,) = (line for line in made.stdout.splitlines() if line.startswith("vllm "))
+    with serving(command, tmp_path / "log") as address:
+        found = CliRunner().invoke(app, [*verify, "--url", address])
+        assert found.exit_code == 0 and f"{address}: as patched" in found.stdout, found.output
+        found = CliRunner().invoke(app, [*verify, "--factor", "8", "--url", address])
+        assert found.exit_code == 1, found.output

@@ -86,6 +86,7 @@ _AXES = ServedFamily(
     ("default", "yarn"),
     "its class takes one position per token, but this family has three",
 )
+_IMAGES = replace(_AXES, unrun="its model file imports torchvision, whose wheels need CUDA")
 _MLA = ServedFamily(
     ("default", "yarn"), "it treats every scaling of this family as DeepSeek's YaRN", mla=True
 )
@@ -97,17 +98,21 @@ _PROPORTIONAL = (
 _UNROTATED = "its layers do not rotate, so there is nothing to scale"
 VLLM: Mapping[str, ServedFamily] = {
     **_served("llama", "mistral", "mixtral", "ministral3", "qwen2", "qwen3"),
-    **_served("qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2", "gemma3_text"),
+    **_served("qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
     **_served("granite", "granitemoe", "glm4", "glm4_moe", "olmoe", "cohere", "stablelm"),
     **_served("ernie4_5", "minimax_m2", "nemotron", "apertus", "phi3", "exaone4"),
-    **_served("lfm2", "lfm2_moe", "laguna", "llama4_text"),
+    **_served("llama4_text"),
+    **_served("lfm2", "lfm2_moe", unrun="on CPUs, its convolutions differ from transformers'"),
+    **_served("laguna", unrun="its router is not implemented for CPUs"),
+    **_served("qwen3_next", unrun="on CPUs, its linear attention takes bfloat16 only"),
     **_served("arcee", "hunyuan_v1_dense", "olmo2", "olmo3", "seed_oss"),
     **_served("smollm3", "starcoder2"),
     # Its YaRN includes the room it reserves for long videos in the trained length.
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_AXES, stretched=4)),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _AXES),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _AXES),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _MLA),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), replace(_IMAGES, stretched=4)),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), _IMAGES),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), _IMAGES),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _MLA),
+    "kimi_k2": replace(_MLA, unrun="it is deepseek_v3 with another name"),
     "gpt_oss": ServedFamily(
         ("yarn",),
         "it builds YaRN for this family and ignores rope_type (models/gpt_oss.py)",
@@ -116,7 +121,7 @@ VLLM: Mapping[str, ServedFamily] = {
     "gemma4_text": ServedFamily((), _PROPORTIONAL),
     "kimi_linear": ServedFamily((), _UNROTATED),
 }
-"""According to vLLM 0.33.0, ``model_executor/models``."""
+"""Run in vLLM 0.32.0 on a CPU, except ``unrun``: according to vLLM 0.33.0."""
 
 SGLANG: Mapping[str, ServedFamily] = {
     **_served("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),

@@ -32,7 +32,8 @@ Every entry for llama.cpp and mlx-lm was run in the engine itself, beyond the tr
 (`python -m pytest tests/engines/test_families.py`), and so was every entry for vLLM, on a CPU
 (`tests/engines/test_vllm_real.py`). Entries marked *classes* were run with the engine's rotary
 classes only (`tests/engines/test_servers.py`).
-Versions: vLLM 0.32.0, its classes of 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp 2026.10.11549, mlx-lm 0.32.2.
+Versions: vLLM 0.32.0, its classes of 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp
+2026.10.11549, mlx-lm 0.32.2.
 
 `python -m tests.engines.table --write docs/engines/families.md` generates this page.
 """
@@ -66,6 +67,8 @@ def page() -> Iterator[str]:
         for name, family in ENGINES[engine].items():
             if family.reason:
                 reasons.setdefault(family.reason, []).append(name)
+            if getattr(family, "unrun", ""):
+                reasons.setdefault(f"classes only: {family.unrun}", []).append(name)
         for reason, families in reasons.items():
             yield f"| {title} | {reason} | {', '.join(families)} |"
 

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines.families import VLLM
-from tests.families.zoo import LENGTH, tiny_model
+from tests.families.zoo import LENGTH, tiny_config, tiny_model
 from tests.helpers import pretrained
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -45,7 +45,10 @@ OF_KIND: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "cohere": {"logit_scale": 1.0},
 }
+RELEASED: dict[str, dict[str, Any]] = {}
+"""Fields that the engine needs, released checkpoints have, and transformers does not save."""
 POSITION_METHODS: dict[str, dict[str, Any]] = {
     "rerope": {},
     "leaky_rerope": {},
@@ -54,6 +57,7 @@ POSITION_METHODS: dict[str, dict[str, Any]] = {
     "string": {"shift": 384},
 }
 CLOSE = 1e-3  # both compute in float32; 2e-5 was seen
+ROUNDED = {"apertus": 1e-2}  # its activation is computed in another way: 1e-3 unpatched, too
 
 
 class Engine:
@@ -126,12 +130,17 @@ def printed(model: Any) -> dict[str, Any]:
 
 
 def tiny(family: str) -> Any:
-    """A tiny model whose attention looks at something."""
-    model = tiny_model(family, **{"head_dim": 32, **MORE.get(family, {})})
+    """A tiny model with heads of 32 columns, the narrowest that the engine has."""
+    options: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if getattr(tiny_config(family), "head_dim", None) is not None:
+        options["head_dim"] = 32
+    model = tiny_model(family, **options | MORE.get(family, {}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and any(part in name for part in ("q_proj", "k_proj", "qkv")):
-                parameter.mul_(2)
+                parameter.mul_(2)  # so that attention looks at something
+    for name, value in RELEASED.get(family, {}).items():
+        setattr(model.config, name, value)
     return model
 
 
@@ -155,9 +164,10 @@ def test_it_computes_what_is_exported(
     unpatched = log_probs(model, ids)
     rope_ext.patch(model, method, **{"factor": 4, **options})
     wanted = log_probs(model, ids)
-    assert (wanted - unpatched).abs().max() > 100 * CLOSE
+    close = ROUNDED.get(family, CLOSE)
+    assert (wanted - unpatched).abs().max() > 50 * close
     (got,) = engine.run(tmp_path, printed(model), [ids])
-    torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=close)
 
 
 def test_enough_families_run() -> None:
@@ -225,10 +235,10 @@ def test_what_cannot_be_served_fails_at_load(engine: Engine, tmp_path: Path) -> 
     model.save_pretrained(tmp_path / "alibi")
     found = engine.answer(tmp_path / "alibi", {}, [tokens(20)])
     assert "serves no encodings" in found["error"]
-    model = rope_ext.patch(tiny("olmoe"), "rerope", factor=4)
-    model.save_pretrained(tmp_path / "olmoe")
-    found = engine.answer(tmp_path / "olmoe", {}, [tokens(20)])
-    assert "not for olmoe" in found["error"]
+    model = rope_ext.patch(tiny("granite"), "rerope", factor=4)
+    model.save_pretrained(tmp_path / "granite")
+    found = engine.answer(tmp_path / "granite", {}, [tokens(20)])
+    assert "not for granite" in found["error"]
 
 
 def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:
@@ -273,11 +283,11 @@ def serving(command: str, log: Path) -> Iterator[str]:
 
 def test_verify_asks_a_server(tmp_path: Path) -> None:
     model, small = str(ROOT / "checkpoints" / "tiny-512"), tmp_path / "small"
-    verify = ["verify", model, "--engine", "vllm", "--method", "yarn"]
-    made = CliRunner().invoke(app, [*verify, "--write", str(small)])
+    verify = ["verify", model, "--engine", "vllm", "--method", "yarn", "--factor"]
+    made = CliRunner().invoke(app, [*verify, "4", "--write", str(small)])
     (command,) = (line for line in made.stdout.splitlines() if line.startswith("vllm "))
     with serving(command, tmp_path / "log") as address:
-        found = CliRunner().invoke(app, [*verify, "--url", address])
+        found = CliRunner().invoke(app, [*verify, "4", "--url", address])
         assert found.exit_code == 0 and f"{address}: as patched" in found.stdout, found.output
-        found = CliRunner().invoke(app, [*verify, "--factor", "8", "--url", address])
+        found = CliRunner().invoke(app, [*verify, "8", "--url", address])
         assert found.exit_code == 1, found.output

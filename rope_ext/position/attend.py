@@ -21,15 +21,15 @@ from rope_ext.attention import placed, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.forward.context import current, forward_context, run_eagerly
-from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position import bias, head_positions, head_scales, tensors, windows
+from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask, RotatedSegment, shown
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
+from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -37,7 +37,7 @@ LAYER = "_rope_ext_layer"  # attribute of an attention module: its AttentionLaye
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 _FORWARD_AGAIN = {  # what to do if positions decrease
     "document": "give packed documents no attention mask and use_cache=False, so that "
-    "transformers keeps them apart",
+    "transformers keeps them apart, or rows of their own if the model never does (gpt_oss)",
     "padding": "it is padded on the right, behind which generation goes on; pad on the left "
     "(padding_side='left' of the tokenizer)",
 }

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, StaticLayer
 
-from rope_ext.caches import CacheWithMetadata, Move, attach, empty, is_filled
 from rope_ext.errors import CacheError
-from rope_ext.forward.context import forward_context
+from rope_ext.rotary.caches import CacheWithMetadata, Move, attach, empty, is_filled
+from rope_ext.rotary.context import forward_context
 
 _POSITIONS = "_rope_ext_positions"  # attribute of a cache: the KeyPositions of its keys
 
@@ -105,7 +105,7 @@ def keep(cache: Cache, known: KeyPositions, rows: int) -> None:
 def note(cache: Cache, known: KeyPositions) -> None:
     """As :func:`keep`, for torch.compile, which cannot change the class of a cache.
 
-    The next method that is called outside a graph does that, see :func:`rope_ext.caches.watch`.
+    The next method that is called outside a graph does that; see ``rotary.caches.watch``.
     """
     setattr(cache, _POSITIONS, known)
 

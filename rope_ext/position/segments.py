@@ -12,8 +12,8 @@ from transformers.masking_utils import sdpa_mask
 from rope_ext.attention import placed
 from rope_ext.attention.call import RotatedBand
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance
+from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import Layout
 from rope_ext.position.masks import documents_of, is_plain
 from rope_ext.position.tables import BandRotations

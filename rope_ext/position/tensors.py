@@ -20,15 +20,15 @@ from rope_ext.attention import decode, placed
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.attention.extent import positions_seen
-from rope_ext.caches import UNKNOWN
-from rope_ext.forward.context import cache_among, forward_context, is_paged
-from rope_ext.forward.positions import PositionForward, once
 from rope_ext.methods.geometry import Distance, Geometry, Sinks
 from rope_ext.position.cache import kept, whole
+from rope_ext.position.forward import PositionForward, once
 from rope_ext.position.map import PositionMap
 from rope_ext.position.segments import BatchMask
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary import calls
+from rope_ext.rotary.caches import UNKNOWN
+from rope_ext.rotary.context import cache_among, forward_context, is_paged
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "

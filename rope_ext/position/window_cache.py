@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_ext.caches import RECORDS
 from rope_ext.errors import CacheError
-from rope_ext.swapping import plain, swap, take_back
+from rope_ext.rotary.caches import RECORDS
+from rope_ext.rotary.swapping import plain, swap, take_back
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
@@ -23,7 +23,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens, as assisted decoding does."""
         self.require_past(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        if tokens_to_remove or self.record_past:
+            super().crop(tokens_to_remove)
 
     def require_past(self, tokens_to_remove: int) -> None:
         """Check that tokens can be taken back.
@@ -31,11 +32,14 @@ class WindowLayer(DynamicSlidingWindowLayer):
         Raises:
             CacheError: the tokens before them are gone.
         """
-        if self.cumulative_length >= self.sliding_window and not self.record_past:
+        is_full = self.cumulative_length >= self.sliding_window
+        if tokens_to_remove and is_full and not self.record_past:
             raise CacheError(
-                f"this cache keeps the last {self.sliding_window} tokens of some layers, and no "
-                f"others that could take the place of {abs(tokens_to_remove)} removed ones; call "
-                f"activate_past_recording() of the cache before its first forward"
+                f"this cache keeps the last {self.sliding_window} tokens of some layers, so "
+                f"{abs(tokens_to_remove)} of them cannot be taken back; call "
+                f"activate_past_recording() of the cache before its first forward, or generate "
+                f"without drafts (assistant_model, assistant_early_exit, prompt lookup) if the "
+                f"model starts a new cache by itself, as Phi-3 does"
             )
 
 

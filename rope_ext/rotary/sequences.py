@@ -16,21 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.caches import UNKNOWN, attach, watch
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.forward.context import (
-    cache_among,
-    caches_in,
-    current,
-    enter,
-    forward_context,
-    is_paged,
-    leave,
-    run_eagerly,
-)
-from rope_ext.forward.sequences import STARTED, SequenceForward, Started
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.caches import UNKNOWN, attach, watch
 from rope_ext.rotary.calls import (
     is_exporting,
     is_sharded,
@@ -40,6 +29,17 @@ from rope_ext.rotary.calls import (
     replace_method,
     runs_layers_again,
 )
+from rope_ext.rotary.context import (
+    cache_among,
+    caches_in,
+    current,
+    enter,
+    forward_context,
+    is_paged,
+    leave,
+    run_eagerly,
+)
+from rope_ext.rotary.sequence_forward import STARTED, SequenceForward, Started
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.rotary.third_party import refuse_rerotation
 

@@ -97,6 +97,26 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
         assert torch.equal(model.generate(prompt, **NEW, assistant_model=assistant), right)
 
 
+def test_a_cache_without_a_past_takes_nothing_back(ids) -> None:
+    model, cache = swan(), DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == ids.shape[1]
+    with pytest.raises(rope_ext.CacheError, match="3 of them cannot be taken back"):
+        cache.crop(-3)
+
+
+def test_drafts_beside_a_cache_that_the_model_starts_anew_are_refused(ids) -> None:
+    """Phi-3 does so where its short frequencies would give way to its long ones."""
+    model = FAMILIES["phi3"].model()
+    model.config.original_max_position_embeddings = LENGTH
+    rope_ext.patch(model, "swan", every=2, window=WINDOW)
+    prompt = ids[:1, : LENGTH - 2]
+    with pytest.raises(rope_ext.CacheError, match="generate without drafts"):
+        model.generate(prompt, **NEW, assistant_model=tiny_llama())
+
+
 def test_what_is_saved_is_loaded_and_plain_transformers_refuses_it(tmp_path, ids) -> None:
     model = swan()
     right = logits(model, ids)

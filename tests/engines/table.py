@@ -14,42 +14,37 @@ import typer
 from rope_ext.engines.families import ENGINES, Family
 
 METHODS = {
-    "default": "another base (`ntk`, `abf`)",
-    "linear": "`pi`",
-    "yarn": "`yarn`",
-    "llama3": "`llama3`",
+    "default": "base",
+    "linear": "pi",
+    "yarn": "yarn",
+    "llama3": "llama3",
     "longrope": "tables",
 }
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp, Ollama", "mlx": "mlx-lm"}
 HEAD = """\
 # Families and engines
 
-The methods that each engine computes as transformers does, by `model_type` of the language model.
-*All* means a different base (`ntk`, `abf`), `pi`, `yarn`, `llama3`, and tables, which export every
-other frequency method. For anything else, `rope_ext.export` raises an error with the reason below.
+Every method that each engine computes as transformers does, by `model_type` of the language model:
+another *base* (`ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables*, which carry every other
+frequency method. For anything else `rope_ext.export` raises an error with the reason. A question
+mark is a family that was not checked, † one of which only the engine's rotary classes ran.
 
-Every entry for llama.cpp and mlx-lm was run in the engine itself, beyond the trained length
-(`python -m pytest tests/engines/test_families.py`), and so was every entry for vLLM, on a CPU
-(`tests/engines/test_vllm_real.py`). Entries marked *classes* were run with the engine's rotary
-classes only (`tests/engines/test_servers.py`).
-Versions: vLLM 0.32.0, its classes of 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp
-2026.10.11549, mlx-lm 0.32.2.
-
-`python -m tests.engines.table --write docs/engines/families.md` generates this page.
+The engines ran beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
+xllamacpp 2026.10.11549 and mlx-lm 0.32.2 (`tests/engines/test_families.py`). Rotary classes (†) are
+those of vLLM 0.33.0 and SGLang 0.5.23 (`tests/engines/test_servers.py`). `python -m
+tests.engines.table --write docs/engines/families.md` wrote this page.
 """
 
 
 def cell(engine: str, family: Family | None) -> str:
     """What one engine runs of one family."""
     if family is None:
-        return "not checked"
-    if not family.kinds:
-        return "none"
-    found = ", ".join(METHODS[kind] for kind in family.kinds)
+        return "?"
+    found = ", ".join(METHODS[kind] for kind in family.kinds) or "none"
     if len(family.kinds) == len(METHODS):
         found = "all"
-    unrun = engine == "sglang" or getattr(family, "unrun", "")
-    return f"{found} (classes)" if unrun else found
+    unrun = family.kinds and (engine == "sglang" or family.unrun)
+    return f"{found} †" if unrun else found
 
 
 def page() -> Iterator[str]:
@@ -61,16 +56,6 @@ def page() -> Iterator[str]:
     for name in names:
         cells = " | ".join(cell(engine, ENGINES[engine].get(name)) for engine in TITLES)
         yield f"| {name} | {cells} |"
-    yield "\n## Why not\n\n| engine | reason | families |\n| --- | --- | --- |"
-    for engine, title in TITLES.items():
-        reasons: dict[str, list[str]] = {}
-        for name, family in ENGINES[engine].items():
-            if family.reason:
-                reasons.setdefault(family.reason, []).append(name)
-            if getattr(family, "unrun", ""):
-                reasons.setdefault(f"classes only: {family.unrun}", []).append(name)
-        for reason, families in reasons.items():
-            yield f"| {title} | {reason} | {', '.join(families)} |"
 
 
 def text() -> str:

@@ -17,11 +17,11 @@ from rope_ext.attention import placed, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import forward_context
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.cache import kept
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
+from rope_ext.rotary.context import forward_context
 from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (

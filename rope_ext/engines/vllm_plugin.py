@@ -24,6 +24,7 @@ from vllm.version import __version__ as version
 
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
+from rope_ext.config.record import record_of
 from rope_ext.encodings import Encoding
 from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import Map, PositionMethod, Rope
@@ -31,7 +32,6 @@ from rope_ext.methods.temperature import SSMax
 from rope_ext.patching import current_patch
 from rope_ext.position.tables import RotationTable
 from rope_ext.saving.folder import read_saved
-from rope_ext.saving.record import record_of
 
 TESTED = "0.32"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

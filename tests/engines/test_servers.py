@@ -99,7 +99,7 @@ RUNS = {
         "gpt_oss": {"yarn"},
         "qwen3_next": METHODS.keys(),
         "qwen3_5_text": {"yarn", "yarn hotter", "ntk"},
-        "deepseek_v3": {"yarn", "yarn hotter", "ntk"},
+        "deepseek_v3": {"yarn", "yarn hotter"},
         "qwen2_vl_text": {"yarn", "yarn hotter", "ntk"},
     },
     "sglang": {

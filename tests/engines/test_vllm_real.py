@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 OF_KIND: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "default": [
         ("ntk", {}),
-        ("abf", {"base": 5e5}),
+        ("abf", {"base": 1e8}),
         ("dynamic_ntk", {"length": 4 * LENGTH}),
     ],
     "linear": [("pi", {})],
@@ -49,10 +49,13 @@ LATENT |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, 
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "cohere": {"logit_scale": 1.0},
+    "glm4_moe": {"head_dim": 32},
     "llama4_text": {"attention_chunk_size": 128, "num_experts_per_tok": 1},
     **dict.fromkeys(LATENT_FAMILIES, LATENT),
 }
-RELEASED: dict[str, dict[str, Any]] = {"deepseek_v3": {"topk_method": "noaux_tc"}}
+RELEASED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
 """Fields that the engine needs, released checkpoints have, and transformers does not save."""
 POSITION_METHODS: dict[str, dict[str, Any]] = {
     "rerope": {},

@@ -74,10 +74,12 @@ def ranges_of(
     low, high = [], []
     for band in bands:
         first, end = positions_seen(band.geometry, t)
-        first = first.clamp(min=0)
-        seen = end > first
-        low.append(torch.where(seen, first + origin[:, None], NOTHING))
-        high.append(torch.where(seen, end + origin[:, None], 0))
+        first, end = first.clamp(min=0) + origin[:, None], end + origin[:, None]
+        if t.shape[1] > 1:  # one that sees no key must not widen the range of the others
+            seen = end > first
+            first, end = torch.where(seen, first, NOTHING), torch.where(seen, end, 0)
+        low.append(first)
+        high.append(end)
     return Ranges(
         torch.stack(low).int(),
         torch.stack(high).int(),

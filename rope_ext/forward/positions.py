@@ -69,6 +69,11 @@ def whole(cache: Any) -> StaticLayer | None:
     return None
 
 
+def reads_freely(device: torch.device) -> bool:
+    """Whether reading a value of a tensor waits for nothing."""
+    return device.type == "cpu"
+
+
 class PositionForward(ForwardContext):
     """One forward of a decoder under a position map.
 
@@ -146,7 +151,7 @@ class PositionForward(ForwardContext):
         known = keys_of(self.cache)
         self.apart = known is not None and known.apart
         in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
-        self.reads = not self.traced and (not in_step or self.device.type == "cpu")
+        self.reads = not self.traced and (not in_step or reads_freely(self.device))
         if self.padding is not None:
             self.padding = self.padding.to(self.device)
             if self.reads and bool(self.padding.all()):
@@ -210,15 +215,15 @@ class PositionForward(ForwardContext):
         """Positions behind those of a cache: they count the tokens of its rows, or the slots."""
         self.key = self.counted()
         new = self.filled + torch.arange(self.tokens, device=self.device)
-        self.query = self.key.index_select(1, new)
+        self.query = new[None] if self.padding is None else self.key.index_select(1, new)
         if self.shown is not None:  # perhaps a tree of drafts
             self.query, key = positions, self.key.expand(max(len(self.key), len(positions)), -1)
             self.key = key.index_copy(1, new, positions.expand(len(key), -1))
             return
-        given = positions - self.query
-        counts = given == 0
+        counts = positions == self.query
         if self.padding is not None:
-            counts = counts | (given == self.origin()) | ~self.padding.index_select(1, new)
+            by_slot = positions == self.query + self.origin()
+            counts = counts | by_slot | ~self.padding.index_select(1, new)
         if self.reads:
             self.require(counts.all(), UnsupportedModelError, COUNTED)
         else:

@@ -221,7 +221,7 @@ class Step:
         """What the queries see by slots, and their rotations."""
         if "ranges" not in self.made:
             forward, t = self.forward, self.forward.query
-            if not forward.reads:  # else it is known already
+            if forward.padding is not None and not forward.reads:  # else it is known already
                 apart = (forward.slots() - forward.origin() != forward.key) & forward.real()
                 torch._assert_async(~apart.any(), APART)
             filled = torch.as_tensor(forward.filled, device=forward.device).view(1) - self.offset

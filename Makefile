@@ -7,8 +7,8 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce demo demo-tiny evidence evidence-pages demo-full demo-pictures demo-recording docs engine-sources newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
-.PHONY: raising surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=demo-full-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
+.PHONY: reproduce demo demo-tiny evidence evidence-pages docs engine-sources newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
+.PHONY: raising surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
 # what it imports of them, a third; pip would compile all.
@@ -20,8 +20,6 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(INSTALL) -c constraints.txt -e ".[dev]"
 	touch $@
 
-DEMO_tiny-512 := --factor 8 --lengths 512,1024,2048,4096
-DEMO_tiny-bytes-512 := --factor 8 --lengths 512,1024,2048,4096
 HELD_OUT_tiny-bytes-512 := --text checkpoints/tiny-bytes-512/held_out.jsonl
 
 # The packages that the evaluators need, without those for tests and documentation.
@@ -47,20 +45,6 @@ evidence: $(VENV)/evaluators ## every method on two pretrained models: hours on 
 
 evidence-pages: $(VENV)/evaluators ## put docs/evidence/*.jsonl into the pages and into recommend
 	$(BIN)/python -m eval.evidence pages
-
-demo-recording: demo-tiny-512 ## the terminal in the README
-	$(BIN)/python docs/record.py docs/demo.svg $(BIN)/rope-ext $(call DEMO,tiny-512)
-
-demo-full: $(CHECKPOINTS:%=demo-full-%) ## the tables of README.md and docs/demonstration.md
-$(CHECKPOINTS:%=demo-full-%): demo-full-%: $(VENV)/evaluators
-	$(BIN)/rope-ext compare --model checkpoints/$* $(HELD_OUT_$*) $(DEMO_$*) \
-		--methods dynamic_yarn,yarn,dynamic_ntk,ntk,rerope,self_extend,dual_chunk,pi \
-		--windows 12 --trials 4 --output runs/demo-full/$* --resume
-
-demo-pictures: demo-full ## put what `make demo-full` has drawn into the README and docs/demonstration.md
-	cp runs/demo-full/tiny-512/perplexity.png docs/perplexity.png
-	cp runs/demo-full/tiny-512/passkey.png docs/passkey.png
-	cp runs/demo-full/tiny-bytes-512/passkey.png docs/passkey-bytes.png
 
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
 REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume
@@ -144,7 +128,7 @@ newest: ## the fast tests on the newest torch and transformers, in an environmen
 	$(VENV)-newest/bin/python -m pytest -n 2 --dist worksteal -m "not slow or sweep"
 
 test-all: $(VENV)/installed engine-sources
-	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines,notebook,publish]"
+	$(INSTALL) -c constraints.txt -e ".[dev,harness,quantised,zero3,engines,publish]"
 	ENGINE_SOURCES=$(CURDIR)/$(VENV)-engines $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/lab
 

@@ -1,11 +1,12 @@
 """What mkdocs adds to the written pages, so that nothing on them can differ from the code.
 
 * Formulas between dollar signs become MathML, and ``arXiv 2309.00071`` a link.
-* A page in ``methods/`` is written as ``# Title``, the formula, and the sections of ``WRITTEN``;
-  ``PAGE`` says what is put between them. A method without a page stops the build.
-* A page in ``encodings/`` gets its rows of the tables of ``encodings/index.md``.
+* A page in ``methods/`` or ``encodings/`` has the title, the formula and the path of the docstring,
+  so that links work in a checkout, too. ``PAGE`` puts the docstring, the options and the measured
+  rows below. A method or an encoding without a page stops the build.
 * ``engines/index.md`` gets the table of methods and engines, from what ``rope_ext.export`` answers.
-* ``api.md`` is filled from ``rope_ext.__all__``; README.md and the checkpoint's become pages.
+* ``api.md`` is filled from ``rope_ext.__all__``.
+* Files outside of ``docs``, such as README.md, become pages, and their links those of the site.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
@@ -37,46 +39,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rope_ext
 from rope_eval.plots.pictures import draw
 from rope_ext.engines import Engine, all_engines
-from rope_ext.methods import Method, all_methods
+from rope_ext.methods import Method, all_encodings, all_methods
 
 ROOT = Path(__file__).parents[1]
-WRITTEN = ("When to use it", "What it costs", "Published numbers")
-"""Sections that every page in ``methods/`` must have, in this order."""
-
 PAGE = """\
 # {title}
 
-{doc}
-
-* **Choose it for:** {summary}
-* **Call:** `{call}`
-* **Names:** {names}; `rope_ext.{cls}`, in `{code}`
-* **Saving:** {saving}
-* **Settings for other engines:** {engines}
+{lead}
 
 {formula}
 
-Symbols: [notation](index.md#notation).
+{doc}
 
-![{title} compared with the unpatched model]({name}.png)
+{facts}
 
-{caption}
+[Notation]({notation})
 
-## When to use it
+{picture}
 
-{when}
-
-## What it costs
-
-{costs}
-
-{kind}
-
-## Published numbers
-
-{published}
-
-## Measured here
+## Measured
 
 {measured}
 
@@ -85,6 +66,12 @@ Symbols: [notation](index.md#notation).
 ## Options
 
 {options}
+"""
+
+PICTURE = """\
+![{title} compared with the unpatched model]({name}.png)
+
+{caption}
 """
 
 FIXED = """\
@@ -101,78 +88,81 @@ Memory is linear in the length, and every cache of transformers works
 
 FILES = {
     "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "lab/README.md": "lab.md",
     "checkpoints/tiny-512/README.md": "checkpoint.md",
     "checkpoints/tiny-bytes-512/README.md": "checkpoint-bytes.md",
 }
 """Files outside of ``docs`` that become pages."""
 
-TABLES = {
-    "docs/evidence.md": ("evidence.md", "| method | 2,048 |"),
-    "docs/demonstration.md": ("demonstration.md", "| method | 512 tokens |"),
-    "checkpoints/tiny-512/README.md": (
-        "checkpoint.md#what-it-scores",
-        "| method | 512 tokens |",
-    ),
-}
-"""Files that have tables of all methods, where those are in the site, and how they begin."""
-
 MEASURED = """\
-{model}, not fine-tuned, with 95 % intervals. [The full table](../{where}) has the columns, the
-settings, the command and the other methods.{more}
+{model}, not fine-tuned ([the full tables](../evidence.md) have the settings and the command):
 """
-MODELS = {
-    "evidence.md": "Perplexity by position of SmolLM2-135M-Instruct, trained on 8,192 tokens",
-    "demonstration.md": "Results of the [first bundled checkpoint](../checkpoint.md)",
-}
 
-UNTRAINED = """
-## Before training
-
-Perplexity at the trained length of 512 tokens right after `patch` (32 windows, 95 % intervals;
-[all encodings and commands](index.md#what-a-fresh-patch-costs)):
-
+UNTRAINED = """\
+Perplexity at the trained length of 512 tokens right after `patch`, before any training
+([all encodings and the command](index.md#what-a-fresh-patch-costs)):
 """
 
 GROUPS = ("patching", "advice", "loading", "engines", "rope_eval", "methods", "encodings", "errors")
 """Modules in the order of the API page; those not named here come last."""
 
 
+DOCUMENTED = {"methods": all_methods, "encodings": all_encodings}
+OTHERS = ("from-scratch", "linear-attention")
+"""Pages in ``encodings/`` about what ``patch`` does not offer."""
+
+
 @event_priority(100)  # mkdocstrings copies the extensions in its own on_config
 def on_config(config: MkDocsConfig) -> None:
     config.markdown_extensions.append(Typeset())
-    pages = {path.stem for path in Path(config.docs_dir, "methods").glob("*.md")} - {"index"}
-    names = [cls.name for cls in all_methods()]
-    if pages != set(names):
-        missing, unknown = sorted(set(names) - pages), sorted(pages - set(names))
-        raise PluginError(f"docs/methods: no page for {missing}, no method for {unknown}")
-    methods = next(entry["Methods"] for entry in config.nav if "Methods" in entry)
-    methods += [f"methods/{name}.md" for name in names]
+    for folder, classes in DOCUMENTED.items():
+        pages = {path.stem for path in Path(config.docs_dir, folder).glob("*.md")}
+        names = [cls.name for cls in classes()]
+        missing, unknown = set(names) - pages, pages - {"index", *OTHERS, *names}
+        if missing or unknown:
+            raise PluginError(f"docs/{folder}: no page for {missing}, nothing for {unknown}")
+        title = folder.capitalize()
+        entries = next(entry[title] for entry in config.nav if title in entry)
+        entries[1:1] = [f"{folder}/{name}.md" for name in names]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, page in FILES.items():
         _, _, text = f"\n{(ROOT / path).read_text(encoding='utf-8')}".partition("\n# ")
-        text = re.sub(LINK, _moved, f"# {text}")
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=f"# {text}"))
 
 
-HOME = r"https://(?:github|raw\.githubusercontent)\.com/rope-ext/rope-ext/(?:blob/)?main/"
-"""Where links of README.md lead: absolute, for the page of a package index."""
-LINK = rf"(!?)\[([^\]]*)\]\((?:{HOME})?(?!http|#)([^)]+)\)"
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s(\"=,]+)([^)]*)\)")
+"""A relative link or picture: mark, text, path, and the rest."""
 
 
-def _moved(link: re.Match[str]) -> str:
-    """A link of README.md in a page: to another page, or no link to what is not in the site."""
-    target = FILES.get(link[3], link[3].removeprefix("docs/"))
-    if target == link[3]:
-        return f"`{link[3]}`"
-    return f"{link[1]}[{link[2]}]({target})"
+def linked(markdown: str, source: str, page: str) -> str:
+    """Links of a file in the repository, for its page: a file that is no page becomes code.
+
+    Args:
+        markdown: its text.
+        source: its path in the repository.
+        page: the path of its page in the site.
+    """
+
+    def moved(link: re.Match[str]) -> str:
+        mark, text, path, rest = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if path not in FILES and (not path.startswith("docs/") or (ROOT / path).is_dir()):
+            return f"`{path}`"
+        target = FILES.get(path, path.removeprefix("docs/"))
+        target = posixpath.relpath(target, posixpath.dirname(page) or ".")
+        return f"{mark}[{text}]({target}{rest})"
+
+    return LINK.sub(moved, markdown)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     uri = page.file.src_uri
-    for path, generated in FILES.items():  # the links of pages work on GitHub, too
-        markdown = markdown.replace(f"](../{path}", f"]({generated}")
+    source = next((path for path, made in FILES.items() if made == uri), f"docs/{uri}")
+    markdown = linked(markdown, source, uri)
     if uri == "methods/index.md":
         return markdown + _overview()
     if uri == "engines/index.md":
@@ -181,41 +171,41 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown + "\n".join(_api())
     if uri == "FAMILIES.md":
         page.meta["hide"] = ["toc"]  # room for its table
-    if uri.startswith("encodings/"):
-        return markdown + untrained_table(page.file.name)
-    if uri.startswith("methods/"):
-        return _method_page(markdown, page, config, files)
-    return markdown
+    folder, _, name = uri.removesuffix(".md").rpartition("/")
+    cls = next((cls for cls in DOCUMENTED.get(folder, list)() if cls.name == name), None)
+    return markdown if cls is None else _page_of(cls, folder, markdown, page, config, files)
 
 
-def _method_page(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    name = page.file.name
-    cls = next(cls for cls in all_methods() if cls.name == name)
-    method = cls(**page.meta.get("example", {"factor": 4}))
-    head, *rest = re.split(r"^## (.+)$", markdown, flags=re.MULTILINE)
-    title, _, formula = head.removeprefix("# ").partition("\n")
-    if tuple(rest[::2]) != WRITTEN:
-        raise PluginError(f"{page.file.src_uri}: its sections are {rest[::2]}, not {WRITTEN}")
-    when, costs, published = (text.strip() for text in rest[1::2])
-    _, _, when = when.partition("\n\n")  # its first line is in the list above
-    files.append(File.generated(config, f"methods/{name}.png", content=_picture(method)))
+def _page_of(
+    cls: type[Method], folder: str, markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    title, _, rest = markdown.removeprefix("# ").partition("\n")
+    formula, _, _ = rest.partition("\nDocstring: ")
+    name, code = cls.name, Path(inspect.getfile(cls)).relative_to(ROOT)
+    names = ", ".join(f"`{one}`" for one in (name, *cls.aliases))
+    facts, picture = {"Call": f'`rope_ext.patch(model, "{name}")`'}, ""
+    if folder == "methods":
+        method = cls(**page.meta.get("example", {"factor": 4}))
+        files.append(File.generated(config, f"methods/{name}.png", content=_picture(method)))
+        picture = PICTURE.format(title=title, name=name, caption=_caption(method))
+        facts = {
+            "Choose it for": cls.summary,
+            "Call": f"`{_call(method)}`",
+            "Saving": _saving(method),
+            "Other engines": _engines(method),
+            "Cost": _kind(method),
+        }
+    lead, _, doc = _prose(cls).partition("\n\n")
+    facts["Names"] = f"{names}; `rope_ext.{cls.__name__}`, in `{code}`"
     return PAGE.format(
         title=title,
-        doc=_prose(cls),
-        summary=cls.summary,
-        call=_call(method),
-        names=", ".join(f"`{alias}`" for alias in (name, *cls.aliases)),
-        saving=_saving(method),
-        engines=_engines(method),
-        code=Path(inspect.getfile(cls)).relative_to(ROOT),
+        lead=lead,
         formula=formula.strip(),
-        name=name,
-        caption=_caption(method),
-        when=when,
-        costs=costs,
-        kind=_kind(method),
-        published=published,
-        measured=measured_table(name),
+        doc=doc,
+        notation="index.md#notation" if folder == "methods" else "index.md",
+        facts="\n".join(f"* **{key}:** {value}" for key, value in facts.items()),
+        picture=picture,
+        measured=measured_tables(name) if folder == "methods" else untrained_table(name),
         cls=cls.__name__,
         options=_options(cls),
     )
@@ -326,36 +316,46 @@ def _kind(method: Method) -> str:
 
 
 def untrained_table(name: str) -> str:
-    """The rows of an encoding in ``encodings/index.md``; empty for pages without such rows."""
+    """The row of an encoding in ``encodings/index.md``."""
     text = (ROOT / "docs/encodings/index.md").read_text(encoding="utf-8")
-    for start in ("| encoding | `tiny-512` | with `fit` |", "| encoding | `tiny-512` |"):
-        table = text[text.index(f"{start}") :].partition("\n\n")[0].splitlines()
-        head, rule, unpatched, *rows = table
-        for row in rows:
-            if f"`{name}`" in row.split("|")[1]:
-                return UNTRAINED + "\n".join((head, rule, unpatched, row)) + "\n"
-    return ""
+    table = text[text.index("| encoding | `tiny-512` |") :].partition("\n\n")[0].splitlines()
+    head, rule, unpatched, *rows = table
+    row = next(row for row in rows if f"`{name}`" in row.split("|")[1])
+    cells = [line.strip("|").split("|") for line in (head, rule, unpatched, row)]
+    kept = [place for place, cell in enumerate(cells[-1]) if cell.strip()]  # not all have a fit
+    lines = (f"|{'|'.join(line[place] for place in kept)}|" for line in cells)
+    return "\n".join((UNTRAINED, *lines))
 
 
-def measured_table(name: str) -> str:
-    """The rows of a method in the tables of TABLES, and where they are from."""
-    unpatched: dict[str, str] = {}  # of tables with the same head: not all have such a row
-    for path, (where, begin) in TABLES.items():
-        text = (ROOT / path).read_text(encoding="utf-8")
-        for table in re.findall(r"(?:^\| .*\n)+", text, re.MULTILINE):
-            head, rule, *lines = table.splitlines()
+def measured_tables(name: str) -> str:
+    """The rows of a method on every model in ``evidence.md``."""
+    text = (ROOT / "docs/evidence.md").read_text(encoding="utf-8")
+    made = []
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        model, _, _ = section.partition("\n")
+        for table in re.findall(r"(?:^\| .*\n)+", section, re.MULTILINE):
+            head, _, *lines = table.splitlines()
             rows = {line.split("|")[1].strip(" `"): line for line in lines}
-            if not head.startswith(begin):
-                continue
-            if "unpatched" in rows:
-                unpatched[head] = rows["unpatched"]
             if name in rows:
-                tuned = f"\n| `{name}` " in (ROOT / "docs/fine-tune.md").read_text("utf-8")
-                more = " After fine-tuning: [table](../fine-tune.md)." if tuned else ""
-                model = MODELS.get(where, MODELS["demonstration.md"])
-                what = MEASURED.format(model=model, where=where, more=more)
-                return "\n".join((what, head, rule, unpatched[head], rows[name]))
-    return "Not measured: the [demonstration](../demonstration.md) does not include this method."
+                shown = [rows[each] for each in ("unpatched", name) if each in rows]
+                made.append("\n".join((MEASURED.format(model=model), *_turned([head, *shown]))))
+                break  # later tables of a model have longer factors and other settings
+    return "\n\n".join(made) or "Not measured: the method needs a table that you search for."
+
+
+def _turned(lines: list[str]) -> Iterator[str]:
+    """A table with its rows as columns, which fits a narrow screen."""
+    kind = ""
+    rows = (line.strip("| ").split(" | ") for line in lines)
+    for number, cells in enumerate(zip(*rows, strict=False)):
+        label, *values = (cell.strip() for cell in cells)
+        label = label.replace("last column", "longest text")
+        if label.replace(",", "").isdigit():
+            label = f"perplexity to {label} tokens"
+        kind, label = (kind, f"{kind} 2x") if label == "2x" else (label.split()[0], label)
+        yield f"| {label} | {' | '.join(values)} |"
+        if not number:
+            yield "| --- |" + " --- |" * len(values)
 
 
 def _options(cls: type[Method]) -> str:
@@ -409,7 +409,7 @@ def _api() -> Iterator[str]:
         package, inner, *_ = getattr(rope_ext, name).__module__.split(".")
         module = package if package == "rope_eval" else inner
         groups.setdefault(module, []).append(name)
-    classes = {cls.__name__: cls for cls in all_methods()}
+    classes = {cls.__name__: cls for cls in (*all_methods(), *all_encodings())}
     for module in sorted(groups, key=lambda m: GROUPS.index(m) if m in GROUPS else len(GROUPS)):
         doc = inspect.getdoc(importlib.import_module(_module(module))) or ""
         lead, _, _ = doc.partition("\n\n")
@@ -419,7 +419,7 @@ def _api() -> Iterator[str]:
                 defined = getattr(rope_ext, name)  # where it is defined: other paths lead there
                 path = f"{defined.__module__}.{defined.__qualname__}"
                 yield f"[](){{ #rope_ext.{name} }}\n\n::: {path}\n"
-    yield "\n## All methods\n\n| class | name | choose it for |\n| --- | --- | --- |"
+    yield "\n## Methods and encodings\n\n| class | name | choose it for |\n| --- | --- | --- |"
     for name, cls in classes.items():
         yield f"| [`{name}`][rope_ext.{name}] | `{cls.name}` | {cls.summary} |"
 
@@ -461,7 +461,8 @@ class Typeset(Extension):
 class _Formula(InlineProcessor):
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         block, inline = m.groups()
-        mathml = convert(block or inline, display="block" if block else "inline")
+        formula = (block or inline).replace(r"\ln ", r"\ln\, ")  # else set as one word
+        mathml = convert(formula, display="block" if block else "inline")
         return self.md.htmlStash.store(mathml), *m.span()
 
 

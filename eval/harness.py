@@ -29,12 +29,12 @@ from rope_eval import command
 from rope_eval.settings import trained_length
 from rope_eval.systems import beyond, under
 from rope_eval.versions import versions
-from rope_ext.arguments import parse_options, split
+from rope_ext.command.arguments import parse_options, split
+from rope_ext.command.method_options import UNPATCHED, checked_methods, saved_otherwise
+from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.method_options import UNPATCHED, checked_methods, saved_otherwise
 from rope_ext.methods import reach
 from rope_ext.saving import checkpoints as models
-from rope_ext.terminal import tell
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rope_eval import command
-from rope_ext.arguments import split
+from rope_ext.command.arguments import split
 
 TASKS = ["perplexity", "passkey", "needle", "ruler"]
 

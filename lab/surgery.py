@@ -39,11 +39,11 @@ from rope_eval.reports.summary import difference
 from rope_eval.settings import Settings
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.arguments import parse_lengths
+from rope_ext.advice.fitting import supported
+from rope_ext.command.arguments import parse_lengths
+from rope_ext.command.method_options import ADAPTER
+from rope_ext.command.terminal import stoppable
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
-from rope_ext.fitting import supported
-from rope_ext.method_options import ADAPTER
-from rope_ext.terminal import stoppable
 
 LENGTH = 512  # trained length of both checkpoints
 TEMPERATURES = (0.1, 0.2, 0.4)  # values of c for DroPE

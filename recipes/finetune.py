@@ -68,6 +68,7 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from rope_eval.folder import lock
+from rope_ext.command.terminal import first_process, stoppable, tell, tell_next, unused
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
@@ -76,7 +77,6 @@ from rope_ext.position.bias import learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
 from rope_ext.saving.folder import patch_without_weights
-from rope_ext.terminal import first_process, stoppable, tell, tell_next, unused
 
 FITTED_ROWS = 16
 """Number of rows to which ``init: model`` fits an encoding."""

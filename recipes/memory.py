@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -38,8 +37,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -55,9 +52,10 @@ from recipes import finetune, settings
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
+from rope_ext.advice.memory import Live, shown
+from rope_ext.command.terminal import tell, tell_next
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
 from rope_ext.saving.checkpoints import load_config, trained_length
-from rope_ext.terminal import tell, tell_next
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size
@@ -159,41 +157,6 @@ class Need:
         return replace(shared.sharded(devices), gathered=self.gathered + self.keys)
 
 
-class _Live(TorchDispatchMode):
-    """Tracks all storages created inside it; ``peak`` is the largest number of live bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self.live = 0
-        self._known: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._add(value.untyped_storage())
-        return result
-
-    def known(self, tensors: Any) -> None:
-        """Exclude tensors that already exist."""
-        for tensor in tensors:
-            self._known[tensor.untyped_storage()._cdata] = 0
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known[key] = storage.nbytes()
-        self.live += self._known[key]
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.live -= self._known.pop(key)
-
-
 def step_peaks(
     model: nn.Module,
     rows: int,
@@ -222,7 +185,7 @@ def step_peaks(
         model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
     model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
-    live = _Live()
+    live = Live()
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     live.known((*model.parameters(), *model.buffers(), *gradients))
     with live:
@@ -357,11 +320,6 @@ def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float
     largest = max(size(layer, trained=False) for layer in layers)
     gradient = max(size(module, trained=True) for module in (*layers, *ends))
     return 2 * largest + size(ends[1], trained=False) + gradient * (1 + 4 / width)
-
-
-def shown(size: float) -> str:
-    """Format bytes as ``"12.3 GiB"``, or in MiB below 1 GiB."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def line(found: Need, devices: int) -> str:

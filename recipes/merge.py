@@ -23,11 +23,11 @@ import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.advice.card import write_card
+from rope_ext.command.terminal import tell, tell_next
 from rope_ext.engines import engines_for
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.saving.checkpoints import load_tokenizer
 from rope_ext.saving.folder import read_saved
-from rope_ext.terminal import tell, tell_next
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Relative to the largest logit. Merging changes the order of additions; reloading changes nothing.

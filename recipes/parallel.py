@@ -1,5 +1,7 @@
 """Refuses settings that context parallelism cannot train correctly, before weights are loaded.
 
+Sequence parallelism (Ulysses, ALST) has the same limits: ranks exchange heads inside SDPA.
+
 Context parallelism gives each rank a part of every sequence: it splits tokens, labels and positions
 the same way, exchanges keys inside SDPA, and replaces every mask by plain causal attention.
 Settings that need more than that would silently train something else.
@@ -22,7 +24,7 @@ from torch import distributed
 
 import rope_ext
 from rope_ext import OptionError
-from rope_ext.rotary.settings import all_settings
+from rope_ext.config.settings import all_settings
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -44,7 +46,7 @@ def context_parallel_size(parallelism_config: ParallelismConfig | None = None) -
         from accelerate import ParallelismConfig
 
         parallelism_config = ParallelismConfig()
-    return parallelism_config.cp_size
+    return max(parallelism_config.cp_size, getattr(parallelism_config, "sp_size", 1))
 
 
 def check_processes(known: int) -> None:
@@ -137,8 +139,8 @@ def check_parallelism(
     """
     if cp_size == 1:
         return
-    where = f"context parallelism (parallelism_config_cp_size={cp_size})"
-    whole = "parallelism_config_cp_size=1 (recipes/accelerate/fsdp2.yaml)"
+    where = f"context or sequence parallelism over {cp_size} ranks"
+    whole = "one rank for each sequence (recipes/accelerate/fsdp2.yaml)"
     if method is not None and method.replaces_attention:
         raise OptionError(
             f"method={method.name!r} does not support {where}: it has its own attention function, "

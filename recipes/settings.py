@@ -25,16 +25,16 @@ from recipes.checks import missing, not_installed, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
-from rope_ext.arguments import read_json
-from rope_ext.drafts import draft_of
+from rope_ext.advice.fitting import can_fit, supported
+from rope_ext.command.arguments import read_json
+from rope_ext.config.record import method_to_json
 from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
-from rope_ext.fitting import can_fit, supported
 from rope_ext.methods import FrequencyMethod, build_method, method_class
 from rope_ext.methods.rope import factor_to
 from rope_ext.methods.temperature import SSMax
 from rope_ext.saving.checkpoints import load_config, trained_length
-from rope_ext.saving.record import method_to_json
+from rope_ext.saving.drafts import draft_of
 
 NONE = "none"
 MIXED_ROWS = ("chunked", "bookended")

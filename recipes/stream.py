@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 
+from rope_ext.apply.configuration import quieted
 from rope_ext.errors import RopeExtError
-from rope_ext.saving.configuration import quieted
 
 _READ = 16  # documents tokenized at once
 _DRAWN = 1000  # shares of a mixture are exact in every block of this many rows

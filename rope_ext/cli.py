@@ -14,8 +14,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rope_ext.arguments import compose_words, parse_length, parse_options
-from rope_ext.cli_arguments import (
+from rope_ext.command.arguments import compose_words, parse_length, parse_options
+from rope_ext.command.cli_arguments import (
     Compose,
     Model,
     ModelCommand,
@@ -25,9 +25,9 @@ from rope_ext.cli_arguments import (
     Target,
     TrainedLength,
 )
+from rope_ext.command.evaluators import find
+from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError, Mistakes, OptionError, RopeExtError
-from rope_ext.evaluators import find
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
 from rope_ext.version import __version__
 
 app = typer.Typer()
@@ -109,15 +109,18 @@ def recommend(
         list[str] | None,
         typer.Option(help="Text to evaluate on, for the next commands. Repeatable."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also list all other methods that the model accepts.")
+    ] = False,
 ) -> None:
     """Recommend a method for a target length, and explain the choice."""
     with clean_errors():
         import rope_ext
-        from rope_ext.saving.record import option_texts
+        from rope_ext.config.record import option_texts
 
         quiet()
         found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
-        print(found)
+        print(found.full() if everything else found)
         if calibration is not None and not (finetune or engine):  # which follows a comparison
             if found.serve != found.method:
                 tell(f"done: use it in Python: {found.call}")
@@ -141,6 +144,34 @@ def recommend(
         if apart:
             patch = _typed(served.name, served.factor, "raise", None)
             tell_next([*words, "--output", unused("compared-raised"), *patch])
+
+
+@command()
+def memory(
+    model: Model,
+    length: Target,
+    batch: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    chunk: Annotated[
+        str | None,
+        typer.Option(help="Tokens per forward: `prefill_chunk_size` of generate. Default: all."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16 or float32.")] = "bfloat16",
+    cache_bits: Annotated[
+        int, typer.Option(help="Bits of a quantized KV cache: 8, 4 or 2. 16: not quantized.")
+    ] = 16,
+) -> None:
+    """Estimate the memory of a prompt: weights, KV cache and prefill, without loading weights."""
+    with clean_errors():
+        import torch
+
+        from rope_ext.advice import memory
+
+        quiet()
+        if dtype not in ("bfloat16", "float16", "float32"):
+            raise OptionError(f"--dtype {dtype} is not valid; use bfloat16, float16 or float32")
+        options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
+        tokens = None if chunk is None else parse_length(chunk)
+        print(memory.memory(model, parse_length(length), chunk=tokens, **options))
 
 
 @command()
@@ -196,9 +227,10 @@ def export(
     """Print the settings that make another engine run a method."""
     with clean_errors():
         import rope_ext
+        from rope_ext.engines import build_engine
 
         options = {"legacy": True} if legacy else {}
-        rope_ext.engines.build_engine(engine, **options)  # report mistakes before loading weights
+        build_engine(engine, **options)  # report mistakes before loading weights
         patched = _patched(model, method, factor, compose, option)
         made = rope_ext.export(patched, engine, **options)
         print(made)
@@ -256,8 +288,14 @@ def gguf(
         from rope_ext.engines import gguf_file
         from rope_ext.saving.folder import read_saved
 
+        if file is None and method is None:
+            raise ExportError(
+                f"no method for {source}; give --method and --factor, or the folder of a patched "
+                f"model before the file"
+            )
         if file is None:
-            made = gguf_file.extended(source, output, method, factor, trained_length, option)
+            given = _method(method, factor, option)
+            made = gguf_file.extended(source, output, given, trained_length)
         else:
             patched = _patched(source, method, factor, compose, option)
             model = read_saved(source).model if method is None else patched
@@ -330,8 +368,8 @@ def verify(
         import tempfile
 
         import rope_ext
+        from rope_ext.command.method_options import checked_methods
         from rope_ext.engines import verifying
-        from rope_ext.method_options import checked_methods
         from rope_ext.saving.checkpoints import load_config
 
         quiet()
@@ -477,8 +515,7 @@ def _patched(
 ) -> Any:
     """The model without weights under the method; without one, its name, to read as saved."""
     from rope_ext.advice.building import model_of
-    from rope_ext.method_options import checked_methods, saved_otherwise
-    from rope_ext.methods import build_method
+    from rope_ext.command.method_options import saved_otherwise
     from rope_ext.saving.checkpoints import load_config
     from rope_ext.saving.folder import patch_without_weights
 
@@ -486,20 +523,29 @@ def _patched(
     if method is None:
         _refuse_without_method(factor, compose, option)
         return model
-    ((name, values),) = checked_methods([method], factor, parse_options(option, [method])).items()
+    made = _method(method, factor, option)
     for note in saved_otherwise({model: load_config(model)}):
         tell(f"note: {note}", "yellow")
     built = model_of(model)
-    return patch_without_weights(built, build_method(name, **values), {"compose": compose})
+    return patch_without_weights(built, made, {"compose": compose})
+
+
+def _method(name: str | None, factor: float | None, option: list[str] | None) -> Any:
+    from rope_ext.command.method_options import checked_methods
+    from rope_ext.methods import build_method
+
+    names = [name] if name is not None else []
+    ((name, values),) = checked_methods(names, factor, parse_options(option, names)).items()
+    return build_method(name, **values)
 
 
 @command("methods")
 def show_methods() -> None:
     """List methods with their options and when to use them."""
     import rope_ext
+    from rope_ext.command.terminal import wide_console
     from rope_ext.encodings import Encoding
     from rope_ext.methods import all_encodings
-    from rope_ext.terminal import wide_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)

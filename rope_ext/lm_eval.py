@@ -25,12 +25,12 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from rope_ext.command.terminal import clean_errors
+from rope_ext.config.record import ARGUMENTS
 from rope_ext.errors import OptionError
 from rope_ext.methods import method_class
 from rope_ext.patching import patch
 from rope_ext.saving.load import from_pretrained
-from rope_ext.saving.record import ARGUMENTS
-from rope_ext.terminal import clean_errors
 
 _NONE = (None, "none")
 _HFLM: Any = HFLM  # lm-eval's decorator hides its type

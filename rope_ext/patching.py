@@ -14,8 +14,13 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rope_ext.apply import APPLY
+from rope_ext.apply import APPLY, configuration, gguf_source
+from rope_ext.apply.base import Applied
+from rope_ext.apply.older_readers import older_fields
 from rope_ext.apply.raising import raise_factor
+from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED
+from rope_ext.config.recommendation import Recommendation
+from rope_ext.config.record import FIELD, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -23,14 +28,13 @@ from rope_ext.errors import (
     OptionError,
     brief,
 )
-from rope_ext.forward.limits import warn_beyond
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.bias import Earlier
-from rope_ext.recommendation import Recommendation
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
+from rope_ext.rotary.limits import warn_beyond
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -40,10 +44,6 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.saving import configuration, gguf_source
-from rope_ext.saving.older_readers import older_fields
-from rope_ext.saving.rebuild import REFUSED, UNPATCHED, UNSAVED
-from rope_ext.saving.record import FIELD, Record
 
 Model = TypeVar("Model", bound=nn.Module)
 Parameters = ParamSpec("Parameters")
@@ -147,7 +147,7 @@ def patch(
             ``"every 4th"``, which means 3, 7, 11 and so on. The others keep the trained rotation.
         kernel: attention kernel of position methods, and of other methods with ``bias`` or
             ``layers``: ``"flash"``, ``"flex"`` (FlexAttention, for GPUs) or ``"reference"`` (dense
-            logits). ``"auto"`` takes the first of these that supports the call (docs/gpu.md).
+            logits). ``"auto"`` takes the first of these that supports the call (docs/speed.md).
         replace: undo an earlier patch first instead of raising. The same encoding keeps its
             learned parameters, and longer tables keep their trained rows. If they cannot be kept,
             this raises an OptionError; call :func:`unpatch` first to start from new parameters.
@@ -406,7 +406,13 @@ def _listed(names: list[str]) -> str:
 
 
 @torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
-def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Options) -> None:
+def _patch(
+    model: nn.Module,
+    decoder: nn.Module,
+    method: Method,
+    options: Options,
+    apply: Callable[..., Applied] | None = None,
+) -> None:
     gguf_source.adopt(model)
     config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
@@ -415,12 +421,12 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
     try:
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
-        changes.states += map(buffers.repair, rounded)
+        changes.states += map(buffers.guard, sites)
         used = method
         if options.compose == "raise":
             place, used = raise_factor(place, method, options)
             sites, scaled = place.sites, place.scaled
-        applied = APPLY[used.kind](place, used, options, changes)
+        applied = (apply or APPLY[used.kind])(place, used, options, changes)
         record = Record(
             method=method,
             resolved=applied.method,
@@ -475,8 +481,8 @@ def _patch(model: nn.Module, decoder: nn.Module, method: Method, options: Option
 def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
-    Only weights show whether a family accepts a method that changes attention, so nothing is
-    checked or changed but what these functions read.
+    Only weights show whether a family accepts a method that changes attention, so nothing of the
+    model's computation is checked or changed.
 
     Args:
         model: on the meta device.
@@ -485,42 +491,27 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """
     options = Options(**keywords)
     options.check(method)
-    decoder, under = text_decoder(model), options.frequency
-    sites = find_sites(decoder, options.original_max_position_embeddings)
-    scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    rope = trained = scaled[0].rope
+    _patch(unwrap(model), text_decoder(model), method, options, _noted)
+    return model
+
+
+def _noted(place: PatchTarget, method: Method, options: Options, changes: Changes) -> Applied:
+    rope, under = place.scaled[0].rope, options.frequency
     if under is not None:
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
-    length, resolved = method.target_length(rope), method.resolved(rope)
-    precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
-    record = Record(
-        method=method,
-        resolved=resolved,
-        arguments=options.recorded(),
-        trained_length=trained.length,
+    length = method.target_length(rope)
+    return Applied(
+        method=method.resolved(rope),
         target_length=length,
+        values={},
         native=False,
         plain=False,
-        config={},
-    )
-    decoder.__dict__[_STATE] = Patch(
-        method=resolved,
-        options=options,
-        decoder=decoder,
-        outermost=unwrap(model).config,
-        sites=sites,
-        scaled=scaled,
-        target_length=length,
-        precise=precise,
-        native=False,
+        precise=length > PRECISE_BEYOND if options.precise == "auto" else options.precise,
         notes=(
             "whether this family accepts it is checked when the weights are loaded",
             f"saving: {UNSAVED.format(REFUSED)}",
         ),
-        record=record,
-        changes=Changes(),
     )
-    return model
 
 
 def note_target(model: nn.Module, target: int) -> None:

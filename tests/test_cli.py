@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 import rope_ext
 from rope_eval.run import runner as run
-from rope_ext.arguments import parse_compose
 from rope_ext.cli import app
+from rope_ext.command.arguments import parse_compose
 from rope_ext.errors import OptionError
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts

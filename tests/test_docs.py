@@ -20,15 +20,17 @@ import rope_ext
 from rope_eval import command
 from rope_ext.cli import app
 from rope_ext.encodings.alibi import slopes
-from rope_ext.methods import Rope, all_methods
+from rope_ext.methods import Rope, all_encodings, all_methods
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-def snippets(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+def snippets(section: str) -> list[str]:
+    """The examples in a section of docs/adding.md."""
+    _, _, text = (DOCS / "adding.md").read_text("utf-8").partition(f"\n## {section}\n")
+    return re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
 
 
 def commands() -> list[str]:
@@ -49,7 +51,7 @@ def test_every_command_in_the_docs_can_be_typed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(command, "main", lambda args, tasks: asked.extend(tasks))
     group = get_command(app)
     given = commands()
-    assert len(given) > 40
+    assert len(given) > 25
     for line in given:
         name, *words = shlex.split(line.replace("MODEL", "some/model"))[1:]
         if name == "eval":
@@ -67,7 +69,7 @@ LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)
 
 @torch.no_grad()
 def test_a_frequency_method_takes_the_ten_lines_of_the_page(own_registry, ids, tmp_path) -> None:
-    lines, call, *_ = snippets("adding-a-method.md")
+    lines, call = snippets("A frequency method")
     assert len([line for line in lines.splitlines() if line.strip()]) <= 10
     names = {"__name__": __name__}
     exec(lines, names)
@@ -99,7 +101,7 @@ def test_a_frequency_method_takes_the_ten_lines_of_the_page(own_registry, ids, t
 @torch.no_grad()
 def test_a_position_method_takes_the_lines_of_the_page(own_registry, ids, tmp_path) -> None:
     names = {"__name__": __name__}
-    exec(snippets("adding-a-method.md")[2], names)
+    exec(snippets("A position method")[0], names)
     model = tiny_llama()
     rope_ext.patch(model, "halved", factor=2)
     rerope = tiny_llama()
@@ -114,7 +116,7 @@ def test_a_position_method_takes_the_lines_of_the_page(own_registry, ids, tmp_pa
 
 @torch.no_grad()
 def test_an_encoding_takes_the_one_file_of_the_page(own_registry, ids, tmp_path) -> None:
-    lines, calls = snippets("adding-an-encoding.md")
+    lines, calls = snippets("An encoding")
     names = {"__name__": __name__}
     exec(lines, names)
     assert names["Slope"].adds()  # bias= accepts it
@@ -146,7 +148,7 @@ def test_an_encoding_takes_the_one_file_of_the_page(own_registry, ids, tmp_path)
 
 def own_model(source: str = "") -> torch.nn.Module:
     names = {"__name__": __name__}
-    exec(source or snippets("adding-a-family.md")[0], names)
+    exec(source or snippets("A family")[0], names)
     torch.manual_seed(0)
     model = names["OwnModel"](names["OwnConfig"]()).eval()
     for parameter in model.parameters():  # large enough for positions to matter
@@ -159,7 +161,7 @@ def test_the_family_of_the_page_is_patched() -> None:
     model, tokens = own_model(), torch.arange(100)[None] * 7 % 64
     unpatched = model(tokens)[0]
     own = {"OwnModel": type(model), "OwnConfig": type(model.config)}
-    exec(snippets("adding-a-family.md")[1], {"rope_ext": rope_ext, **own})
+    exec(snippets("A family")[1], {"rope_ext": rope_ext, **own})
 
     with rope_ext.patched(model, "yarn", factor=4):
         logits = model(tokens)[0]
@@ -215,9 +217,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
 def test_the_site(site) -> None:
     """Formulas and pictures of methods, public names, and nothing loaded from a network."""
     for cls in all_methods():
-        page = site[f"methods/{cls.name}.html"]
-        assert "math" in page.tags and f"{cls.name}.png" in page.loaded
+        assert f"{cls.name}.png" in site[f"methods/{cls.name}.html"].loaded
     pages = {cls.__name__: f"methods/{cls.name}.html" for cls in all_methods()}
+    pages |= {cls.__name__: f"encodings/{cls.name}.html" for cls in all_encodings()}
+    assert all("math" in site[page].tags for page in pages.values())
     for name in rope_ext.__all__:
         assert f"rope_ext.{name}" in site[pages.get(name, "api.html")].ids
     assert "iframe-worker.js" in site["index.html"].loaded  # search in pages opened from disk

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_ext.forward.context import forward_context
 from rope_ext.position import (  # noqa: F401 - these register all
     bias,
     head_positions,
@@ -20,7 +19,8 @@ from rope_ext.position import (  # noqa: F401 - these register all
     install,
     queries,
 )
-from rope_ext.swapping import plain, swap
+from rope_ext.rotary.context import forward_context
+from rope_ext.rotary.swapping import plain, swap
 from tests.helpers.sources import PACKAGES, nodes
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def test_all_that_a_thread_is_in_the_middle_of_is_in_one_place_and_listed() -> N
         for file, node in parsed()
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "threading.local"
     }
-    assert users == {"forward/context.py"}
+    assert users == {"rotary/context.py"}
     assert {*vars(forward_context)} <= LISTED
 
 
@@ -76,7 +76,7 @@ def test_classes_are_swapped_in_one_place() -> None:
         return any(isinstance(t, ast.Attribute) and t.attr == "__class__" for t in targets)
 
     assert {file for file, node in parsed() if assigns_class(node)} == {
-        "swapping.py",
+        "rotary/swapping.py",
         "rotary/buffers.py",  # which takes it back
         "__init__.py",  # of the package itself
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -54,6 +55,9 @@ def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_wheel_has_both_packages_and_nothing_else(site: Path) -> None:
     names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
     assert names == {"rope_ext", "rope_eval"}
+    (metadata,) = site.glob("*.dist-info/METADATA")
+    links = re.findall(r"\]\(([^)]+)\)", metadata.read_text("utf-8"))  # of README.md
+    assert links and all(link.startswith("https://") for link in links)
     found = run(site, "import rope_eval, rope_ext; print(rope_eval.__file__, rope_ext.__file__)")
     assert found.stdout.split() == [
         str(site / name / "__init__.py") for name in ("rope_eval", "rope_ext")

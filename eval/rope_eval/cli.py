@@ -11,8 +11,8 @@ import typer
 from rope_eval.next_commands import training_command
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
-from rope_ext.arguments import compose_words, parse_length, parse_options, split
-from rope_ext.cli_arguments import (
+from rope_ext.command.arguments import compose_words, parse_length, parse_options, split
+from rope_ext.command.cli_arguments import (
     Compose,
     Device,
     Dtype,
@@ -24,7 +24,7 @@ from rope_ext.cli_arguments import (
     Text,
     TrainText,
 )
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell, tell_next
+from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next
 
 app = typer.Typer()
 
@@ -200,7 +200,7 @@ def plot(
     """
     with clean_errors():
         from rope_eval.plots import pictures
-        from rope_ext.method_options import checked_methods
+        from rope_ext.command.method_options import checked_methods
         from rope_ext.methods import build_method, reach
         from rope_ext.saving.checkpoints import load_config, trained_length
 

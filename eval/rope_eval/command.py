@@ -23,10 +23,10 @@ from rope_eval.settings import (
     require_seed,
 )
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
-from rope_ext.arguments import parse_length, split, split_gguf_file
+from rope_ext.command.arguments import parse_length, split, split_gguf_file
+from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell
 from rope_ext.errors import Mistakes, OptionError
-from rope_ext.method_options import UNPATCHED
-from rope_ext.terminal import clean_errors, quiet, stoppable, tell
 
 
 @dataclass(frozen=True)

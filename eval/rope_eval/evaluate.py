@@ -10,8 +10,8 @@ from rope_eval.run.plan import Plan, prepare
 from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task
+from rope_ext.command.terminal import first_process, progress, quiet, stoppable, tell, tell_next
 from rope_ext.errors import Mistakes
-from rope_ext.terminal import first_process, progress, quiet, stoppable, tell, tell_next
 
 
 def evaluate(

@@ -20,8 +20,8 @@ from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
 
+from rope_ext.command.terminal import first_process
 from rope_ext.errors import MeasureError
-from rope_ext.terminal import first_process
 
 HIDDEN = ".rope-ext"
 HEADER = b'{"program": "rope_ext", "log": "cases", "format": 1}\n'

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_ext.arguments import compose_words
+from rope_ext.command.arguments import compose_words
 
 RECIPE = "recipes/own_model_yarn_lora.yaml"
 ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")

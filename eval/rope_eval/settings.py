@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 from rope_eval.data.prompts import Chat
 from rope_eval.options import option
-from rope_ext.arguments import parse_compose, parse_length, parse_lengths, parse_options, split
+from rope_ext.command.arguments import (
+    parse_compose,
+    parse_length,
+    parse_lengths,
+    parse_options,
+    split,
+)
 from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text", "chat"]

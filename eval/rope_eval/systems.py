@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_eval.cases import Case, digest
+from rope_ext.command.method_options import ADAPTER, built
 from rope_ext.errors import Mistakes, OptionError
-from rope_ext.method_options import ADAPTER, built
 from rope_ext.methods import reach
 from rope_ext.patching import patched
 

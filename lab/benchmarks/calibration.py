@@ -35,9 +35,9 @@ from rope_eval.reports.calibration import Change, mean
 from rope_eval.reports.intervals import mean_interval, paired_rates
 from rope_eval.tune.calibrate import cut
 from rope_eval.tune.fitness import losses_at_end, losses_of_answers, prompts_of, windows_of
-from rope_ext.arguments import parse_length, split
+from rope_ext.command.arguments import parse_length, split
+from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.methods import Method
-from rope_ext.saving.record import method_from_json, method_to_json, option_texts
 
 BOX = Path(__file__).parents[2] / "checkpoints"
 CHECKPOINTS = ("tiny-512", "tiny-bytes-512")

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Sta
 
 import rope_ext
 from lab.benchmarks.measuring import NATIVE, Measured, of_same_weights, ratios
-from rope_ext.terminal import tell
+from rope_ext.command.terminal import tell
 
 HEADS, COLUMNS, STEPS = 8, 32, 4
 

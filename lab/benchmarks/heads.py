@@ -55,7 +55,7 @@ from rope_eval.tune.fitness import (
     prompts_of,
     windows_of,
 )
-from rope_ext.arguments import parse_length
+from rope_ext.command.arguments import parse_length
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.temperature import LogN
 from rope_ext.position import head_scales

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import rope_ext
 from lab.benchmarks.kernels import CARDS
 from lab.benchmarks.mocked_gpu import code_of, mocked, to_mocked
-from rope_ext.arguments import split
+from rope_ext.command.arguments import split
 
 TRAINED, ROOM = 1024, 1920  # tokens; `string` reaches no further
 METHODS = "rerope,leaky_rerope,self_extend,string,dual_chunk,lm_infinite,alibi,t5"

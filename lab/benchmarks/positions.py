@@ -36,7 +36,7 @@ from rope_eval.reports.calibration import mean
 from rope_eval.reports.intervals import mean_interval
 from rope_eval.reports.summary import estimate_perplexity, interval
 from rope_eval.tune.fitness import losses_at_end, losses_of_answers, prompts_of, windows_of
-from rope_ext.arguments import split
+from rope_ext.command.arguments import split
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method
 

@@ -32,12 +32,12 @@ from rope_eval import command
 from rope_eval.cases import require_positive
 from rope_eval.settings import batch_size
 from rope_eval.versions import versions
-from rope_ext.arguments import parse_lengths, parse_options, split
+from rope_ext.command.arguments import parse_lengths, parse_options, split
+from rope_ext.command.method_options import checked_methods
+from rope_ext.command.terminal import tell
 from rope_ext.errors import OptionError
-from rope_ext.method_options import checked_methods
 from rope_ext.methods import build_method
 from rope_ext.saving import checkpoints as models
-from rope_ext.terminal import tell
 
 MODEL = "checkpoints/tiny-512"
 EACH_KIND = {

@@ -33,8 +33,8 @@ from lab.laboratory.training import Subject, Training
 from recipes.checks import POSITIVE, at_least, out_of_range
 from rope_eval.folder import Folder
 from rope_eval.run.runner import Ranks
+from rope_ext.command.terminal import stoppable
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
-from rope_ext.terminal import stoppable
 
 TEXT, LENGTHS = "text", "tasks"
 """The two subjects."""

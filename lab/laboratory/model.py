@@ -19,10 +19,10 @@ import rope_ext
 from lab.laboratory.linear import LINEAR, register
 from lab.laboratory.scratch.base import attach
 from lab.laboratory.scratch.names import SCRATCH
+from rope_ext.apply.configuration import quieted
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.registry import all_encodings
-from rope_ext.saving.configuration import quieted
 
 ROPE, QUARTER = "rope", "rope_25"
 SHARES = {ROPE: 1.0, QUARTER: 0.25}

@@ -33,6 +33,7 @@ from rope_eval.reports.page import Cell, Row, Section, Table, render
 from rope_eval.versions import versions
 
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
+PICTURE = "laboratory.png"
 _NONE, _SAME = "\u2013", "the same"
 _SHARES = (-3.0, 103.0)  # limits of an axis in percent
 _MOST_NAMES = 8  # in a sentence
@@ -41,7 +42,7 @@ _MOST_NAMES = 8  # in a sentence
 def contents(
     settings: Mapping[str, Any], cells: Mapping[log.Cell, Mapping[str, Any]]
 ) -> dict[str, bytes]:
-    """The page, its numbers, and its tables in Markdown, by file name.
+    """The page, its numbers, its tables in Markdown, and the losses by length, by file name.
 
     Raises:
         MeasureError: matplotlib is not installed.
@@ -75,11 +76,14 @@ def contents(
         for section in sections
         for table in section.tables
     ]
-    return {
+    files = {
         PAGE: page.encode(),
         NUMBERS: json.dumps(numbers, indent=1).encode(),
         TABLES: "\n".join(tables).encode(),
     }
+    if results.lengths:
+        files[PICTURE] = sections[1].pictures[0].content
+    return files
 
 
 def _essentials(settings: Mapping[str, Any]) -> str:

@@ -19,8 +19,8 @@ from transformers import Trainer, TrainingArguments
 from lab.pretrain import tiny_512, tiny_bytes_512
 from recipes.checks import POSITIVE, SEED, at_least, out_of_range
 from recipes.django_docs import as_jsonl
+from rope_ext.command.terminal import stoppable
 from rope_ext.errors import Mistakes, RopeExtError
-from rope_ext.terminal import stoppable
 
 CHECKPOINTS = {
     "tiny-512": tiny_512.CHECKPOINT,

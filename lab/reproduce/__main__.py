@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from rope_eval import command
+from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import OptionError, nearest
-from rope_ext.terminal import clean_errors
 
 TABLES = Path(__file__).parent / "tables"
 STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
@@ -62,7 +62,6 @@ class Table:
     Args:
         title: what is measured.
         source: paper and table.
-        page: page of the documentation with the same numbers.
         model: Hub ID.
         trained: trained length, tokens.
         parameters: of the model, for the estimate of GPU hours.
@@ -80,7 +79,6 @@ class Table:
 
     title: str
     source: str
-    page: str
     model: str
     trained: int
     parameters: float

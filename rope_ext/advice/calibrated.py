@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rope_ext.config.record import method_from_json
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import Method
-from rope_ext.saving.record import method_from_json
 
 NAME = "calibration"
 FORMAT = 2

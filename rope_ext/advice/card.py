@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -12,6 +14,7 @@ from rope_ext.advice.describe import call_text, describe
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError
 from rope_ext.patching import current_patch
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import read_saved
 from rope_ext.version import __version__
 
@@ -46,10 +49,10 @@ def model_card(
             f"the configuration in {folder} does not extend the model, so there is nothing to "
             f"write on a card; save a patched model there first"
         )
-    name = Path(folder).name
+    name = " ".join(Path(folder).resolve().name.split()) or "model"
     head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
     if base and not Path(base).exists():  # a path means nothing to others
-        head.append(f"base_model: {base}")
+        head.append(f"base_model: {json.dumps(base)}")
     plain = saved.source == "rope_parameters" or state.record.plain
     loader = "AutoModelForCausalLM.from_pretrained" if plain else "rope_ext.from_pretrained"
     package = "from transformers import AutoModelForCausalLM" if plain else "import rope_ext"
@@ -57,9 +60,9 @@ def model_card(
         *(*head, "---", "", f"# {name}", ""),
         f"{found.model}, extended from {found.length} to {found.target_length} tokens with "
         f"`{call_text(state.record.method)}` ({state.method.paper}) by rope_ext {__version__}.",
-        *("", "```python", package, "", f'model = {loader}("{name}")', "```"),
+        *("", "```python", package, "", f"model = {loader}({json.dumps(name)})", "```"),
     ]
-    commands = [command.replace(str(folder), name) for command in serving_commands(saved)]
+    commands = serving_commands(replace(saved, name=name))
     lines += ["", "```bash", *commands, "```"] if commands else []
     if report is not None:
         lines += ["", "## Evaluation", "", _table(Path(report))]
@@ -82,7 +85,7 @@ def write_card(
             f"{path} exists, and is neither an unedited card of rope_ext nor PEFT's empty "
             f"template; move it away to write a new card"
         )
-    path.write_text(f"{text}{_MARK}{_digest(text)} -->\n", encoding="utf-8")
+    write_whole(path, f"{text}{_MARK}{_digest(text)} -->\n")
     return path
 
 

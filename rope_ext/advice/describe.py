@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.apply import gguf_source
+from rope_ext.config.record import option_texts, record_of
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
-from rope_ext.saving import gguf_source
-from rope_ext.saving.record import option_texts, record_of
 
 _SOURCES = {
     "record": "the patch recorded in the configuration",

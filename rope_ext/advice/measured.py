@@ -15,7 +15,7 @@ CANDIDATES = (
     *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "lampe"),
     *("yarn", "dynamic_yarn", "mrrope"),
 )
-"""Methods for use without fine-tuning, best first on the bundled checkpoints (docs/advice.md)."""
+"""Methods for use without fine-tuning, best first on the bundled checkpoints."""
 
 
 @cache

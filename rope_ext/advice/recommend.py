@@ -19,57 +19,43 @@ from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
 from rope_ext.advice.describe import call_text
 from rope_ext.advice.measured import ranked, sentence
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
-from rope_ext.engines import build_engine, engines_for, serving_commands
-from rope_ext.engines.base import Refusal, config_of
+from rope_ext.apply import gguf_source
+from rope_ext.apply.configuration import is_scaled
+from rope_ext.config.recommendation import Recommendation
+from rope_ext.engines import build_engine, engines_for, export, serving_commands
+from rope_ext.engines.base import config_of
 from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
-from rope_ext.methods.abf import bounded_length, smallest_base
+from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
-from rope_ext.recommendation import Recommendation
 from rope_ext.rotary.sites import RotarySite, text_config, text_decoder
-from rope_ext.saving import gguf_source
-from rope_ext.saving.configuration import is_scaled
 from rope_ext.saving.folder import read_saved
 
 _INTERPOLATED = 4
 """Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""
-
-_LARGEST_GROUP = 64
-"""Of the groups that the authors of Self-Extend call reasonable, from their repository."""
-
 _TRAINED_FACTOR = 32
 """Largest factor at which YaRN is published with fine-tuning, arXiv 2309.00071."""
-
+_LARGEST_GROUP = 64
+"""Of the groups that the authors of Self-Extend call reasonable, from their repository."""
 FINETUNED = (
     (
         YaRN,
-        "Fine-tuned, YaRN took Llama-2-7B to 32 times its 4096 tokens: perplexity 2.37 on "
-        "Proof-pile, 99.4 % of passkeys at 131072 (arXiv 2309.00071, section 4).",
+        "99.4 % of passkeys at 131072 tokens, of 4096 (arXiv 2309.00071, section 4); 400 steps of "
+        "64 rows, learning rate 2e-5 (section 4.1).",
     ),
-    (
-        ABF,
-        "For long continued training: nothing but a larger base (arXiv 2309.16039), here the "
-        "smallest that arXiv 2405.14591 finds enough.",
-    ),
-    (PI, "The simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595)."),
+    (ABF, "for long continued training: nothing but a larger base (arXiv 2309.16039)."),
+    (PI, "the simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595)."),
 )
 SERVED = (
-    (
-        YaRN,
-        "The same frequencies at every length, which every supported engine runs; costs something "
-        "on short prompts (arXiv 2309.00071).",
-    ),
-    (NTK, "Nothing but a larger base; for an engine that takes nothing else (bloc97 2023)."),
-    (PI, "Linear scaling; for an engine that takes nothing else (arXiv 2306.15595)."),
+    (YaRN, "every engine runs it; costs something on short prompts (arXiv 2309.00071)."),
+    (NTK, "nothing but a larger base, for an engine that takes nothing else (bloc97 2023)."),
+    (PI, "linear scaling, for an engine that takes nothing else (arXiv 2306.15595)."),
 )
-
-
 RAISED = (
-    "The scaling that the checkpoint was trained with, with a larger factor. On tiny-512 trained "
-    "under YaRN with factor 4, raising it to 8 gives 11.8 % less perplexity at twice the length "
-    "than YaRN on top of YaRN (docs/using.md)."
+    "the scaling that the checkpoint was trained with, with a larger factor: 11.8 % less "
+    "perplexity than YaRN on top of YaRN (docs/using.md)."
 )
 
 
@@ -114,13 +100,11 @@ class _Case:
         with patched(
             self.model, method, compose=compose, original_max_position_embeddings=self.length
         ):
-            if self.engine is None:
-                return engines_for(self.model)
-            try:
-                build_engine(self.engine).export(self.model, not_none(current_patch(self.model)))
-            except Refusal as refusal:
-                raise OptionError(f"{self.engine} cannot run {method.name}: {refusal}") from None
-        return (self.engine,)
+            engines = engines_for(self.model)
+            if self.engine is None or self.engine in engines:
+                return engines
+            export(self.model, self.engine)  # raises, and says why
+        return ()
 
 
 @dataclass(frozen=True)
@@ -132,14 +116,10 @@ class _Trial:
     engines: tuple[str, ...] = ()
     refusal: RopeExtError | None = None
 
-    def unproven(self, model: nn.Module) -> bool:
-        """Whether only missing weights stood against the method."""
-        meta = any(parameter.is_meta for parameter in model.parameters())
-        return (
-            meta
-            and self.method.replaces_attention
-            and isinstance(self.refusal, UnsupportedModelError)
-        )
+    @property
+    def unproven(self) -> bool:
+        """Whether only the weights can show that the model accepts it."""
+        return self.method.replaces_attention and isinstance(self.refusal, UnsupportedModelError)
 
 
 def recommend(
@@ -173,9 +153,9 @@ def recommend(
         :func:`rope_ext.patch`.
 
     Raises:
-        OptionError: the target is within the trained length, the calibration is of another
-            model or length, or the engine runs none of the methods on this model.
-        ExportError: there is no such engine.
+        OptionError: the target is within the trained length, or the calibration is of another
+            model or length.
+        ExportError: there is no such engine, or it runs none of the methods on this model.
         MeasureError: there is no such calibration, or the directory has no configuration.
         AlreadyPatchedError: the model is patched.
         NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
@@ -192,14 +172,15 @@ def recommend(
     if found is not None and not finetune:
         mismatch = misfit(found, name, trained, target_length)
         if mismatch is None:
-            why = f"Calibrated on a text. {found.sentence}"
+            why = f"calibrated on a text: {found.sentence}"
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif given:
             raise OptionError(
                 f"this calibration is {mismatch}; leave calibration out, or calibrate for this one"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
-    accepted = [t for t in trials if t.refusal is None or (not engine and t.unproven(model))]
+    on_meta = not engine and any(parameter.is_meta for parameter in model.parameters())
+    accepted = [t for t in trials if t.refusal is None or (on_meta and t.unproven)]
     if not accepted:
         raise not_none(trials[0].refusal)
     first, *others = accepted
@@ -219,8 +200,8 @@ def recommend(
         engine=engine,
         compose="raise" if first.method == case.raised else case.scaled is not None,
         original_max_position_embeddings=case.length,
-        reasons=(first.why, *_more(case, first, found), *refused, *notes),
-        alternatives=tuple((t.method, t.why) for t in others),
+        reasons=(*first.why.splitlines(), *_more(case, first, found), *refused, *notes),
+        alternatives=tuple((t.method, t.why.replace("\n", " ")) for t in others),
         serve=None if engine or serve is None else serve.method,
         engines=() if engine or serve is None else serve.engines,
         raised=case.raised,
@@ -312,7 +293,7 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
         names.add("yarn")
         yield (
             YaRN(factor=factor),
-            f"{case.recipe.models}: its vendor publishes YaRN for this checkpoint, up to factor "
+            f"the vendor of {case.recipe.models} publishes YaRN up to factor "
             f"{case.recipe.factor:g} on {case.recipe.trained} tokens ({case.recipe.source}). "
             f"{case.recipe.note}".rstrip(),
         )
@@ -335,7 +316,7 @@ def _group(method: Method) -> int:
 
 
 def _evidence(method: Method) -> str:
-    return f"{method.summary} ({method.paper}). {sentence(method.name)} (docs/evidence.md)."
+    return f"{method.summary} ({method.paper}).\n{sentence(method.name)} (docs/evidence.md)."
 
 
 def _tried(case: _Case, method: Method, why: str) -> _Trial:
@@ -345,82 +326,26 @@ def _tried(case: _Case, method: Method, why: str) -> _Trial:
         return _Trial(method, why, refusal=error)
 
 
-def _more(case: _Case, chosen: _Trial, calibrated: Calibrated | None) -> Iterator[str]:
-    """Further reasons, warnings and the next step."""
-    method, rope, factor = chosen.method, case.rope, case.factor
-    if factor > _INTERPOLATED and not case.finetune:
-        remedy = (
-            f"{method.name} uses trained distances only"
-            if method.replaces_attention
-            else "fine-tune"
-        )
-        yield (
-            f"Factor {factor:g} is beyond the 2 and 4 at which YaRN is published without "
-            f"fine-tuning (arXiv 2402.13753); {remedy}."
-        )
-    group = _group(method)
-    if group > 0:
-        yield (
-            f"Groups of {group} are the smallest with which the largest distance stays "
-            f"below two thirds of the trained length (arXiv 2401.01325)."
-        )
-    raises = method == case.raised
-    if not method.replaces_attention and not raises:
-        yield from _about_frequencies(case, method)
+def _more(case: _Case, chosen: _Trial, found: Calibrated | None) -> Iterator[str]:
+    """Further reasons and warnings, a line each."""
+    method, factor, raises = chosen.method, case.factor, chosen.method == case.raised
+    if case.finetune and factor > _TRAINED_FACTOR:
+        yield f"factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps."
+    elif factor > _INTERPOLATED and not case.finetune and not method.replaces_attention:
+        yield f"factor {factor:g} is beyond 4, the largest published without fine-tuning: train it."
     if chosen.refusal is not None:
+        yield "patch checks whether the family accepts it on the weights (docs/FAMILIES.md)."
+    bound = smallest_base(case.target)
+    if case.rope.base < bound and not (method.replaces_attention or raises):
         yield (
-            "A configuration alone does not show whether this family accepts position methods: "
-            "patch checks it once the weights are loaded (docs/FAMILIES.md)."
+            f"the base {case.rope.base:g} is below {bound:.3g}, which {case.target} tokens need: "
+            f"measure passkeys, not perplexity alone (arXiv 2405.14591)."
         )
-    if not (case.finetune or raises or method is getattr(calibrated, "method", None)):
+    if not (case.finetune or raises or method is getattr(found, "method", None)):
         yield (
-            f"The best temperature and window depend on the model: `rope-ext calibrate --model "
-            f"MODEL --length {case.target} --methods {method.name} --output FOLDER` finds them on "
-            f"a text, and calibration=FOLDER uses them here."
+            f"tune it: rope-ext calibrate --model MODEL --length {case.target} --methods "
+            f"{method.name} --output FOLDER"
         )
     if case.scaled is not None:
         how = "its own factor grows" if raises else "this patch applies on top"
-        yield (
-            f"The checkpoint is already scaled ({case.scaled}): its {rope.length} tokens count as "
-            f"the trained length, and {how}."
-        )
-
-
-def _about_frequencies(case: _Case, method: Method) -> Iterator[str]:
-    rope, factor = case.rope, case.factor
-    rotations = rope.rotations
-    whole = int((rotations >= 1).sum())
-    if method.name in ("yarn", "dynamic_yarn"):
-        kept = YaRN(factor=factor).kept(rope)
-        yield (
-            f"Of {len(rotations)} pairs, {int((kept == 1).sum())} keep their frequency, those "
-            f"with about 32 rotations within {rope.length} tokens; {int((kept == 0).sum())} are "
-            f"divided by {factor:g}, those with less than one (arXiv 2309.00071, section 3.2)."
-        )
-    if whole < len(rotations):
-        yield (
-            f"Unpatched, {len(rotations) - whole} pairs meet new angles beyond {rope.length} "
-            f"tokens: the critical dimension is {2 * whole} of {rope.dim} (arXiv 2310.05209)."
-        )
-    if case.finetune:
-        yield (
-            "Recipe: 400 steps of 64 rows, learning rate 2e-5, warm-up 20 steps (arXiv 2309.00071, "
-            "section 4.1; recipes/llama2_7b_yarn_128k.yaml); with PoSE on short rows, about 1000 "
-            "steps (arXiv 2309.10400)."
-        )
-        if factor > _TRAINED_FACTOR:
-            yield f"Factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps."
-    elif factor <= _INTERPOLATED:
-        yield (
-            "Without fine-tuning Llama-2-7B has a perplexity of 3.49 and 3.25 at 2 and 4 times its "
-            "length with YaRN, 3.50 and 3.87 with dynamic NTK, 3.65 and 4.93 with PI "
-            "(arXiv 2402.13753)."
-        )
-    bound = smallest_base(case.target)
-    if rope.base < bound:
-        yield (
-            f"Warning: for {case.target} tokens the base should be at least {bound:.3g}; "
-            f"{rope.base:g} is enough for {bounded_length(rope.base):.0f}. Below the bound text "
-            f"stays fluent and retrieval fails: measure passkeys, not perplexity alone "
-            f"(arXiv 2405.14591)."
-        )
+        yield f"already scaled to {case.rope.length} tokens ({case.scaled}): {how}."

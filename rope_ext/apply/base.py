@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rope_ext.apply.configuration import is_scaled
 from rope_ext.apply.raising import TYPES
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.position.layers import ignores_scaling
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import PatchTarget, RotarySite
-from rope_ext.saving.configuration import is_scaled
 
 
 @dataclass(frozen=True)

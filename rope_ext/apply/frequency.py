@@ -11,6 +11,7 @@ from torch import nn
 
 from rope_ext.apply import position, raising
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.apply.rebuild import unsaved, written
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
@@ -20,7 +21,6 @@ from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
-from rope_ext.saving.rebuild import unsaved, written
 
 
 def apply(
@@ -62,11 +62,6 @@ def apply(
             sequences = Sequences(method, min(site.rope.length for site in scaled))
             follow(decoder, place.model, sequences, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
-        modules = {site.module for site in scaled}
-        for site in place.sites:
-            on_meta = any(site.module.get_buffer(name).is_meta for name in site.buffers)
-            if site not in scaled and site.module in modules and on_meta:
-                changes.states.append(buffers.complete(site))
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)
         changes.handles += hooks.keep_native(decoder, local)

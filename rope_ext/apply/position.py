@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.apply.rebuild import unsaved
 from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, PositionMethod, Rope
@@ -19,7 +20,6 @@ from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.sites import PatchTarget, RotarySite
-from rope_ext.saving.rebuild import unsaved
 
 _logger = logging.getLogger("rope_ext")
 

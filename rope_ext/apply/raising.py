@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_ext.config.entries import METHODS, method_of
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, method_class
 from rope_ext.methods.checked import not_none
@@ -24,7 +25,6 @@ from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import PatchTarget, Raised, RotarySite, text_config
-from rope_ext.saving.entries import METHODS, method_of
 
 TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
 """Methods by the ``rope_type`` whose factor can be raised."""

@@ -106,7 +106,7 @@ class Tile:
         """Bytes of shared memory at most, as Triton 3.9 allocates them.
 
         Queries, keys, values and biases in flight, and the logits. Often products stay in
-        registers or share memory with keys, and Triton needs less (docs/gpu.md).
+        registers or share memory with keys, and Triton needs less (docs/speed.md).
         """
         wgmma = card.capability >= (9, 0) and heads.size == 2  # reads a buffer while others fill
         in_flight = self.stages if wgmma else max(self.stages - 1, 1)

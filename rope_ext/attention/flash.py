@@ -132,7 +132,7 @@ def refuse_onnx() -> None:
         raise UnsupportedModelError(
             "ONNX has no operator for the attention of position methods, encodings, bias= and "
             "layers=; patch with a frequency method such as 'yarn' alone (a dynamic one with "
-            "length=TOKENS), or use torch.export instead (docs/exported.md)"
+            "length=TOKENS), or use torch.export instead (docs/saving.md)"
         )
 
 

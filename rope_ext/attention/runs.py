@@ -20,7 +20,7 @@ from rope_ext.errors import UnsupportedModelError
 
 _BACK = {  # what to do where positions decrease
     False: "give packed documents no attention mask and use_cache=False, so that transformers "
-    "keeps them apart",
+    "keeps them apart, or rows of their own if the model never does (gpt_oss)",
     True: "it is padded on the right, behind which generation goes on; pad on the left "
     "(padding_side='left' of the tokenizer)",
 }

@@ -22,7 +22,8 @@ class ALiBi(Encoding):
     the power below come first, then every second one of the power above, as in the authors' code.
 
     Args:
-        learned: train the slopes of each layer, which start from these values. They have no bounds.
+        learned: train the slopes of each layer, which start from these values. They have no bounds;
+            the paper (section 3) found that learned slopes do not extrapolate well.
 
     Press et al. 2022, arXiv 2108.12409.
     """

@@ -74,7 +74,7 @@ class Encoding(PositionMethod):
         return cls.scored() or cls.bias is not Encoding.bias
 
     def reached(self, rope: Rope) -> int:
-        return self.target_length(rope)  # no distance is a rotation that needed training
+        return self.target_length(rope)  # distances are not rotations, so none needs training
 
     @classmethod
     def computes_positions(cls) -> bool:
@@ -111,7 +111,7 @@ class Encoding(PositionMethod):
         return None
 
     def window_beside(self) -> int | None:
-        """Tokens that the layers which keep the rotation attend to; None: all."""
+        """Number of tokens that layers with the rotation attend to; None: all."""
         return None
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -119,7 +119,7 @@ class Encoding(PositionMethod):
         return None
 
     def growth(self, pairs: int) -> torch.Tensor | None:
-        """The growth of ``ln`` of a query with every token, and the decay of that of a key.
+        """How much ``ln`` of a query grows, and that of a key falls, with every token.
 
         Float64, ``[pairs]``, 0 or less, so that logits fall with the distance. None: no growth.
         """

@@ -31,16 +31,17 @@ class DAPE(Encoding):
     ``f`` maps both, for all heads (``2H``), to ``hidden`` and to ``H`` numbers, with a leaky ReLU
     of slope 0.01. Without a bias it is ``S + f(S)``. Version 1 uses one key at a time. In version 2
     both layers are convolutions over ``width`` keys, with zeros for keys that a query does not
-    attend to.
+    attend to. Attention runs in blocks of queries, several times as slow as without it.
 
     Args:
-        on: the bias ``B``: ``"kerple_log"``, ``"kerple_power"``, ``"alibi"``, ``"t5"``,
-            ``"sandwich"`` or ``"fire"``; its parameters are learned, too. None: no bias.
+        on: the bias ``B``: ``"kerple_log"`` (the authors' best), ``"kerple_power"``, ``"alibi"``,
+            ``"t5"``, ``"sandwich"`` or ``"fire"``; its parameters are learned, too. None: no bias.
         version: 1 or 2.
         hidden: size of the hidden layer.
         width: keys of each convolution in version 2, an odd number.
 
-    Zheng et al. 2024, arXiv 2405.14722 and, version 2, arXiv 2410.04798.
+    Zheng et al. 2024, arXiv 2405.14722 and, version 2, arXiv 2410.04798. The authors' code masks
+    all keys but the first in a decoding step; here decoding equals recomputation.
     """
 
     name: ClassVar[str] = "dape"

@@ -26,15 +26,15 @@ class DeBERTa(InputEncoding):
     by distance directly, one set for keys and one for queries; the paper projects them from one
     embedding in each layer.
 
-    ``absolute_layers`` adds absolute positions as its "enhanced mask decoder" does for ``n``
-    layers: a learned vector for each position is added once, to the hidden state that enters the
-    first of the last ``n`` layers. There it becomes the input of the queries alone, and one layer
-    runs ``n`` times; here the last ``n`` layers keep their weights and compute queries, keys and
-    values from that input, as any layer of a decoder does.
+    ``absolute_layers`` adds a learned vector for each position to the hidden state that enters the
+    first of the last ``n`` layers, as the paper's "enhanced mask decoder" does. There it becomes
+    the input of the queries alone, and one layer runs ``n`` times; here each layer keeps its
+    weights and computes queries, keys and values from its input.
 
     Args:
         clip: tokens; the paper's k. There is one vector for each distance below it: the half of the
-            released code's table that a causal model uses.
+            released code's table that a causal model uses. A larger one with ``replace=True`` keeps
+            trained vectors.
         absolute_layers: ``n``; 2 in the paper. 0: no absolute positions.
         length: entries of the table of absolute positions, tokens; by default the context length.
 

@@ -38,9 +38,9 @@ class _Beyond(Temperature):
 class DroPE(Encoding):
     """Removes RoPE, and scales queries beyond the trained length.
 
-    For a pretrained model, which then needs brief training without RoPE at its trained length. At
-    position ``i`` queries are multiplied by ``1 + c ln(s)``, where ``s`` is ``i + 1`` divided by
-    the trained length, and by 1 within it.
+    Patch a pretrained model, train it briefly at its trained length, then use it on longer texts.
+    At position ``i`` queries are multiplied by ``1 + c ln(s)``, where ``s`` is ``i + 1`` divided by
+    the trained length, and by 1 within it. The paper uses one number for a whole evaluation.
 
     Args:
         c: growth of the temperature, 0 for none; 0.1 to 0.4 as published, tuned on held-out text.

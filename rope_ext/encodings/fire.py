@@ -24,12 +24,12 @@ class FIRE(Encoding):
 
     ``f(ln(1 + |c| d) / ln(1 + |c| max(i, T)))`` for query ``i``, so that the input of the network
     is between 0 and 1 at any length. ``f`` maps this number to ``hidden`` units, ReLU, and the
-    heads; ``T = |m| threshold``. ``c`` is initialized to 0.1, ``m`` to 1; both are learned for each
-    layer.
+    heads; ``T = |m| threshold``. ``c`` starts at 0.1, ``m`` at 1, and the network with torch's
+    default initialization; each layer learns its own.
 
     Args:
-        threshold: tokens; before it, the bias depends on the distance alone. DAPE's code trains
-            with less than the 512 that it also contains (docs/encodings/fire.md).
+        threshold: tokens; before it, the bias depends on the distance alone. The models of DAPE's
+            authors, whose code this follows, train with half of their argument: 256 by default.
         hidden: size of the hidden layer.
 
     Li et al. 2024, arXiv 2310.04418.

@@ -20,12 +20,14 @@ class FLOATER(Sized):
     """Replaces RoPE with the trajectory of a learned dynamical system, added to the input.
 
     ``p(t)`` is ``p(t - 1)`` plus the integral of ``f(tau, p)`` over ``step``: one fourth-order
-    Runge-Kutta step per token. ``f`` is a network of two layers with a ReLU; ``tau`` is
-    concatenated to the input of each. Its last layer, and so all positions, are initialized to 0.
+    Runge-Kutta step per token, where the authors take five. ``f`` is a network of two layers with a
+    ReLU; ``tau`` is concatenated to the input of each. Its last layer, and so all positions, start
+    at 0. Every forward of training runs through the tokens of the longest row one by one.
 
     Args:
-        flow: ``"continuous"``, or ``"discrete"`` for the recursion ``p(t) = p(t - 1) + f(p(t -
-            1))``, whose ``f`` has tanh instead of the ReLU and does not get ``tau``.
+        flow: ``"continuous"``, or ``"discrete"`` for the recursion
+            ``p(t) = p(t - 1) + f(p(t - 1))``, whose ``f`` has tanh instead of the ReLU and does not
+            get ``tau``.
         step: of ``tau`` between two tokens; only for the continuous flow.
         hidden: hidden units of ``f``; by default the hidden size of the model.
         into: ``"every"`` layer receives the same ``p(t)``, as published, or the ``"first"`` only.
@@ -89,7 +91,7 @@ class FLOATER(Sized):
             return p
 
         path = [values["start"]]
-        for tau in (t[:-1] * self.step).split(1):
+        for tau in (t[:-1, None] * self.step).unbind():
             p = path[-1]
             path.append(p + f(tau, p) if self._discrete else _runge_kutta(f, tau, p, self.step))
         return torch.stack(path)

@@ -1,4 +1,4 @@
-"""Absolute encodings: positions change the input of the layers, and nothing rotates in them.
+"""Absolute encodings: positions change the input of the layers, which do not rotate.
 
     x_t <- x_t + scale * p(t)          or x_t * p(t)
 

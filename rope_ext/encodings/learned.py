@@ -23,18 +23,20 @@ _SHARE = 0.4
 class LearnedPositions(InputEncoding):
     """Replaces RoPE with a learned vector for each position, added to the embeddings.
 
-    The table is initialized from a normal distribution with the scale of the embeddings.
+    The table is initialized from a normal distribution with the scale of the embeddings. To extend
+    a trained one, patch again with ``replace=True`` and a larger ``length``, which adds rows to
+    train, or with ``extend``.
 
     Args:
         length: entries of the table, tokens; by default the trained length, or ``factor`` times
             that without ``extend``.
         extend: how to go beyond the table. ``"hierarchical"``: position ``i n + j`` of a table of
-            ``n`` is ``a u_i + (1 - a) u_j``, with ``a = 0.4`` and ``u = (p - a p_0) / (1 - a)``,
-            up to ``n^2`` tokens; ``"interpolate"``: ``factor`` times the trained length is mapped
-            onto the table. None: longer sequences raise an error.
+            ``n`` is ``a u_i + (1 - a) u_j``, with ``a = 0.4`` and ``u = (p - a p_0) / (1 - a)``, up
+            to ``n^2`` tokens; ``"interpolate"``: ``factor`` times the trained length is mapped onto
+            the table. None: longer sequences raise an error.
 
-    Vaswani et al. 2017, arXiv 1706.03762, section 3.5, after Gehring et al. 2017; hierarchical:
-    Su 2020, kexue.fm/archives/7947.
+    Vaswani et al. 2017, arXiv 1706.03762, section 3.5, after Gehring et al. 2017; hierarchical: Su
+    2020, kexue.fm/archives/7947.
     """
 
     name: ClassVar[str] = "learned"

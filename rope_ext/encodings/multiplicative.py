@@ -20,8 +20,9 @@ from rope_ext.methods.rope import Rope
 class Multiplicative(InputEncoding):
     """Replaces RoPE with a vector for each position that multiplies the embeddings.
 
-    A learned table is initialized to 1, which changes nothing. The sinusoid is that of
-    ``sinusoidal``: where its sine is 0, a column of the token is lost, half of the first token's.
+    A learned table starts at 1, which changes nothing. The sinusoid is that of ``sinusoidal``:
+    where its sine is 0, a column of the token is lost, half of the first token's. A norm before the
+    first layer cancels common factors, so only differences between columns matter.
 
     Args:
         table: ``"learned"`` or ``"sinusoidal"``.

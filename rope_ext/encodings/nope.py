@@ -14,9 +14,7 @@ from rope_ext.methods.registry import register
 class NoPE(Encoding):
     """Removes RoPE without a replacement: only the causal mask provides the order.
 
-    Haviv et al. 2022, arXiv 2203.16634; Kazemnejad et al. 2023, arXiv 2305.19466. With a
-    ``temperature`` beyond the trained length, after brief training at that length, it is DroPE
-    (arXiv 2512.12167).
+    Haviv et al. 2022, arXiv 2203.16634; Kazemnejad et al. 2023, arXiv 2305.19466.
     """
 
     name: ClassVar[str] = "nope"

@@ -26,8 +26,7 @@ class RePo(Encoding):
     query and key projections, and ``W_g`` and ``W_c`` map it to an eighth of its columns. Queries
     and keys are rotated by ``z`` instead of their index in the sequence, whose order then acts
     through the causal mask alone. The first 5 of 16 layers keep RoPE; ``layers`` chooses others.
-
-    Query heads that share keys share positions. The authors' models have as many of both.
+    Query heads that share keys share positions. The paper trains all weights for 50 billion tokens.
 
     Args:
         positions: ``"learned"``, as published, or ``"shifted"`` for ``t + z``. ``W_z`` is then zero

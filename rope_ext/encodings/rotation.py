@@ -16,7 +16,7 @@ from rope_ext.methods.rope import Rope
 class RoPE(PositionMethod):
     """RoPE as trained, to combine with ``bias=`` or ``temperature=``.
 
-    By itself it changes nothing, and patching with it raises an error.
+    Alone it changes nothing, so patching with it raises an error.
 
     Args:
         factor: the target context divided by the trained length; longer distances are new to the

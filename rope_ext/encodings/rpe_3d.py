@@ -22,13 +22,15 @@ class RPE3D(Encoding):
 
     Token ``m`` of chunk ``j`` becomes ``e^(i m theta) (cos(phi_j) i h + sin(phi_j) h)`` with
     ``phi_j = base ** -j``, which is a rotation by ``m theta - phi_j`` and by 90 degrees for all
-    tokens. Within a chunk, logits are those of RoPE.
+    tokens. Within a chunk, logits are those of RoPE. With the published base, only the first chunk
+    differs from the others; a ``base`` close to 1 distinguishes them.
 
     Args:
         chunk: tokens; three quarters of the trained length by default, as published.
         base: of the second angle; the base of the rotation by default, as published.
 
-    Ma et al. 2025, arXiv 2406.09897, definition 1.
+    Ma et al. 2025, arXiv 2406.09897, definition 1. The authors' code is dual chunk attention whose
+    chunks from the third on are rotated by another angle.
     """
 
     name: ClassVar[str] = "3d_rpe"

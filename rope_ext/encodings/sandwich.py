@@ -22,7 +22,7 @@ class Sandwich(Encoding):
     it 0 at distance 0 and does not change attention weights.
 
     Args:
-        width: of the sinusoidal positions, an even number; the best one in the paper.
+        width: of the sinusoidal positions, an even number; 128 is the best one in the paper.
         base: of their frequencies.
 
     Chi et al. 2023, arXiv 2212.10356. The divisors of the heads are those of NVIDIA NeMo's

@@ -24,7 +24,7 @@ class Sinusoidal(Sized):
     Args:
         base: of the wavelengths, ``2 pi`` to ``2 pi base`` tokens.
 
-    Vaswani et al. 2017, arXiv 1706.03762.
+    Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
     """
 
     name: ClassVar[str] = "sinusoidal"

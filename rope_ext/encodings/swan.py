@@ -14,10 +14,12 @@ from rope_ext.methods.temperature import LogN, Temperature
 @register
 @dataclass(frozen=True, kw_only=True)
 class SWAN(Encoding):
-    """Every n-th layer attends to everything without positions, the others rotate in a window.
+    """Lets every n-th layer attend to the whole text without positions, and the others to a window.
 
-    Layers ``start``, ``start + every``, ... are those without positions; only their queries get
-    the temperature, ``"log_n"`` unless another one is given.
+    The others rotate as trained, so no distance is new to them, and a growing cache keeps only the
+    window for them. Layers ``start``, ``start + every``, ... are those without positions; only
+    their queries get the temperature: ``"log_n"`` unless you give another one, where the paper fits
+    a logarithm. Models that already have windowed layers raise an error.
 
     Args:
         every: layers in a group, one of which has no positions; 4 as published.
@@ -26,7 +28,7 @@ class SWAN(Encoding):
         window: tokens that the other layers attend to, with the query itself; a sixteenth of the
             trained length by default, as published (512 of 8192).
 
-    Puvvada et al. 2025, arXiv 2504.08719.
+    Puvvada et al. 2025, arXiv 2504.08719: its abstract, and summaries of the rest.
     """
 
     name: ClassVar[str] = "swan"

@@ -20,9 +20,10 @@ class T5(Encoding):
     """Replaces RoPE with a learned number for each head and bucket of distances.
 
     Half of the buckets are single distances; the others grow logarithmically up to
-    ``max_distance``, and larger distances share the last one. These are the causal half of T5's
-    buckets, shared by all layers, as in T5. The logits keep the model's scale, which T5 does not
-    use.
+    ``max_distance``, and larger distances share the last one. All layers share one table, which
+    starts at zero. These are the causal half of T5's buckets; unlike in T5, logits keep the model's
+    scale. With ``replace=True`` another ``max_distance`` keeps a trained table and stretches its
+    buckets.
 
     Args:
         buckets: ``"logarithmic"`` as in T5, or ``"offsets"``: a number for each distance below
@@ -31,7 +32,7 @@ class T5(Encoding):
             logarithmic buckets.
         max_distance: tokens, as ``relative_attention_max_distance``.
 
-    Raffel et al. 2020, arXiv 1910.10683.
+    Raffel et al. 2020, arXiv 1910.10683, section 2.1.
     """
 
     name: ClassVar[str] = "t5"

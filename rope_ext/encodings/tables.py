@@ -26,7 +26,7 @@ def lengthened(
     Args:
         learned: the shorter one.
         initial: a table with the target shape.
-        dim: of the rows.
+        dim: dimension of the rows.
         repeat: whether new rows copy the last one, which all larger distances shared, or are taken
             from ``initial``.
 

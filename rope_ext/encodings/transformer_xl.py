@@ -75,12 +75,13 @@ class TransformerXL(Encoding):
 
     Args:
         projection: ``"learned"``, or ``"key"`` to use the layer's own key projection as ``W_R``,
-            with a sinusoid of the hidden size. Training then changes both uses of it.
+            with a sinusoid of the hidden size. Training then changes both uses of it. Families
+            whose keys are more than one linear layer (Qwen3, Gemma 3, DeepSeek-V3) raise an error.
         width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
             hidden size of the model; attention gets slower as it grows. Only for a learned one.
         base: of the sinusoid's frequencies.
 
-    Dai et al. 2019, arXiv 1901.02860; Yang et al. 2019 (XLNet), arXiv 1906.08237.
+    Dai et al. 2019, arXiv 1901.02860, section 3.3; Yang et al. 2019 (XLNet), arXiv 1906.08237.
     """
 
     name: ClassVar[str] = "transformer_xl"

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.apply.configuration import part_of
+from rope_ext.config.record import record_of
 from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
 from rope_ext.methods import Method, Rope
@@ -25,9 +27,8 @@ from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving.checkpoints import load_config
-from rope_ext.saving.configuration import part_of
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import Saved, read_saved
-from rope_ext.saving.record import record_of
 
 
 class Refusal(Exception):
@@ -67,7 +68,7 @@ class Export:
             raise ExportError(f"{folder} is a file; give the name of a folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            write_whole(folder / name, text)
         return [folder / name for name in self.files]
 
     def __str__(self) -> str:

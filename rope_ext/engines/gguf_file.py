@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch import nn
 
-from rope_ext.arguments import parse_options
-from rope_ext.drafts import draft_of
+from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import Refusal, Scaling, refuse_adapting, refuse_tempered
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
 from rope_ext.engines.llama_cpp import Plan, plan, planned
 from rope_ext.errors import ExportError, first_line
-from rope_ext.method_options import checked_methods
-from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
+from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, text_decoder
-from rope_ext.saving.gguf_source import TABLE
+from rope_ext.saving.drafts import draft_of
 
 _CHUNK = 1 << 24  # bytes copied at a time
 _MAGIC, _VERSION = b"GGUF", 3
@@ -155,31 +153,21 @@ class GGUFFile:
 def extended(
     path: str | Path,
     output: str | Path,
-    name: str | None,
-    factor: float | None,
+    method: Method,
     trained_length: int | None = None,
-    option: Sequence[str] | None = None,
 ) -> Plan:
     """Extend the GGUF file of an unscaled model with a method.
 
     Args:
         path: the input file.
         output: the output file.
-        name: name of the method.
-        factor: extension factor; None: as ``patch`` without one.
+        method: with its options.
         trained_length: overrides the trained length in the file, tokens.
-        option: further options of the method, as on the command line.
 
     Raises:
-        RopeExtError: the method is unknown, the file cannot be read or is already scaled, or
-            llama.cpp cannot run the method.
+        ExportError: the file cannot be read or is already scaled, or llama.cpp cannot run the
+            method.
     """
-    if name is None:
-        raise ExportError(
-            f"no method for {path}; give --method and --factor, or the folder of a patched model "
-            f"before the file"
-        )
-    options = checked_methods([name], factor, parse_options(option, [name]))
     file = GGUFFile.read(path)
     if file.scaled:
         raise ExportError(
@@ -193,12 +181,10 @@ def extended(
             f"architectures: {', '.join(known)}"
         )
     rope = dataclasses.replace(file.rope, length=trained_length or file.rope.length)
-    ((name, values),) = options.items()
-    method = build_method(name, **values)
     try:
         made = plan(_scaling(method, rope), file.architecture, in_file=True)
     except Refusal as refusal:
-        raise ExportError(f"llama.cpp cannot run {name}: {refusal}") from None
+        raise ExportError(f"llama.cpp cannot run {method.name}: {refusal}") from None
     file.write(output, made.keys, made.table)
     return made
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.engines.families import LLAMA_CPP, Architecture
+from rope_ext.engines.families import LLAMA_CPP, Family
 from rope_ext.errors import ExportError
 from rope_ext.rotary.sites import text_config, unwrap
 
@@ -139,7 +139,7 @@ def _write_vocabulary(gguf: Any, writer: Any, size: int) -> None:
 
 
 def _parts(
-    name: str, values: torch.Tensor, config: Any, family: Architecture
+    name: str, values: torch.Tensor, config: Any, family: Family
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """GGUF tensors for one tensor of transformers, under names that the library knows."""
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")

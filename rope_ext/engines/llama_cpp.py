@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rope_ext.apply import gguf_source
+from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines import families
 from rope_ext.engines.base import (
     Engine,
@@ -34,9 +36,7 @@ from rope_ext.engines.base import (
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.saving import gguf_source
 from rope_ext.saving.folder import Saved
-from rope_ext.saving.gguf_source import TABLE
 
 READS_TABLE = tuple(
     dict.fromkeys(f.name for f in families.LLAMA_CPP.values() if "longrope" in f.kinds)
@@ -254,7 +254,6 @@ def planned(state: Patch, in_file: bool) -> Plan:
         )
     refuse_positions(state)
     family = family_of(state, "llama.cpp")
-    assert isinstance(family, families.Architecture)
     refuse_unproven(state, family.sliding_base)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from rope_ext.apply.rebuild import SCALING_FIELDS
 from rope_ext.engines.base import (
     Engine,
     Export,
@@ -20,12 +21,10 @@ from rope_ext.engines.base import (
     refuse_unproven,
     register,
 )
-from rope_ext.engines.families import MLXFamily
 from rope_ext.engines.transformers import legacy, with_fields
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.saving.folder import Saved
-from rope_ext.saving.rebuild import SCALING_FIELDS
 
 
 @register
@@ -33,7 +32,7 @@ from rope_ext.saving.rebuild import SCALING_FIELDS
 class MLX(Engine):
     """A ``config.json`` that mlx-lm 0.32.2 reads, also where ``save_pretrained`` cannot write one.
 
-    A saved folder either runs as patched or raises an error (``saving/older_readers.py``).
+    A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
     """
 
     name: ClassVar[str] = "mlx"
@@ -44,7 +43,6 @@ class MLX(Engine):
         if not state.native:
             raise Refusal("it builds frequencies by rope_type, and none matches these")
         family = family_of(state, self.name)
-        assert isinstance(family, MLXFamily)
         parameters = parameters_for(Scaling.from_patch(state))
         refuse_kind(family, parameters["rope_type"])
         fields = {"rope_parameters": parameters} if family.inside else legacy(parameters)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rope_ext.config.settings import path_to_text
 from rope_ext.engines.base import (
     Refusal,
     family_of,
@@ -15,10 +16,9 @@ from rope_ext.engines.base import (
     refuse_positions,
     served_config,
 )
-from rope_ext.engines.families import ServedFamily
+from rope_ext.engines.families import Family
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.rotary.settings import path_to_text
 from rope_ext.rotary.sites import text_config
 
 
@@ -32,7 +32,6 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     refuse_adapting(state.method)
     config = text_config(state.decoder)
     family = family_of(state, engine)
-    assert isinstance(family, ServedFamily)
     if len(state.sites) > 1 and not is_nested(config.rope_parameters):
         raise Refusal("models with several rotary embeddings have not been tested")
     if not state.native:
@@ -54,7 +53,7 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     return fields
 
 
-def _named(parameters: Mapping[str, Any], family: ServedFamily) -> dict[str, Any]:
+def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """``rope_parameters`` of one rotary embedding, with the engines' names."""
     parameters = dict(parameters)
     kind = parameters["rope_type"]

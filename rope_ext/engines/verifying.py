@@ -28,6 +28,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.config.record import FIELD, record_of
 from rope_ext.engines import gguf_file, gguf_model, llama_cpp, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, export, refuse_unproven
 from rope_ext.engines.families import miniatures
@@ -36,8 +38,6 @@ from rope_ext.methods import FrequencyMethod, Rope
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.rotary.sites import find_sites, text_decoder
-from rope_ext.saving.rebuild import SCALING_FIELDS
-from rope_ext.saving.record import FIELD, record_of
 
 VERDICTS = (
     "as patched",

@@ -20,9 +20,9 @@ _SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
 class Clipped(FrequencyMethod):
     """Slows down the slowest pairs along a half cosine, the slowest to zero (CoPE).
 
-    The first of the ``pairs`` slowest keeps its frequency, and the last no longer rotates. A step
-    instead of the cosine would make scores oscillate over long distances. The factor does not
-    change any frequency.
+    The first of the ``pairs`` slowest keeps its frequency, and the last no longer rotates. For
+    training studies: the authors raise the base of Llama 3 8B to 10,000,000, clip, and train on
+    65,536 tokens. The factor only sets the target length.
 
     Args:
         pairs: number of pairs; None is 20 of 64, as released for Llama-3-8B, and at least 2.

@@ -33,24 +33,24 @@ _FOUND = (
 @register
 @dataclass(frozen=True, kw_only=True)
 class DPE(Tempered):
-    """Beyond ``window``, each group of pairs uses its own distances:
-    ``floor(m/S) + w - floor(w/S) - floor(n/S)`` with the ``S`` of the group.
+    """Self-Extend with a group size ``S`` for each group of pairs.
 
-    This is Self-Extend with a group size for each group of pairs. The authors find the sizes with
-    needles, one group of pairs at a time, with all others at twice the factor. The paper goes on to
-    scale only the pairs of each head that contribute most. This is not implemented: all pairs are
-    scaled, as in the released example.
+    Beyond ``window``, distances are ``floor(m/S) + w - floor(w/S) - floor(n/S)``. Fast pairs have
+    seen every angle in training and need small groups. The authors find the sizes with needles, one
+    group of pairs at a time; the defaults transfer those of Llama-3-8B, and are a guess for any
+    other model. Their choice of the pairs of each head that contribute most is not implemented: all
+    pairs are scaled, as in the released example.
 
     Args:
         window: tokens that keep their exact distances; an eighth of the trained length by default,
             the published 1024 of 8192.
-        groups: number of pairs in each group, fastest first; by default eight groups, or as many
-            as there are scales, as even as possible.
+        groups: number of pairs in each group, fastest first; by default eight groups, or as many as
+            there are scales, as even as possible.
         scales: group sizes, whole numbers. By default, each group uses the effective length found
-            for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations
-            (by ratio) within the trained context; S is the target length divided by it.
-        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which
-            is better on both bundled checkpoints (docs/methods/dpe.md).
+            for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations (by
+            ratio) within the trained context; S is the target length divided by it.
+        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
+            better on both bundled checkpoints (docs/temperature.md).
 
     Lu et al. 2025, arXiv 2504.18857; formulas and lists are those of its code.
     """

@@ -17,14 +17,16 @@ from rope_ext.methods.rope import Rope
 class DynamicNTK(DynamicMethod):
     """NTK-aware scaling that follows the sequence length; none within the trained context.
 
-    ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens.
+    ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens. Short prompts give the outputs
+    of the unpatched model, and plain transformers loads the saved checkpoint. ``dynamic_yarn`` does
+    the same with YaRN's frequencies.
 
     Args:
-        alpha: ``"transformers"``: ``a = s l / L - (s - 1)``, which grows faster than the
-            sequence (13 for ``s = 4`` at ``l = 4 L``); ``"ratio"``: ``a = l / L``. At least 1.
-        mode: ``"fixed"`` uses one base per sequence, so that cached decoding equals
-            recomputation; ``"growing"`` reproduces transformers, where cached keys keep the
-            rotation of earlier bases.
+        alpha: ``"transformers"``: ``a = s l / L - (s - 1)``, which grows faster than the sequence
+            (13 for ``s = 4`` at ``l = 4 L``); ``"ratio"``: ``a = l / L``. At least 1.
+        mode: ``"fixed"`` uses one base per sequence, so that cached decoding equals recomputation;
+            ``"growing"`` reproduces transformers, where cached keys keep the rotation of earlier
+            bases.
 
     emozilla 2023; YaRN, arXiv 2309.00071, section 3.3.
     """

@@ -17,6 +17,9 @@ from rope_ext.methods.rope import Rope
 class LeakyReRoPE(LogScaled):
     """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 
+    Like ``rerope``, but distant tokens keep their order. Distances reach the trained length at
+    ``factor`` times it, so choose the factor for your longest text.
+
     Args:
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).
         k: by default chosen so that the largest distance of the extended context becomes that of

@@ -15,14 +15,16 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Llama3(FrequencyMethod):
-    """Scales by wavelength: short ones are unchanged, long ones multiplied by ``factor``.
+    """Divides long wavelengths by ``factor`` and keeps short ones, without a temperature.
 
     A pair keeps its frequency if its wavelength is below ``length / high_freq_factor``, and is
-    divided by ``factor`` if it is above ``length / low_freq_factor``, with a smooth transition
-    in between.
+    divided by ``factor`` if it is above ``length / low_freq_factor``, with a smooth transition in
+    between. Use it to train like Llama 3.1. Checkpoints that already have it take
+    ``compose="raise"`` to raise their factor.
 
     Args:
-        low_freq_factor: pairs with fewer rotations within the trained context are interpolated.
+        low_freq_factor: pairs with fewer rotations within the trained context are divided by
+            ``factor``.
         high_freq_factor: pairs with more rotations keep their frequency.
 
     Llama 3.1 release (July 2024), ``apply_scaling``; factor 8, length 8192 there.

@@ -20,13 +20,15 @@ from rope_ext.methods.rope import LARGEST, Rope, plain_number
 class LongRoPE(DynamicMethod):
     """Divides each pair by its own number from a table: ``h_i = theta_i / lambda_i``.
 
-    Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
+    Use it with a published table, or with one that :func:`rope_ext.search` found on your model and
+    text. Any frequency method can be written as a table, and methods that transformers does not
+    know are saved as one. Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
 
     Args:
         long_factor: ``lambda``, one per pair, for sequences longer than the trained context.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
-        start_tokens: number of first tokens of a sequence that keep the trained frequencies. If
-            it is not 0, only rope_ext can reload and run the model.
+        start_tokens: number of first tokens of a sequence that keep the trained frequencies. If it
+            is not 0, only rope_ext can reload and run the model.
 
     Ding et al. 2024, arXiv 2402.13753, section 3; two lists as in Phi-3.
     """

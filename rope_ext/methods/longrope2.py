@@ -20,22 +20,22 @@ _EARLIER = 30 / 35  # Llama-3-8B: the critical pair found, over the theoretical 
 @register
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE2(FrequencyMethod):
-    """Divides slow pairs, from a critical pair on, by the factor or more, and faster ones by NTK.
+    """Divides pairs by ``factor`` or more from a critical pair on, and faster ones as NTK does.
 
     In theory, the critical pair is the first one without a full rotation within the trained
-    context. Slow pairs are trained too little for that, so the actual critical pair is faster: for
-    Llama-3-8B, the authors found 30 instead of 35, with a search on the answer tokens of needles.
-    Faster pairs use the NTK base that meets the critical pair. Cosine and sine are multiplied by
-    ``sqrt(1 + ln(s) / ln(length))``, as in LongRoPE's code.
+    context. The authors search for a faster one, because slow pairs saw few rotations in training:
+    30 instead of 35 for Llama-3-8B. Tune ``critical`` and ``stretch`` on your model with
+    :func:`rope_ext.calibrate`. Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``,
+    as in LongRoPE's code.
 
     Args:
-        critical: index, from 0, of the first pair that is divided by ``stretch * factor``; None
-            is 30/35 of the theoretical one.
+        critical: index, from 0, of the first pair that is divided by ``stretch * factor``; None is
+            30/35 of the theoretical one.
         stretch: from 1 to 2, the range that the paper searches for slow pairs.
         long_factor: a searched or published table, used instead: the divisor of each pair.
 
-    Shang et al. 2025, arXiv 2502.20082, section 3. The paper's evolutionary search of the table on
-    answer tokens and its training on two kinds of windows are not implemented.
+    Shang et al. 2025, arXiv 2502.20082, section 3. The NTK part follows descriptions of the paper;
+    its training on two kinds of windows is ``positions: mixed_windows`` of the recipes.
     """
 
     name: ClassVar[str] = "longrope2"

@@ -16,14 +16,12 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class MrRoPE(FrequencyMethod):
-    """YaRN's three parts with a mixed radix in between, and YaRN's ``0.1 ln(s) + 1``.
+    """YaRN with another ramp: slow pairs are divided by more, fast ones by less.
 
-    Frequencies are treated as the digits of a position in a number system. The last pair with more
-    than ``beta_fast`` rotations is unchanged, and the first with fewer than ``beta_slow`` is
-    divided by ``factor``. Every pair in between has a larger radix than in training: all by the
-    same ratio (``"uni"``), or each by more than the one before (``"pro"``). If no pair rotates that
-    often, the fastest one is unchanged, as in YaRN; if none rotates that rarely, the first one to
-    be divided in full would follow the slowest.
+    The last pair with more than ``beta_fast`` rotations is unchanged, and the first with fewer than
+    ``beta_slow`` is divided by ``factor``. If no pair rotates that often, the fastest one is
+    unchanged, as in YaRN; if none rotates that rarely, the first one to be divided in full would
+    follow the slowest. Cosine and sine are multiplied by ``0.1 ln(s) + 1``.
 
     Args:
         beta_fast: rotations within the trained context; the paper's alpha.

@@ -17,8 +17,11 @@ from rope_ext.methods.rope import Rope
 class NTK(FrequencyMethod):
     """Uses a larger base: the slowest pair is divided by ``factor``, the fastest is unchanged.
 
-    ``b' = b * s ** (d / (d - 2))`` with the rotary dimension ``d``. bloc97 2023; YaRN,
-    arXiv 2309.00071, section 3.1.
+    ``b' = b * s ** (d / (d - 2))`` with the rotary dimension ``d``. Use it untrained up to factor
+    4, or with an engine that only lets you set the base. Pairs in between are divided by less than
+    ``factor``, so the usable context is shorter than you asked for: choose a larger factor.
+
+    bloc97 2023; YaRN, arXiv 2309.00071, section 3.1.
     """
 
     name: ClassVar[str] = "ntk"

@@ -18,10 +18,12 @@ class NTKByParts(FrequencyMethod):
     """Divides slow pairs by ``factor`` and keeps fast ones, with a linear ramp in rotations.
 
     With ``r_i`` rotations of a pair within the trained context,
-    ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``.
+    ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``. This
+    is YaRN with the ramp of its paper and without the temperature: use it to measure what that
+    adds.
 
     Args:
-        alpha: pairs with fewer rotations are fully interpolated.
+        alpha: pairs with fewer rotations are divided by ``factor``.
         beta: pairs with more rotations keep their frequency.
 
     YaRN, arXiv 2309.00071, section 3.2, definition 2.

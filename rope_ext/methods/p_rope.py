@@ -17,6 +17,9 @@ from rope_ext.methods.rope import Rope
 class PRoPE(FrequencyMethod):
     """Rotates only the fastest fraction ``p`` of the pairs.
 
+    For training from scratch or with extensive fine-tuning: pairs that do not rotate carry meaning
+    at any distance. Without training it does not extend a model.
+
     Args:
         p: fraction of pairs that rotate, in (0, 1]; rounded down to whole pairs.
 

@@ -49,7 +49,7 @@ def register(cls: M) -> M:
 
 
 def unregister(cls: type[Method]) -> None:
-    """Make a method unknown again, for example before its class is defined anew in a notebook."""
+    """Remove a method from the registry, such as before you redefine its class in a notebook."""
     for key in [key for key, held in _REGISTRY.items() if held is cls]:
         del _REGISTRY[key]
 

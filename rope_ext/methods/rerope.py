@@ -17,15 +17,17 @@ from rope_ext.methods.rope import Rope
 class ReRoPE(LogScaled):
     """Clips distances at ``window``: ``min(m - n, window)``.
 
-    For keys beyond the window, the query is rotated to position ``window`` and the key is not
-    rotated, so no distance exceeds the trained ones, however long the text is.
+    Use it without fine-tuning, for any length. All tokens beyond the window have the same distance:
+    the model finds and uses them, but does not know their order; ``leaky_rerope`` and
+    ``self_extend`` keep it. For keys beyond the window, the query is rotated to position ``window``
+    and the key is not rotated. A window of at least the text and ``log_n=False`` give the unpatched
+    model.
 
     Args:
-        window: tokens; half of the trained length by default, which is better than a quarter on
-            both bundled checkpoints (docs/methods/rerope.md).
+        window: tokens; half of the trained length by default.
         log_n: scale queries by the logarithm of the length, as published.
         published: the default window is a quarter of the trained length, as the author used for
-            Llama 2 (1024 of 4096).
+            Llama 2 (1024 of 4096); docs/evidence.md compares both.
 
     Su 2023, kexue.fm/archives/9708.
     """

@@ -18,10 +18,11 @@ from rope_ext.methods.temperature import Temperature, as_temperature
 @register
 @dataclass(frozen=True, kw_only=True)
 class Resonance(FrequencyMethod):
-    """Rounds wavelengths to whole tokens, on top of another frequency method.
+    """Rounds wavelengths to whole tokens, on top of another frequency method, at no cost.
 
     A pair whose wavelength is a whole number of tokens meets no new angles beyond the trained
-    context.
+    context. The fastest pair changes most, by 4.7 % (6.28 tokens become 6), slow pairs by far less
+    than 1 %.
 
     Args:
         on: the method whose wavelengths to round: the name of a fixed method (built with the same

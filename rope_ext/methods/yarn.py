@@ -19,10 +19,13 @@ from rope_ext.methods.temperature import yarn_factor
 class YaRN(FrequencyMethod):
     """NTK-by-parts plus a temperature: cos and sin are multiplied by ``0.1 ln(s) + 1``.
 
-    Two different ramps are called YaRN; on Llama-2 with factor 4, single frequencies differ by up
-    to 73 %. The ramp in the paper is linear in the rotations of a pair; the authors' code,
-    transformers and vLLM use one that is linear in the index of the pair. The default follows the
-    code, so that checkpoints are interchangeable.
+    Use it to fine-tune, or to serve with any engine. Untrained it works up to factor 4, but changes
+    short prompts, too; ``dynamic_yarn`` does not.
+
+    Two ramps are called YaRN. The paper's is linear in the rotations of a pair. The authors' code,
+    transformers and vLLM use one that is linear in the index of the pair; on Llama 2 with factor 4,
+    single frequencies differ by up to 73 %. The default follows the code, so that checkpoints are
+    interchangeable.
 
     Args:
         beta_fast: pairs with more rotations within the trained context keep their frequency.

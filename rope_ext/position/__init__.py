@@ -7,7 +7,7 @@ queries, and the few near keys, from there to the position that each band asks f
 From the bottom: ``layers`` finds where rotary pairs lie, ``tables`` and ``map`` say what rotates
 them, ``cache`` what a cache records of its keys, ``masks`` and ``segments`` which tokens see each
 other, ``attend`` chooses how a layer attends, ``tensors`` attends by tensors alone, as graphs do,
-and ``install`` puts it all on a model. What is known of one forward is in ``rope_ext.forward``.
+and ``install`` puts it all on a model. What is known of one forward is in ``forward``.
 
 What one forward needs to know travels with its attention mask, a :class:`segments.BatchMask`: it
 reaches every layer of every family, also when gradient checkpointing runs a layer again. The

@@ -19,15 +19,15 @@ from rope_ext.attention import reference, runs
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.forward.context import current, forward_context, run_eagerly
-from rope_ext.forward.positions import FEW, PositionForward
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position import bias, head_positions, head_scales, tensors, windows
+from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
+from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths

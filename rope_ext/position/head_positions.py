@@ -19,11 +19,11 @@ from transformers.cache_utils import Cache
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Encoding
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import forward_context, run_eagerly
 from rope_ext.position.bias import Learning, like_weights
 from rope_ext.position.inputs import forward_among
 from rope_ext.position.layers import LayerInput, Layout
 from rope_ext.position.map import PositionMap
+from rope_ext.rotary.context import forward_context, run_eagerly
 from rope_ext.rotary.sites import evaluating, input_device, vocabulary_of
 
 NAME = "rope_ext_positions"  # name of the module within an attention module, and in checkpoints

@@ -8,21 +8,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.forward.context import (
-    cache_among,
-    caches_in,
-    current,
-    enter,
-    forget_failed_exports,
-    is_traced,
-    leave,
-    run_eagerly,
-)
-from rope_ext.forward.positions import PositionForward, keys_of, whole
 from rope_ext.position import bias, head_positions, head_scales, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
+from rope_ext.position.forward import PositionForward, keys_of, whole
 from rope_ext.position.layers import (
     KeyProjection,
     LayerInput,
@@ -37,10 +28,19 @@ from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.position.window_cache import SPARE, shorten
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.context import (
+    cache_among,
+    caches_in,
+    current,
+    enter,
+    forget_failed_exports,
+    is_traced,
+    leave,
+    run_eagerly,
+)
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.third_party import refuse_presses
-from rope_ext.saving.record import option_texts
 
 
 def install(decoder: nn.Module, position_map: PositionMap) -> Installed:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.forward.context import forward_context
+from rope_ext.rotary.context import forward_context
 from rope_ext.rotary.sites import (
     RotarySite,
     evaluating,

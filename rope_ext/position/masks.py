@@ -21,8 +21,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.positions import PositionForward
 from rope_ext.methods.geometry import Distance
+from rope_ext.position.forward import PositionForward
 from rope_ext.position.tables import BandRotations
 
 CHECKED = ("5.17", "5.23")

@@ -18,11 +18,11 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import is_traced, run_eagerly
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position import head_scales
 from rope_ext.position.layers import rotated_layers
 from rope_ext.rotary.buffers import Changes
+from rope_ext.rotary.context import is_traced, run_eagerly
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, evaluating, input_device, text_config
 

@@ -21,12 +21,12 @@ from rope_ext.attention import decode, dispatch, runs
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import UNKNOWN, cache_among, forward_context, is_paged
-from rope_ext.forward.positions import BACK, FEW, PositionForward, keys_of, once, whole
+from rope_ext.position.forward import BACK, FEW, PositionForward, keys_of, once, whole
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, clipped
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary import calls
+from rope_ext.rotary.context import UNKNOWN, cache_among, forward_context, is_paged
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_ext.errors import CacheError
-from rope_ext.swapping import plain, swap, take_back
+from rope_ext.rotary.swapping import plain, swap, take_back
 
 SPARE = 64
 """Tokens that a layer keeps beyond its window, which take the place of drafts that are removed."""
@@ -43,9 +43,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         kept = 0 if self.keys is None else self.keys.shape[-2] - abs(tokens_to_remove)
         if kept < min(left, self.sliding_window - 1):
             raise CacheError(
-                f"this cache keeps the last {self.sliding_window} tokens of some layers and some "
-                f"spare ones, which cannot take the place of {abs(tokens_to_remove)} removed "
-                f"tokens; start with an empty cache"
+                f"this cache keeps the last {self.sliding_window} tokens of some layers and "
+                f"{SPARE} more, so {abs(tokens_to_remove)} of them cannot be taken back; start "
+                f"with an empty cache, or generate without drafts"
             )
         DynamicLayer.crop(self, tokens_to_remove)
         self.cumulative_length = left

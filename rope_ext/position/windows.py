@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from rope_ext.forward.positions import PositionForward
+from rope_ext.position.forward import PositionForward
 
 _BLOCK = 128  # queries at least, for few calls
 

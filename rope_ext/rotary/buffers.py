@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rope_ext.rotary.sites import RotarySite, buffer_of
-from rope_ext.swapping import plain, swap
+from rope_ext.rotary.swapping import plain, swap
 
 # A mixin: swapping.swap puts it in front of the class of a rotary module.
 _ModuleMixin = nn.Module if TYPE_CHECKING else object
@@ -91,25 +91,18 @@ def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float, hooked: bool
     return state
 
 
-def complete(site: RotarySite) -> SiteState:
-    """Write an unpatched set of frequencies as well when its module is loaded from the meta device.
+def guard(site: RotarySite) -> SiteState:
+    """Write the loaded frequencies, whether or not a patch changes them.
 
-    transformers initializes whole modules only, and skips those that :func:`write` has marked.
+    Undoes what a cast has rounded. A later cast changes none of the model's frequencies then, so
+    that leaving and entering a patch again restores every one.
     """
-    module = site.module
+    if not site.moving:
+        return write(site, site.loaded, site.scaling, hooked=False)
     state = _save(site)
-    module.__dict__[_MASTERS] = {
-        **module.__dict__[_MASTERS],
-        **dict.fromkeys(site.buffers, site.loaded),
-    }
-    return state
-
-
-def repair(site: RotarySite) -> SiteState:
-    """Write the loaded frequencies into buffers that a cast has rounded."""
-    state = _save(site)
-    for name in site.buffers:
-        _put(site.module, name, site.loaded)
+    if site.rounded:
+        for name in site.buffers:
+            _put(site.module, name, site.loaded)
     return state
 
 
@@ -122,6 +115,8 @@ def grow(site: RotarySite) -> SiteState:
     counter = f"{site.prefix}max_seq_len_cached"
     lengths = ("max_seq_len_cached", "original_max_seq_len")
     state = _save(site, ("rope_type", *lengths, counter, "attention_scaling"))
+    masters = module.__dict__.get(_MASTERS, {})
+    module.__dict__[_MASTERS] = {k: v for k, v in masters.items() if k not in site.buffers}
     for name in lengths:
         setattr(module, name, site.rope.length)
     if isinstance(module.rope_type, dict):

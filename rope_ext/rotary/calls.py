@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.forward.context import run_eagerly
 from rope_ext.rotary.buffers import ABSENT, Changes
+from rope_ext.rotary.context import run_eagerly
 
 
 @functools.cache

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.forward.context import is_traced, run_eagerly
 from rope_ext.rotary.calls import parameters
+from rope_ext.rotary.context import is_traced, run_eagerly
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_of

@@ -17,18 +17,6 @@ import torch
 from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.forward.context import (
-    UNKNOWN,
-    cache_among,
-    caches_in,
-    current,
-    enter,
-    forward_context,
-    is_paged,
-    leave,
-    run_eagerly,
-)
-from rope_ext.forward.sequences import STARTED, SequenceForward, Started
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import (
@@ -40,6 +28,18 @@ from rope_ext.rotary.calls import (
     replace_method,
     runs_layers_again,
 )
+from rope_ext.rotary.context import (
+    UNKNOWN,
+    cache_among,
+    caches_in,
+    current,
+    enter,
+    forward_context,
+    is_paged,
+    leave,
+    run_eagerly,
+)
+from rope_ext.rotary.sequence_forward import STARTED, SequenceForward, Started
 from rope_ext.rotary.sites import RotarySite
 from rope_ext.rotary.third_party import refuse_rerotation
 

@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rope_ext.config.settings import RopeSettings, rope_settings, trained_length
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.rotary.probe import Columns, prove
-from rope_ext.rotary.settings import RopeSettings, rope_settings, trained_length
 from rope_ext.rotary.zero3 import gathered
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -145,6 +145,11 @@ class RotarySite:
     def target_length(self, method: Method) -> int:
         """Context in tokens under ``method``."""
         return method.target_length(self.rope) if self.raised is None else self.raised.target
+
+    @property
+    def moving(self) -> bool:
+        """Whether transformers changes the buffer from forward to forward."""
+        return self.rope_type in _MOVING
 
     @property
     def scaled(self) -> bool:

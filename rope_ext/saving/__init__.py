@@ -1,1 +1,1 @@
-"""Saves a patch in the model's configuration."""
+"""Saves, loads and describes folders of patched models and of adapters."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_ext.config.record import Record
 from rope_ext.errors import AdapterError, NotPatchedError, RecordError
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
-from rope_ext.saving.record import Record
+from rope_ext.saving.drafts import write_whole
 
 SIDECAR = "rope_ext.json"
 """File next to an adapter that records the patch it was trained under."""
@@ -129,25 +129,12 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
     text = json.dumps(Sidecar.from_patch(state).to_json(), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text)
+        write_whole(path, text)
     except OSError as error:
         raise AdapterError(
             f"cannot write {path} ({error.strerror}); choose a writable directory"
         ) from error
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file at once: on a full disk, the one before stays."""
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(new, "x", encoding="utf-8") as file:  # a file of that name is somebody's
-        try:
-            file.write(text)
-            file.close()
-            new.replace(path)
-        except BaseException:
-            new.unlink()
-            raise
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:

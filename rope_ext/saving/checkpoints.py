@@ -17,6 +17,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rope_ext.apply import gguf_source
+from rope_ext.config.record import Record, record_of
+from rope_ext.config.settings import all_settings, contradictions
+from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import (
     MeasureError,
     OptionError,
@@ -27,13 +31,9 @@ from rope_ext.errors import (
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
-from rope_ext.rotary.settings import all_settings, contradictions
-from rope_ext.rotary.settings import trained_length as trained_length_of
-from rope_ext.saving import gguf_source
 from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.hub import fault_of_place
 from rope_ext.saving.load import from_pretrained
-from rope_ext.saving.record import Record, record_of
 
 _logger = logging.getLogger("rope_ext")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

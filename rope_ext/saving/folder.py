@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
+from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.config.entries import method_of
+from rope_ext.config.record import Record, record_of
+from rope_ext.config.settings import RopeSettings, all_settings
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
-from rope_ext.rotary.settings import RopeSettings, all_settings
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving.checkpoints import adapter_record, load_config
-from rope_ext.saving.entries import method_of
-from rope_ext.saving.rebuild import SCALING_FIELDS
-from rope_ext.saving.record import Record, record_of
 
 Given = PreTrainedConfig | str | Path
 _SAME = 1e-5  # both are float32, and pow of a large base is good to about 2e-6

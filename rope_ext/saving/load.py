@@ -23,13 +23,14 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from rope_ext.apply import configuration, gguf_source
+from rope_ext.config.record import FIELD, Record
 from rope_ext.errors import CURE, AdapterError, LoadError, RecordError, first_line
 from rope_ext.patching import current_patch, patch
 from rope_ext.position import bias, head_positions, head_scales, inputs
 from rope_ext.rotary.sites import text_decoder
-from rope_ext.saving import configuration, gguf_source, hub
+from rope_ext.saving import hub
 from rope_ext.saving.adapters import load_adapter, require_peft, require_sidecar
-from rope_ext.saving.record import FIELD, Record
 
 _CAUSAL = "AutoModelForCausalLM"
 # Class of an adapter's base model, by the task in its PEFT config; otherwise the one above.

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PhiConfig, PhiForCausalLM
 
 import rope_ext
-from rope_ext.fitting import QUERIES, Observed, fit_to
+from rope_ext.advice.fitting import QUERIES, Observed, fit_to
 from rope_ext.position import bias
 from rope_ext.position.attend import LAYER, Dense, watched
 from tests.helpers.biases import parameters

@@ -23,6 +23,15 @@ def test_an_optimizer_trains_it(name: str, ids) -> None:
     learns(model, parameters(model), ids, tokens=30, lr=0.1)
 
 
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_shortest_rows_train(name: str, tokens: int, ids) -> None:
+    model = patch(tiny_llama(), name)
+    model(ids[:, :tokens]).logits.sin().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids[:, :tokens]).logits, model(ids).logits[:, :tokens])
+
+
 def test_weights_that_lack_it_are_refused(tmp_path) -> None:
     patch(tiny_llama(), "sinusoidal").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

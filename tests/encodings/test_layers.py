@@ -9,8 +9,8 @@ import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 import rope_ext
+from rope_ext.config.record import Record
 from rope_ext.patching import current_patch
-from rope_ext.saving.record import Record
 from tests.families.checks import changed, snapshot
 from tests.helpers.biases import dense, parameters, patch
 from tests.helpers.models import tiny_llama

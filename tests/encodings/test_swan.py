@@ -100,6 +100,27 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
         assert torch.equal(model.generate(prompt, **NEW, assistant_model=assistant), right)
 
 
+def test_more_tokens_than_are_spare_are_not_taken_back(ids) -> None:
+    model, cache, other = swan(), DynamicCache(), DynamicCache()
+    right = logits(model, ids, past_key_values=other)
+    logits(model, ids, past_key_values=cache)
+    with pytest.raises(rope_ext.CacheError, match=f"{SPARE + 1} of them cannot be taken back"):
+        other.crop(-SPARE - 1)
+    cache.crop(-SPARE)
+    cached = logits(model, ids[:, -SPARE:], past_key_values=cache)
+    torch.testing.assert_close(cached, right[:, -SPARE:], **EXACT)
+
+
+def test_drafts_beside_a_cache_that_the_model_starts_anew(ids) -> None:
+    """Phi-3 does so where its short frequencies would give way to its long ones."""
+    model = FAMILIES["phi3"].model()
+    model.config.original_max_position_embeddings = LENGTH
+    rope_ext.patch(model, "swan", every=2, window=WINDOW)
+    prompt = ids[:1, : LENGTH - 2]
+    right = model.generate(prompt, **NEW, use_cache=False)
+    assert torch.equal(model.generate(prompt, **NEW, assistant_model=tiny_llama()), right)
+
+
 def test_what_is_saved_is_loaded_and_plain_transformers_refuses_it(tmp_path, ids) -> None:
     model = swan()
     right = logits(model, ids)

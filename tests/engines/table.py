@@ -14,39 +14,35 @@ import typer
 from rope_ext.engines.families import ENGINES, Family
 
 METHODS = {
-    "default": "another base (`ntk`, `abf`)",
-    "linear": "`pi`",
-    "yarn": "`yarn`",
-    "llama3": "`llama3`",
+    "default": "base",
+    "linear": "pi",
+    "yarn": "yarn",
+    "llama3": "llama3",
     "longrope": "tables",
 }
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp, Ollama", "mlx": "mlx-lm"}
 HEAD = """\
 # Families and engines
 
-The methods that each engine computes as transformers does, by `model_type` of the language model.
-*All* means a different base (`ntk`, `abf`), `pi`, `yarn`, `llama3`, and tables, which export every
-other frequency method. For anything else, `rope_ext.export` raises an error with the reason below.
+Every method that each engine computes as transformers does, by `model_type` of the language model:
+another *base* (`ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables*, which carry every other
+frequency method. For anything else `rope_ext.export` raises an error with the reason. A question
+mark is a family that was not checked, † one that vLLM runs with transformers' model.
 
-Every entry for llama.cpp and mlx-lm was run in the engine itself, beyond the trained length
-(`python -m pytest tests/engines/test_families.py`). Every entry for vLLM and SGLang was run with
-the engine's rotary classes (`tests/engines/test_servers.py`), except for families that vLLM runs
-with transformers' model and rotary module (*backend*).
-Versions: vLLM 0.33.0, SGLang 0.5.23, the llama.cpp of xllamacpp 2026.10.11549, mlx-lm 0.32.2.
-
-`python -m tests.engines.table --write docs/engines/families.md` generates this page.
+llama.cpp and mlx-lm ran beyond the trained length (`tests/engines/test_families.py`), vLLM and
+SGLang with their rotary classes (`tests/engines/test_servers.py`): vLLM 0.33.0, SGLang 0.5.23,
+xllamacpp 2026.10.11549, mlx-lm 0.32.2. `python -m tests.engines.table --write
+docs/engines/families.md` wrote this page.
 """
 
 
 def cell(family: Family | None) -> str:
     """What one engine runs of one family."""
     if family is None:
-        return "not checked"
+        return "?"
     if len(family.kinds) == len(METHODS):
-        return "all (backend)" if getattr(family, "backend", False) else "all"
-    if not family.kinds:
-        return "none"
-    return ", ".join(METHODS[kind] for kind in family.kinds)
+        return "all †" if getattr(family, "backend", False) else "all"
+    return ", ".join(METHODS[kind] for kind in family.kinds) or "none"
 
 
 def page() -> Iterator[str]:
@@ -58,14 +54,6 @@ def page() -> Iterator[str]:
     for name in names:
         cells = " | ".join(cell(ENGINES[engine].get(name)) for engine in TITLES)
         yield f"| {name} | {cells} |"
-    yield "\n## Why not\n\n| engine | reason | families |\n| --- | --- | --- |"
-    for engine, title in TITLES.items():
-        reasons: dict[str, list[str]] = {}
-        for name, family in ENGINES[engine].items():
-            if family.reason:
-                reasons.setdefault(family.reason, []).append(name)
-        for reason, families in reasons.items():
-            yield f"| {title} | {reason} | {', '.join(families)} |"
 
 
 def text() -> str:

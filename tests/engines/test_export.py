@@ -111,35 +111,6 @@ def by_server(overrides: dict[str, Any], engine: str) -> Numbers:
     return ramped(base, s, length, p.get("beta_fast", 32), p.get("beta_slow", 1), whole), scaling
 
 
-def by_llama_cpp(settings: dict[str, Any], base: float, trained: int) -> Numbers:
-    """What llama.cpp makes of its flags, on a file whose own keys are ``base`` and ``trained``."""
-    flags, keys = settings["flags"], {"context_length": trained, "rope.scaling.attn_factor": 1.0}
-    for override in flags.get("--override-kv", ()):
-        name, value = override.removeprefix("llama.").split("=")
-        kind, value = value.split(":")
-        keys[name] = {"int": int, "float": float}[kind](value)
-    table = settings.get("tensors", {}).get("rope_freqs.weight")
-    if table is not None:  # which is in a file that has the keys as well
-        keys |= {name.removeprefix("llama."): v for name, v in settings["gguf"].items()}
-    base = flags.get("--rope-freq-base", base)
-    freq_scale = 1 / flags.get("--rope-scale", 1.0)
-    multiplier, room = keys["rope.scaling.attn_factor"], keys["context_length"]
-    scaling = flags.get("--rope-scaling")
-    length = flags.get("--yarn-orig-ctx", trained)
-    if scaling == "yarn":
-        room = length / torch.tensor(freq_scale, dtype=torch.float32).item()
-    assert int(room) >= flags["--ctx-size"]  # or the server takes no prompt of that length
-    if scaling != "yarn":
-        frequencies = theta(base) * freq_scale
-        if table is not None:
-            frequencies = frequencies / torch.tensor(table, dtype=torch.float64)
-        return frequencies, multiplier
-    # The context cancels 1 + 0.1 ln(s) in attn_factor, and the kernel multiplies it in again.
-    number = multiplier * (1 + 0.1 * math.log(1 / freq_scale))
-    fast, slow = flags.get("--yarn-beta-fast", 32.0), flags.get("--yarn-beta-slow", 1.0)
-    return ramped(base, 1 / freq_scale, length, fast, slow, True), number
-
-
 @pytest.mark.parametrize("case", FIXED)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_servers_compute_the_patch(engine: str, case: str) -> None:
@@ -152,17 +123,6 @@ def test_servers_compute_the_patch(engine: str, case: str) -> None:
     flag = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}[engine]
     assert json.loads(words[words.index(flag) + 1]) == overrides
     assert words[-2:] == [{"vllm": "--max-model-len"}.get(engine, "--context-length"), str(length)]
-
-
-@pytest.mark.parametrize("factor", [4, 7])
-@pytest.mark.parametrize("case", FIXED)
-def test_llama_cpp_computes_the_patch(case: str, factor: int) -> None:
-    model = patched(case, factor=factor)
-    settings = rope_ext.export(model, "llama.cpp").settings
-    same(by_llama_cpp(settings, 10000.0, LENGTH), model)
-    target = settings["flags"]["--ctx-size"]
-    assert target == settings["gguf"]["llama.context_length"] == factor * LENGTH
-    assert ("tensors" in settings) == (case not in BY_FLAGS)
 
 
 def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
@@ -204,16 +164,6 @@ def test_the_factor_of_llama_cpp_is_raised_by_rounding_alone() -> None:
         assert int(length / inverse) >= int(length * factor)
 
 
-def test_the_output_says_which_file_is_meant() -> None:
-    made = str(rope_ext.export(patched("yarn"), "llama.cpp"))
-    assert "MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched" in made
-    made = str(rope_ext.export(patched("p_rope"), "llama.cpp"))
-    assert made.startswith(
-        "rope-ext gguf MODEL.gguf --method p_rope --factor 4 --option p_rope.p=0.5 "
-        "--trained-length 64 --output MODEL-long.gguf && llama-server --model MODEL-long.gguf "
-    )
-
-
 def test_the_tensor_is_the_one_that_the_converter_writes() -> None:
     factors = rope_ext.export(patched("llama3"), "llama.cpp").settings["tensors"]
     expected = []
@@ -231,32 +181,6 @@ def test_ollama_runs_what_a_file_can_say(case: str) -> None:
     assert made.files["Modelfile"] == "FROM ./MODEL-long.gguf\nPARAMETER num_ctx 256\n"
     assert "rope-ext gguf MODEL.gguf --method" in made.command
     assert ("tensors" in made.settings) == (case not in BY_FLAGS or case == "yarn hotter")
-
-
-def by_mlx(config: dict[str, Any]) -> Numbers:
-    """What mlx-lm 0.32.2 makes of a configuration, of which it reads the older names."""
-    base, p = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
-    kind, s = p["type"], p.get("factor")
-    if kind in ("default", "linear"):
-        return theta(base) / (1 if kind == "default" else s), 1.0
-    length = p["original_max_position_embeddings"]
-    if kind == "longrope":
-        grown = config["max_position_embeddings"] / length
-        scaling = math.sqrt(1 + math.log(grown) / math.log(length)) if grown > 1 else 1.0
-        return theta(base) / torch.tensor(p["long_factor"], dtype=torch.float64), scaling
-    if kind == "llama3":
-        return by_server({"rope_parameters": {**p, "rope_theta": base}}, "mlx")
-    assert kind == "yarn"
-    over, under = (0.1 * p[name] * math.log(s) + 1 for name in ("mscale", "mscale_all_dim"))
-    return ramped(base, s, length, p["beta_fast"], p["beta_slow"], True), over / under
-
-
-@pytest.mark.parametrize("case", FIXED)
-def test_mlx_computes_the_patch_from_the_file(case: str) -> None:
-    model = patched(case)
-    made = rope_ext.export(model, "mlx")
-    same(by_mlx(json.loads(made.files["config.json"])), model)
-    assert "FOLDER: written by model.save_pretrained" in str(made)
 
 
 @pytest.mark.parametrize("case", FIXED)
@@ -338,14 +262,8 @@ def test_a_checkpoint_that_scales_by_itself(tmp_path) -> None:
     rope_ext.patch(model, "pi", factor=2, compose=True)
     same(by_server(rope_ext.export(model, "vllm").settings["hf_overrides"], "vllm"), model)
     made = rope_ext.export(model, "llama.cpp")
-    same(by_llama_cpp(made.settings, 10000.0, 2 * LENGTH), model)
     assert made.command.startswith("rope-ext gguf FOLDER MODEL.gguf --output MODEL-long.gguf && ")
     assert f"vllm serve {tmp_path} " in rope_ext.export(model, "vllm").command
-
-
-def test_angles_in_float64_are_pointed_out() -> None:
-    made = rope_ext.export(patched("yarn", precise=True), "vllm")
-    assert "angles in float32" in str(made) and str(made).startswith("vllm serve MODEL ")
 
 
 def test_command_line(tmp_path) -> None:

@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_ext import drafts
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file, gguf_model
+from rope_ext.saving import drafts
 from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")
@@ -162,20 +162,6 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
         gguf_file.following(tiny_llama(), file, tmp_path / "c.gguf")
 
 
-def test_files_with_names_like_the_output_are_left_alone(file: Path, tmp_path: Path) -> None:
-    source = file.rename(tmp_path / "b.gguf.part")
-    other = tmp_path / "b.gguf.tmp"
-    other.write_text("somebody else's")
-    before = source.read_bytes()
-    result = run(source, "--method", "yarn", "--output", tmp_path / "b.gguf")
-    assert result.exit_code == 0, result.output
-    assert source.read_bytes() == before and other.read_text() == "somebody else's"
-    assert keys(tmp_path / "b.gguf")["llama.rope.scaling.type"] == "yarn"
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "b.gguf", "b.gguf.part", "b.gguf.tmp", "plain.gguf"
-    }  # fmt: skip
-
-
 def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path: Path) -> None:
     before = file.read_bytes()
     (tmp_path / "soft.gguf").symlink_to(file)
@@ -200,14 +186,6 @@ def test_a_source_that_shrinks_is_an_error(file: Path, tmp_path: Path) -> None:
     with pytest.raises(rope_ext.ExportError, match="is truncated"):
         read.write(tmp_path / "b.gguf", {}, None)
     assert not (tmp_path / "b.gguf").exists()
-
-
-def test_output_that_is_no_file_is_refused_and_left_alone(file: Path, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe.gguf"
-    os.mkfifo(pipe)
-    result = run(file, "--method", "yarn", "--output", pipe)
-    assert result.exit_code == 2 and "is a pipe or device" in result.stderr
-    assert pipe.is_fifo()
 
 
 def test_output_that_is_a_link_is_written_through(file: Path, tmp_path: Path) -> None:

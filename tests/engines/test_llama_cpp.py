@@ -102,29 +102,6 @@ def test_a_written_file_needs_no_flag(tmp_path, monkeypatch, family: str, case: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "flag", "value"),
-    [
-        ("yarn", "--rope-scale", "8.0"),
-        ("yarn", "--yarn-orig-ctx", "256"),
-        ("yarn hotter", "--yarn-beta-fast", "32"),
-        ("yarn hotter", "--yarn-beta-slow", "1"),
-        ("yarn hotter", "--override-kv", "llama.rope.scaling.attn_factor=float:1.0"),
-        ("ntk", "--rope-freq-base", "10000"),
-        ("pi", "--rope-scaling", "none"),
-    ],
-)
-def test_a_wrong_flag_is_seen(tmp_path, case: str, flag: str, value: str) -> None:
-    model = patched("llama", FLAGS[case], tmp_path / "a.gguf")
-    (words,) = command(rope_ext.export(model, "llama.cpp"))
-    length = current_patch(model).target_length
-    right = served(words, tmp_path / "a.gguf", length)
-    words[words.index(flag) + 1] = value
-    wrong = served(words, tmp_path / "a.gguf", length)
-    assert (right - wrong).abs().max() > 50 * TOLERANCE
-
-
-@pytest.mark.slow
 def test_without_its_length_the_server_takes_no_longer_prompt(tmp_path) -> None:
     model = patched("llama", FLAGS["pi"], tmp_path / "a.gguf")
     (words,) = command(rope_ext.export(model, "llama.cpp"))

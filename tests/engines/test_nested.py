@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3_5Config
-from typer.testing import CliRunner
 
 import rope_ext
-from rope_ext.cli import app
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import current_patch
 from rope_ext.saving.folder import built_on_meta, patch_without_weights
@@ -119,19 +116,6 @@ def test_a_text_model_loaded_from_a_larger_folder_is_served_as_that(tmp_path, na
     model.save_pretrained(tmp_path / "flat")
     made = rope_ext.export(tmp_path / "flat", "vllm")
     assert made.settings == {"max_model_len": 4 * LENGTH} or not made.settings
-
-
-@pytest.mark.parametrize("engine", SETTINGS)
-def test_the_command_line_names_the_folder_and_the_part(tmp_path: Path, engine: str) -> None:
-    tiny_config("qwen3_5").save_pretrained(tmp_path)
-    words = ["export", str(tmp_path), "--method", "yarn", "--factor", "4", "--engine", engine]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    command = shlex.split(result.stdout.splitlines()[0])
-    overrides = json.loads(command[command.index(FLAGS[engine]) + 1])
-    assert str(tmp_path) in command and list(overrides) == ["text_config"]
-    assert "rope-ext verify" not in result.output  # which has no miniature of this family
-    assert overrides["text_config"]["max_position_embeddings"] == 4 * LENGTH
 
 
 def test_a_configuration_without_a_folder_is_nested_as_well() -> None:

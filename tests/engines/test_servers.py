@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.engines.families import SGLANG, VLLM, ServedFamily
+from rope_ext.engines.families import ENGINES
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_model
@@ -222,7 +222,7 @@ def test_its_classes_compute_every_family(engine: str) -> None:
 
 def others(engine: str) -> list[str]:
     """Families that the engine builds by its own rotary class, and that no other test has."""
-    table: dict[str, ServedFamily] = {"vllm": VLLM, "sglang": SGLANG}[engine]  # type: ignore
+    table = ENGINES[engine]
     axes = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
     seen = {*BUILD, *FAMILIES, *axes, "deepseek_v2", "kimi_k2"}  # which is deepseek_v3 by code
     return [n for n, f in table.items() if f.kinds and not f.backend and n not in seen]
@@ -232,7 +232,7 @@ def others(engine: str) -> list[str]:
 @pytest.mark.parametrize("engine", RUNS)
 def test_its_classes_compute_all_that_is_claimed(engine: str) -> None:
     names = {"default": "ntk", "linear": "pi", "yarn": "yarn", "longrope": "resonance"}
-    table = {"vllm": VLLM, "sglang": SGLANG}[engine]
+    table = ENGINES[engine]
     cases = [
         (family, METHODS[names[kind]])
         for family in others(engine)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 import warnings
 from collections import Counter
@@ -32,12 +33,8 @@ from transformers import PreTrainedModel
 import rope_ext
 from rope_ext.rotary.sites import RotarySite, text_config
 from tests.families.checks import (
-    CACHED,
-    CHANGED,
     CHECKS,
-    EQUAL,
     FACTOR,
-    KEPT,
     NOTHING_GAINED,
     POSITIONS,
     POSITIONS_REFUSED,
@@ -69,48 +66,6 @@ _KNOWN = {
     "blt": "its local decoder has a window of which that module's configuration says nothing, so "
     "its set is scaled along",
     "moshi": "its attention ignores the window, its cache keeps to it",
-}
-
-# Of each check: the limit on the largest difference, and what is compared.
-_MEANING = {
-    "repeatable": ("0", "two unpatched forwards"),
-    "changes": (f"at least {CHANGED:g}", "patched and unpatched, beyond the trained length"),
-    "native yarn": (f"{EQUAL:g}", "patched, and built by transformers from its own yarn"),
-    "native linear": (f"{EQUAL:g}", "the same for `pi`"),
-    "native llama3": (f"{EQUAL:g}", "the same for `llama3`"),
-    "native longrope": (f"{EQUAL:g}", "the same for `longrope`"),
-    "sliding untouched": ("bit for bit", "frequencies and rotations of sets that only slide"),
-    "sliding kept": (f"{KEPT:g}", 'cosines under `sliding_layers="keep"`, layer by layer'),
-    "cached yarn": (
-        f"{CACHED:g}",
-        "prefill beyond the trained length and decoding through the cache, and one forward",
-    ),
-    "cached dynamic_ntk": (f"{CACHED:g}", "the same, recomputed at the length of the prefill"),
-    "positions unchanged": (
-        f"{CACHED:g}",
-        "`rerope` with a window beyond the input, and unpatched",
-    ),
-    "positions changed": (f"at least {CHANGED:g}", "`rerope` with a small window, and unpatched"),
-    "cached rerope": (f"{CACHED:g}", "as *cached yarn*"),
-    "cached self_extend": (f"{CACHED:g}", "as *cached yarn*"),
-    "cached dual_chunk": (f"{CACHED:g}", "as *cached yarn*"),
-    "unpatch yarn": (
-        "bit for bit",
-        "all tensors, attributes, hooks, classes, configuration, logits",
-    ),
-    "unpatch dynamic_ntk": ("bit for bit", "the same"),
-    "unpatch rerope": ("bit for bit", "the same"),
-    "image changes": (f"at least {CHANGED:g}", "as *changes*, with an image in the prompt"),
-    "image native yarn": (f"{EQUAL:g}", "as *native yarn*, with an image"),
-    "image positions unchanged": (f"{CACHED:g}", "as *positions unchanged*, with an image"),
-    "image generate yarn": (
-        f"{CACHED:g}",
-        "`generate` on a batch of a prompt with an image and a shorter one of text, and one "
-        "forward for each row on its own",
-    ),
-    "image generate rerope": (f"{CACHED:g}", "the same"),
-    "reloaded": (f"{EQUAL:g}", "after `save_pretrained` and plain `from_pretrained`"),
-    "reloaded and patched again": (f"{EQUAL:g}", "the same, by `rope_ext.from_pretrained`"),
 }
 
 
@@ -156,7 +111,7 @@ def check_family(model_type: str) -> FamilyResult:
         try:
             model = tiny_model(model_type)
         except NotBuildable as error:
-            reason = str(error).removeprefix(f"{model_type}: ")
+            reason, _, _ = str(error).removeprefix(f"{model_type}: ").partition(". ")
             return replace(found, verdict=NOT_BUILDABLE, reason=reason, rotary=False)
         error = _refusal(model)
         if error is None:
@@ -248,7 +203,7 @@ def _layout(sites: list[RotarySite]) -> str:
     words += [f"{len(modules)} modules" if len(modules) > 1 else ""]
     words += ["complex" if any(site.columns.complex for site in sites) else ""]
     words += ["three axes" if any(site.columns.axis is not None for site in sites) else ""]
-    words += ["pairs that never turn" if any((site.loaded == 0).any() for site in sites) else ""]
+    words += ["pairs that do not rotate" if any((site.loaded == 0).any() for site in sites) else ""]
     return ", ".join(filter(None, words)) or "one set"
 
 
@@ -305,78 +260,61 @@ def totals(results: list[FamilyResult], mapping: str = "causal-LM mapping") -> s
     rotary = sum(result.rotary for result in results)
     idle = sum(NOTHING_GAINED in result.remarks for result in results)
     return (
-        f"{len(results)} classes in the {mapping}, {len(results) - count[NOT_BUILDABLE]} of them "
-        f"built here, {rotary} of those rotate: {count[SUPPORTED]} supported "
-        f"({share(results):.1%}), {count[WINDOW_ONLY]} window only, {count[REFUSED]} refused, "
-        f"{count[FAILED]} failed. Of the supported ones {idle} rotate in their sliding layers "
-        f"only: the patch is right but cannot lengthen their reach. Position methods: "
-        f"{position_share(results, POSITIONS):.1%} by default, "
-        f"{position_share(results, POSITIONS, POSITIONS_WINDOWED):.1%} with those whose layers "
-        f'without a window do not rotate (`sliding_layers="scale"`), the others refused by name.'
+        f"{len(results)} classes in the {mapping}, of which {rotary} rotate and can be built: "
+        f"{count[SUPPORTED]} supported ({share(results):.1%}), {count[WINDOW_ONLY]} window only, "
+        f"{count[REFUSED]} refused, {count[FAILED]} failed. {idle} of the supported ones rotate in "
+        f"sliding layers only, so the patch cannot lengthen their reach. Position methods: "
+        f"{position_share(results, POSITIONS):.1%}, or "
+        f"{position_share(results, POSITIONS, POSITIONS_WINDOWED):.1%} with "
+        f'`sliding_layers="scale"`.'
     )
 
 
-_COLUMNS = ("model type", "class", "verdict", "positions", "layout", "saves as", "remarks")
+_COLUMNS = ("families", "verdict", "positions", "remarks")
+_USUAL = ("one set", "yarn", "")
+"""What is said of a layout and of the ``rope_type`` of a saved patch only where it differs."""
 
 
 def page(results: list[FamilyResult]) -> str:
     """The content of docs/FAMILIES.md."""
     causal = [result for result in results if result.model_type in model_types()]
     others = [result for result in results if result not in causal]
-    names = dict.fromkeys(check.name for result in results for check in result.checks)
-    checked = [_tally(name, results) for name in names]
-    absent = [result for result in results if result.verdict == NOT_BUILDABLE]
-    no_rope = [result for result in results if result.verdict == NO_ROPE]
+    left = [result for result in results if not result.rotary]
     return f"""# Families
 
-Written by `python -m tests.families.coverage --write docs/FAMILIES.md` with transformers
-{transformers.__version__} and torch {torch.__version__}; do not edit.
-`python -m tests.families.coverage --check docs/FAMILIES.md` checks that the verdicts still hold.
+Look up what `rope_ext.patch` does with your model's `model_type`.
 
-{totals(causal)}
-
-{totals(others, "image-text mapping that are not in the causal one")}
-
-Each class is built as a tiny random float32 model with a trained context of {LENGTH} tokens,
-patched (factor {FACTOR}), and run on {TOKENS} tokens.
-
-* **supported**: `rope_ext.patch(model, method, factor=...)` passes every check below.
-* **window only**: every layer with RoPE has a limited window, so `patch` raises an error;
-  with `sliding_layers="scale"` it patches the model, which passes every check.
+* **supported**: the patched model passes every check of `tests/families/checks.py`: it equals
+  transformers' own scaling, cached decoding equals recomputation, `unpatch` restores every bit, and
+  a saved model reloads.
+* **window only**: every layer with RoPE has a limited window; `patch` needs
+  `sliding_layers="scale"`.
 * **refused**: `patch` raises an error and leaves the model unchanged.
 
-*Positions* is the verdict for position methods (`rerope`, `self_extend`, ...).
-
-*Saves as* is the `rope_type` under which plain transformers reloads a YaRN patch after
-`save_pretrained`. *Patch again*: no `rope_type` fits;
-`rope_ext.from_pretrained` reloads the model and patches it again.
+*Positions* is the verdict for position methods (`rerope`, `self_extend`, ...). Without a remark,
+the model has one set of frequencies, and plain transformers reloads a saved YaRN patch.
 
 ## Causal language models
 
-{_markdown(_COLUMNS, map(_row, _rotary(causal)))}
+{totals(causal)}
+
+{_markdown(_COLUMNS, _grouped(_rotary(causal)))}
 
 ## Vision-language models
 
-Where both mappings have a model type, with a class each, this is the one with images. Only the
-language model is extended, the vision tower stays as it is. *{TEXT_ALONE.capitalize()}*: no image
-was put in front of it, because how its processor lays out pixels is not known here.
+{totals(others, "image-text mapping that are not in the causal one")} Only the language model is
+extended. *{TEXT_ALONE.capitalize()}*: it was checked without images.
 
-{_markdown(_COLUMNS, map(_row, _rotary(others)))}
+{_markdown(_COLUMNS, _grouped(_rotary(others)))}
 
-## What was checked
+## Without rotary embedding, or not built
 
-{_markdown(("check", "families", "difference", "limit", "what"), checked)}
+{_markdown(("families", "verdict", "", "reason"), _grouped(left))}
 
-The difference is the largest over all families, or the smallest for *changes* and *positions
-changed*.
-
-## Not built
-
-{_markdown(("model type", "class", "verdict", "", "", "", "reason"), map(_row, absent))}
-
-## Without rotary position embedding
-
-{_markdown(("model type", "class", "verdict", "", "", "", ""), map(_row, no_rope))}
+Each class is built as a tiny random model with a trained length of {LENGTH} tokens, patched with
+factor {FACTOR} and run on {TOKENS}. `python -m tests.families.coverage --write docs/FAMILIES.md`
+wrote this page with transformers {transformers.__version__} and torch {torch.__version__};
+`--check` compares it.
 """
 
 
@@ -391,15 +329,19 @@ def _row(result: FamilyResult) -> tuple[str, ...]:
     return name, *cells, remarks
 
 
-_LEAST = ("changes", "positions changed")  # where the smallest difference is the worst
-
-
-def _tally(name: str, results: list[FamilyResult]) -> tuple[str, ...]:
-    """How many families passed a check, and how closely."""
-    made = [check for r in results for check in r.checks if check.name == name]
-    values = [check.value for check in made if check.passed is not None and check.value is not None]
-    worst = f"{(min if name in _LEAST else max)(values):.1e}" if values else ""
-    return name, str(sum(check.passed is True for check in made)), worst, *_MEANING[name]
+def _grouped(results: list[FamilyResult]) -> Iterator[tuple[str, ...]]:
+    """Rows for all families of which the same is to be said, the largest group first."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for result in results:
+        name, _, verdict, positions, layout, saves, remarks = _row(result)
+        layout, saves = ("" if word in _USUAL else word for word in (layout, saves))
+        saved = saves and f"saved as {saves}".replace(
+            "saved as patch again", "patched again on load"
+        )
+        said = "; ".join(filter(None, (layout, saved, remarks)))
+        groups.setdefault((verdict, positions, said), []).append(name)
+    for cells in sorted(groups, key=lambda cells: -len(groups[cells])):
+        yield ", ".join(groups[cells]), *cells
 
 
 def _markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -417,11 +359,10 @@ def outdated(text: str, results: list[FamilyResult]) -> list[str]:
     written = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) >= 3 and cells[0].startswith("`"):
-            known = [cell for cell in cells[3:4] if cell in _POSITIONS]
-            written[cells[0].strip("`")] = (cells[1], cells[2], *known)
+        for name in re.findall(r"`([^`]+)`", cells[0]) if line.startswith("| `") else ():
+            written[name] = (cells[1], *[cell for cell in cells[2:3] if cell in _POSITIONS])
     found = {
-        result.model_type: (result.class_name, result.verdict, *filter(None, (result.positions,)))
+        result.model_type: (result.verdict, *filter(None, (result.positions,)))
         for result in results
     }
     return [

@@ -116,7 +116,7 @@ _NOT_BUILDABLE = {
     "gemma4_assistant": "draft model: needs `shared_kv_states` of a target, has no forward alone",
     "gemma4_unified_assistant": "draft model: needs `shared_kv_states`, has no forward alone",
     "idefics": "has no forward without an image",
-    "mistral4": "transformers runs it with its own yarn only: its `default` turns whole heads",
+    "mistral4": "transformers runs it with its own yarn only: its `default` rotates whole heads",
     "pi0": "has no forward without the state of a robot",
     "shieldgemma2": "a classifier; transformers does not load what it saves of it",
     "t5gemma2": "an encoder with a decoder, which needs the ids of both",

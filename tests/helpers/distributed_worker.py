@@ -5,6 +5,7 @@ Run by: torchrun --nproc_per_node 2 tests/helpers/distributed_worker.py FOLDER
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -179,9 +180,41 @@ def trainer(folder: Path) -> None:
     same(gradients(model, mine()), expected, "a recipe as accelerate shards it")
 
 
+def ulysses(folder: Path) -> None:
+    """Ranks share a sequence: a fixed frequency method is exact, and others are not."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.init_distributed("gloo")
+    ids, positions = rows(slice(1)), torch.arange(160).unsqueeze(0)
+    mine = slice(80 * dist.get_rank(), 80 * dist.get_rank() + 80)
+    methods = ("yarn", "pi", "ntk", "llama3", "dynamic_ntk", "rerope")
+
+    def run(method: str, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        model = rope_ext.patch(tiny_llama(), method, factor=4).train()
+        logits = model(ids[:, part], position_ids=positions[:, part]).logits
+        logits.square().sum().backward()
+        return logits, model.model.layers[0].self_attn.q_proj.weight.grad
+
+    expected = {method: run(method, slice(None)) for method in methods}
+    shared = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2}
+    UlyssesSPAttentionHF.register_with_transformers(tiny_llama(), micro_batch_size=1, **shared)
+    for method, (logits, gradient) in expected.items():
+        found, part = run(method, mine)
+        dist.all_reduce(part)
+        exact = torch.allclose(found, logits[:, mine], atol=1e-4)
+        fixed = method not in ("dynamic_ntk", "rerope")
+        assert exact == fixed or dist.get_rank() == 0, f"{method} under Ulysses"
+        if fixed:
+            same({"q_proj": part}, {"q_proj": gradient}, f"{method} under Ulysses")
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for check in (ddp, fsdp2, meta, trainer):
+    for check in (ddp, fsdp2, meta, trainer, ulysses):
         check(Path(sys.argv[1]))
         dist.barrier()
     leave()

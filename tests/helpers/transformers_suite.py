@@ -27,7 +27,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 import rope_ext
-from rope_ext.saving.record import record_of
+from rope_ext.config.record import record_of
 
 CACHE = Path(__file__).parents[2] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"

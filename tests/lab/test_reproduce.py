@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_number_stands_on_the_page_of_its_method(name: str, tmp_path: Path) -> None:
+def test_a_table_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     table = read(name)
-    text = (ROOT / table.page).read_text(encoding="utf-8")
-    for cell in table.cells:
-        shown = {f"{cell.published:{form}}" for form in ("g", ".1f", ".2f", ".4f")}
-        assert any(re.search(rf"(?<![\d.]){re.escape(one)}(?![\d])", text) for one in shown) or (
-            name == "self-extend-passkey"  # which has "5 of 5" and "none" in words
-        ), cell
     assert table.source and table.tolerance > 0 and table.gpu_hours > 0
     for dry in (False, True):
         for run in runs(table, tmp_path, dry):

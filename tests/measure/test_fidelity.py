@@ -1,4 +1,4 @@
-"""The evaluators against the code of their authors: what docs/evaluate-fidelity.md calls the same.
+"""The evaluators against the code of their authors.
 
 Expected values are computed here from the authors' definitions (NVIDIA/RULER, PKU-ML/LongPPL,
 epfml/landmark-attention, the documentation of transformers), without the code under test.

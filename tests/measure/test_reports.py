@@ -21,8 +21,8 @@ from rope_eval.run import runner as run
 from rope_eval.run.plan import prepare
 from rope_eval.settings import Settings
 from rope_eval.tasks import Passkey, Perplexity
-from rope_ext.arguments import parse_options
 from rope_ext.cli import app
+from rope_ext.command.arguments import parse_options
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 
 ONE = (" ".join(f"word{i * 3 % 97}" for i in range(900)) + ".",)

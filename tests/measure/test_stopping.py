@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_ext.terminal import stoppable
+from rope_ext.command.terminal import stoppable
 from tests.helpers.checkpoint import TRAINED, save_checkpoint, written
 
 ROOT = Path(__file__).parents[2]

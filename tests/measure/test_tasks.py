@@ -20,7 +20,7 @@ from rope_eval.versions import PACKAGES, SHOWS, sources
 from rope_ext.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "adding-an-evaluator.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "adding.md").read_text("utf-8")
 
 
 @pytest.fixture
@@ -87,7 +87,8 @@ def test_mistakes_are_told(
 
 @pytest.mark.usefixtures("own_tasks")
 def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> None:
-    file, call = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    _, _, section = PAGE.partition("\n## An evaluator\n")
+    file, call, *_ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (tmp_path / "echo.py").write_text(file)
     words = [tmp_path / "echo.py", "--model", checkpoint, "--method", "yarn,ntk", "--trials", 3]
     words += ["--lengths", "128,256", "--output", tmp_path / "out"]

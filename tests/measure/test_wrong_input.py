@@ -9,7 +9,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rope_eval.data.text import read_texts
-from rope_ext.arguments import parse_lengths
+from rope_ext.command.arguments import parse_lengths
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.saving import checkpoints as models
 

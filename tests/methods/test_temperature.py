@@ -268,7 +268,7 @@ def test_a_record_from_before_the_released_numbers_stays_what_it_was() -> None:
     for part in ("method", "resolved"):
         del data[part]["attention_factor"], data[part]["temperature"]
     data["version"] = 1
-    old = rope_ext.saving.record.Record.from_json(data, "a folder")
+    old = rope_ext.config.record.Record.from_json(data, "a folder")
     assert old.method.attention_scaling(ROPE) == 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import rope_ext
 from tests.families.checks import changed, snapshot
@@ -103,6 +104,28 @@ def test_a_saved_model_reloads_to_the_same_logits(tmp_path, ids, patch: str) -> 
     said = logits(model, ids)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(rope_ext.from_pretrained(tmp_path).eval(), ids), said)
+
+
+@pytest.mark.parametrize("method", ["yarn", "rerope"])
+@pytest.mark.parametrize("cast", ["bfloat16", "half, float"])
+def test_what_was_left_or_refused_comes_back_after_a_cast(method: str, cast: str) -> None:
+    """Also the frequencies of layers that the patch does not change."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(**sizes, **layers, **heads, max_position_embeddings=64)
+    )
+    rope_ext.patch(model, method, factor=4)
+    CASTS[cast](model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with rope_ext.unpatched(model):
+        pass
+    with rope_ext.patched(model, "pi", factor=2, replace=True):
+        pass
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.patch(model, "string", factor=40, replace=True)
+    assert not changed(before, dict(model.named_buffers()))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 import rope_ext
-from rope_ext.forward.context import enter, forward_context
+from rope_ext.rotary.context import enter, forward_context
 from rope_ext.rotary.sequences import Sequences
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, logits, padded

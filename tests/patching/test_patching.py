@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,40 +15,6 @@ from rope_ext.position.bias import learned
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
-
-TABLE = [1.0 + 0.5 * i for i in range(8)]
-METHODS: dict[str, dict[str, Any]] = {
-    "pi": {},
-    "ntk": {},
-    "abf": {"base": 5e5},
-    "mrrope": {},
-    "ntk_by_parts": {},
-    "yarn": {},
-    "llama3": {},
-    "longrope": {"long_factor": TABLE},
-    "longrope2": {},
-    "base_truncation": {},
-    "resonance": {},
-    "p_rope": {"p": 0.5},
-    "clipped": {},
-    "dynamic_ntk": {},
-    "dynamic_yarn": {},
-    "rerope": {},
-    "leaky_rerope": {},
-    "self_extend": {},
-    "dpe": {},
-    "lampe": {},
-    "dual_chunk": {},
-    "string": {"factor": 1.5},
-    "lm_infinite": {},
-}
-FAMILIES = ["llama", "gemma3_text", "gpt_neox", "phi3"]
-SAVED = list(METHODS)[: list(METHODS).index("dynamic_yarn")]
-NATIVE = ["pi", "ntk", "yarn", "llama3", "longrope", "dynamic_ntk"]
-
-
-def options(name: str) -> dict[str, Any]:
-    return {"factor": 4, **METHODS[name]}
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -63,43 +28,11 @@ def test_the_readme_line_changes_what_the_model_says_beyond_its_trained_length(m
     assert not torch.allclose(logits(model, ids), before, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_unpatch_restores_everything_bit_for_bit(model, ids, name: str) -> None:
-    before, said = snapshot(model), logits(model, ids)
-    rope_ext.patch(model, name, **options(name))
-    assert not torch.equal(logits(model, ids), said)
-    model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)
-    rope_ext.unpatch(model)
-    assert not changed(before, snapshot(model))
-    assert torch.equal(logits(model, ids), said)
-
-
-@pytest.mark.parametrize(
-    "family", ["gemma3_text", "gemma2", "deepseek_v4", "granite_swa", "llama4"]
-)
-@pytest.mark.parametrize("sliding_layers", ["auto", "scale"])
-def test_unpatch_restores_families_with_several_rotary_sets(family: str, sliding_layers) -> None:
-    model = tiny_model(family)
-    before = snapshot(model)
-    rope_ext.patch(model, "yarn", factor=4, sliding_layers=sliding_layers)
-    rope_ext.unpatch(model)
-    assert not changed(before, snapshot(model))
-
-
 def test_patched_restores_after_an_exception(model) -> None:
     before = snapshot(model)
     with pytest.raises(KeyError), rope_ext.patched(model, "pi", factor=2):
         raise KeyError
     assert not changed(before, snapshot(model))
-
-
-def test_patched_with_replace_brings_the_earlier_patch_back(model, ids) -> None:
-    rope_ext.patch(model, "yarn", factor=4)
-    said = logits(model, ids)
-    with rope_ext.patched(model, "pi", factor=2, replace=True):
-        assert rope_ext.describe(model).method == "pi"
-    assert rope_ext.describe(model).method == "yarn"
-    assert torch.equal(logits(model, ids), said)
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope", "t5"])
@@ -120,15 +53,6 @@ def test_unpatched_is_the_original_for_a_while(model, ids, name: str) -> None:
     assert torch.equal(logits(model, ids), patched)
     rope_ext.unpatch(model)
     assert torch.equal(logits(model, ids), before)
-
-
-def test_a_refused_replacement_leaves_the_earlier_patch_in_force(model, ids) -> None:
-    rope_ext.patch(model, "yarn", factor=4)
-    said = logits(model, ids)
-    with pytest.raises(rope_ext.OptionError):
-        rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0, 2.0], replace=True)
-    assert rope_ext.describe(model).method == "yarn"
-    assert torch.equal(logits(model, ids), said)
 
 
 # --- the states a model comes in ---------------------------------------------------------------
@@ -170,13 +94,6 @@ def test_casting_the_model_does_not_touch_the_angles(dtype: torch.dtype, when: s
         rope_ext.patch(model, "yarn", factor=4).to(dtype)
     # A float32 angle of 250 rad is good to 1.5e-5; bfloat16 frequencies are off by 0.5 rad.
     torch.testing.assert_close(angles(model, 250), right, atol=3e-5, rtol=0)
-
-
-def test_unpatch_gives_a_cast_model_its_cast_buffers_back() -> None:
-    model = tiny_llama().to(torch.bfloat16)
-    before = snapshot(model)
-    rope_ext.unpatch(rope_ext.patch(model, "ntk", factor=4))
-    assert not changed(before, snapshot(model))
 
 
 def test_a_meta_model_is_right_once_materialised(ids) -> None:
@@ -269,34 +186,6 @@ def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
 # --- the configuration -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    # Every method on one family; on the others the types that transformers has, of which
-    # Phi-3's configuration refuses the dynamic one.
-    [
-        *(("llama", name) for name in SAVED),
-        *(pair for pair in product(FAMILIES[1:], NATIVE) if pair != ("phi3", "dynamic_ntk")),
-    ],
-)
-def test_plain_transformers_reloads_the_same_logits(tmp_path, ids, name: str, family: str) -> None:
-    model = tiny_model(family)
-    pairs = len(rope_ext.describe(model).sites[0].inv_freq_before)
-    given = options(name)
-    if name == "longrope":
-        given["long_factor"] = TABLE[:pairs]
-    if name == "abf":
-        given["base"] = 5e6
-    rope_ext.patch(model, name, **given)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    if name == "dynamic_ntk":  # transformers recomputes the base in float32 as it runs
-        torch.testing.assert_close(logits(again, ids), logits(model, ids), atol=1e-4, rtol=0)
-    else:
-        assert torch.equal(logits(again, ids), logits(model, ids))
-    # Plainly loaded, it grows; and a larger base alone does not show that it is scaled.
-    assert hasattr(again.config, "rope_ext") == (name in ("dynamic_ntk", "ntk", "abf"))
-
-
 def test_the_configuration_is_kept_true(model) -> None:
     tokenizer = type("Tokenizer", (PreTrainedTokenizerFast,), {"__init__": lambda self: None})()
     tokenizer.model_max_length = LENGTH
@@ -331,47 +220,7 @@ def test_dynamic_scaling_counts_from_a_trained_length_given_by_hand(tmp_path, id
     assert not changed(before, snapshot(rope_ext.unpatch(model)))
 
 
-def test_a_trained_length_given_by_hand_counts(model) -> None:
-    rope_ext.patch(model, "yarn", factor=4, original_max_position_embeddings=32)
-    assert rope_ext.describe(model).target_length == 128 == model.config.max_position_embeddings
-
-
 # --- layers with a limited window --------------------------------------------------------------
-
-
-def test_sliding_layers_with_frequencies_of_their_own_stay_untouched() -> None:
-    model = tiny_model("gemma3_text")
-    rotary = model.model.rotary_emb
-    before = rotary.sliding_attention_inv_freq.clone()
-    rope_ext.patch(model, "yarn", factor=4)
-    assert torch.equal(rotary.sliding_attention_inv_freq, before)
-    assert rotary.sliding_attention_attention_scaling == 1.0
-    assert rotary.full_attention_attention_scaling > 1
-    assert model.config.rope_parameters["sliding_attention"]["rope_type"] == "default"
-
-
-def test_keep_gives_sliding_layers_of_a_shared_module_the_unpatched_embedding(ids) -> None:
-    def attention_inputs(**kwargs: Any) -> list[torch.Tensor]:
-        model = tiny_model("gemma2")
-        if kwargs:
-            rope_ext.patch(model, "yarn", factor=4, **kwargs)
-        seen = []
-        for layer in model.model.layers:
-            layer.self_attn.register_forward_pre_hook(
-                lambda m, a, k: seen.append(k["position_embeddings"][0]), with_kwargs=True
-            )
-        logits(model, ids)
-        kinds = model.config.layer_types
-        return [seen[kinds.index("sliding_attention")], seen[kinds.index("full_attention")]]
-
-    (plain, _), (kept, full), (scaled, _) = (
-        attention_inputs(),
-        attention_inputs(sliding_layers="keep"),
-        attention_inputs(sliding_layers="auto"),
-    )
-    assert torch.equal(kept, plain)
-    torch.testing.assert_close(scaled, full)  # transformers' float32 against ours
-    assert not torch.allclose(full, plain, atol=1e-2)
 
 
 def test_a_model_with_windows_only_is_refused_with_the_cure(ids) -> None:
@@ -447,9 +296,6 @@ def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
     with pytest.raises(rope_ext.UnsupportedModelError, match="does not return the cosine"):
         rope_ext.patch(model, "yarn", factor=4)
-
-
-# --- describe and methods ----------------------------------------------------------------------
 
 
 # --- where tensors are made -----------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +133,6 @@ def test_an_adapter_on_a_quantised_base_comes_back(tmp_path, ids, base, kind, me
         rope_ext.load_adapter(load(), folder)
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_an_adapter_on_a_base_saved_quantised_comes_back(tmp_path, ids, base, kind) -> None:
-    small = tmp_path / "small"
-    AutoModelForCausalLM.from_pretrained(base, **options(kind)).save_pretrained(small)
-    model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(small), "rerope", factor=4)
-    model = adapted(model)
-    again = rope_ext.from_pretrained(save(model, tmp_path / "adapter"))
-    assert kind_of(again) == {WEIGHTS[kind]}
-    assert same(logits(again, ids), logits(model, ids), kind)
-
-
 @pytest.mark.parametrize("kind", ["nf4", "nf4 packed"])
 def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch, kind) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -168,30 +155,3 @@ def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch, kind) ->
     own = AutoModelForCausalLM.from_pretrained(model, **options(kind))
     own = rope_ext.load_adapter(rope_ext.patch(own, "rerope", factor=4), run)
     assert same(logits(own, ids), logits(again, ids), kind)
-
-
-_ELSEWHERE = """
-import sys, torch, rope_ext
-sys.path.insert(0, sys.argv[1])
-from tests.helpers import packed_nf4
-packed_nf4.use(False)
-for folder in sys.argv[2:]:
-    model = rope_ext.from_pretrained(folder)
-    with torch.no_grad():
-        torch.save(model(torch.load(folder + "/ids.pt")).logits, folder + "/logits.pt")
-"""
-
-
-def test_quantised_models_come_back_in_another_process(tmp_path, ids, base: Path) -> None:
-    expected = {}
-    for kind in ("int8", "nf4"):
-        for method in PATCHES:
-            model = AutoModelForCausalLM.from_pretrained(base, **options(kind))
-            folder = tmp_path / f"{kind} {method}"
-            rope_ext.patch(model, method, factor=4).save_pretrained(folder)
-            expected[folder] = logits(model, ids)
-            torch.save(ids, folder / "ids.pt")
-    arguments = [Path(__file__).parents[2], *expected]
-    subprocess.run([sys.executable, "-c", _ELSEWHERE, *map(str, arguments)], check=True)
-    for folder, said in expected.items():
-        assert torch.equal(torch.load(folder / "logits.pt"), said), folder

@@ -131,14 +131,3 @@ def test_engines_get_the_checkpoints_own_entry_with_the_new_factor(engine: str) 
     wanted = {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.0}
     assert entry | wanted == entry
     assert entry["original_max_position_embeddings"] == 32
-
-
-def test_llama_cpp_gets_flags_for_yarn_and_a_file_for_llama3() -> None:
-    model = shipped("llama", YARN)
-    rope_ext.patch(model, "yarn", factor=8, compose="raise")
-    flags = rope_ext.export(model, "llama.cpp").settings["flags"]
-    wanted = {"--rope-scaling": "yarn", "--rope-scale": 8.0, "--yarn-orig-ctx": 32}
-    assert flags | wanted == flags
-    model = shipped("llama", LLAMA3)  # whose own file has a table of the smaller factor
-    rope_ext.patch(model, "llama3", factor=8, compose="raise")
-    assert "rope-ext gguf FOLDER" in str(rope_ext.export(model, "llama.cpp"))

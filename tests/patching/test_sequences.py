@@ -7,7 +7,6 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    StaticCache,
 )
 
 import rope_ext
@@ -27,14 +26,6 @@ def test_cached_decoding_equals_recomputation(model, ids, name: str, steps: list
     torch.testing.assert_close(cached, recomputed(model, ids), **EXACT)
 
 
-def test_static_cache_equals_recomputation(model, ids) -> None:
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    cache = StaticCache(config=model.config, max_cache_len=160)
-    cached = decoded(model, ids, [150] + [1] * 10, cache)
-    rope_ext.patch(model, "dynamic_ntk", factor=4, length=150, replace=True)
-    torch.testing.assert_close(cached, recomputed(model, ids), **EXACT)
-
-
 def test_transformers_own_dynamic_scaling_is_not_consistent_and_growing_reproduces_it(ids) -> None:
     """The fault that the fixed mode mends is there, or this file tests nothing."""
     parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -51,25 +42,6 @@ def test_short_sequences_are_exactly_as_unpatched(ids, name: str) -> None:
     short = ids[:, :LENGTH]
     plain = recomputed(tiny_llama(), short)
     assert torch.equal(recomputed(rope_ext.patch(tiny_llama(), name, factor=4), short), plain)
-
-
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_row_of_a_padded_batch_gives_what_it_gives_alone(model, ids, name, side: str) -> None:
-    rope_ext.patch(model, name, factor=4)
-    lengths = [160, 70]
-    rows = [ids[row, :n] for row, n in enumerate(lengths)]
-    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    mask = torch.nn.utils.rnn.pad_sequence(
-        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
-    )
-    # Right padding needs no position_ids; those of the padding must not count then.
-    given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if side == "left" else {}
-    with torch.no_grad():
-        together = model(batch, attention_mask=mask, **given).logits
-    for row, real in enumerate(rows):
-        alone = recomputed(model, real[None])[0]
-        torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["yarn", *ROWS])
@@ -130,14 +102,6 @@ def test_generate_counts_on_the_new_tokens_however_they_are_asked_for(ids, how: 
     else:
         said = model.generate(prompt, assistant_early_exit=1, do_sample=False, **NEW)
     assert torch.equal(said, right)
-
-
-def test_padding_without_a_mask_does_not_count(model, ids) -> None:
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    rows = [ids[0, :100], ids[1, :20]]
-    batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    together = model.generate(batch, do_sample=False, **NEW)[1, 100:]
-    assert torch.equal(together, model.generate(rows[1][None], do_sample=False, **NEW)[0, 20:])
 
 
 def test_a_chat_that_outgrows_its_frequencies_is_warned_about(model, ids, caplog) -> None:

@@ -14,9 +14,9 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 import rope_ext
 from rope_ext.attention import runs
-from rope_ext.forward.context import forward_context
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
+from rope_ext.rotary.context import forward_context
 from tests.helpers.graphs import graphs, static, whole
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (

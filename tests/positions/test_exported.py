@@ -1,4 +1,4 @@
-"""What AOTInductor, ONNX and another process make of an exported program (docs/exported.md)."""
+"""What AOTInductor, ONNX and another process make of an exported program (docs/saving.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes against the papers and the released code they follow (docs/recipes-fidelity.md)."""
+"""Recipes against the papers and the released code they follow."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_ext.apply import gguf_source
 from rope_ext.cli import app
 from rope_ext.methods import Rope, build_method
-from rope_ext.saving import checkpoints, gguf_source
+from rope_ext.saving import checkpoints
 from tests.helpers.models import LENGTH, tiny_llama
 
 pytest.importorskip("gguf")
@@ -87,8 +88,8 @@ def test_the_patch_in_the_note_restores_what_a_file_scales(
 ) -> None:
     name, *more = options
     path = tmp_path / "scaled.gguf"
-    gguf_file.extended(file, path, name, 4.0, option=more)
     values = {one.split(".")[1].split("=")[0]: ast.literal_eval(one.split("=")[1]) for one in more}
+    gguf_file.extended(file, path, build_method(name, factor=4, **values))
     wanted = rope_ext.patch(tiny_llama(), name, factor=4, **values)
 
     loaded = rope_ext.from_pretrained(path)
@@ -119,7 +120,7 @@ def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
 
 def test_a_larger_base_is_in_force(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "ntk.gguf"
-    gguf_file.extended(file, path, "ntk", 4.0)
+    gguf_file.extended(file, path, rope_ext.NTK(factor=4))
     assert gguf_source.read_scaling(path) is None
     wanted = rope_ext.patch(tiny_llama(), "ntk", factor=4)
     got = logits(rope_ext.from_pretrained(path))

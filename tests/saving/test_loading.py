@@ -128,12 +128,6 @@ def test_attention_that_needs_a_package_says_how_to_do_without(
     rope_ext.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
 
 
-def test_a_model_of_nan_is_refused_in_words() -> None:
-    model = tiny_llama(rms_norm_eps=float("nan"))
-    with pytest.raises(rope_ext.UnsupportedModelError, match="hidden states are NaN"):
-        rope_ext.patch(model, "rerope", factor=4)
-
-
 # --- adapters ------------------------------------------------------------------------------------
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -169,14 +163,6 @@ def test_a_broken_adapter_is_refused_and_the_model_left_alone(tmp_path, folders,
     with pytest.raises(rope_ext.AdapterError, match=r"PeftModel\.save_pretrained"):
         rope_ext.from_pretrained(folder)
     rope_ext.load_adapter(rope_ext.patch(model, "rerope", factor=4), folders / "adapter")
-
-
-@pytest.mark.parametrize("base", [3, ["a"], "/nonexistent"])
-def test_a_base_that_is_no_model_is_named(tmp_path, folders, base: Any) -> None:
-    shutil.copytree(folders / "adapter", tmp_path / "adapter")
-    edit(tmp_path / "adapter" / CONFIG, base_model_name_or_path=base)
-    with pytest.raises(rope_ext.AdapterError, match=str(base).strip("[]'")):
-        rope_ext.from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("cls", ["os", "pipeline", "Trainer", "AutoTokenizer", "LlamaConfig"])
@@ -219,11 +205,8 @@ def test_a_sidecar_that_cannot_be_written_or_read_says_so(tmp_path, folders, mon
     [
         ({"_name_or_path": "/elsewhere"}, "no patch writes '_name_or_path'"),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "no patch writes 'auto_map'"),
-        ({"num_hidden_layers": 1}, "no patch writes 'num_hidden_layers'"),
-        ({"architectures": None}, "no patch writes 'architectures'"),
         ({"__class__": 3}, "no patch writes '__class__'"),
         ({"rope_parameters": "default"}, "rope_parameters='default'"),
-        ({"max_position_embeddings": "long"}, "max_position_embeddings='long'"),
         ({"max_position_embeddings": True}, "max_position_embeddings=True"),
     ],
 )
@@ -237,14 +220,4 @@ def test_a_record_sets_only_what_a_patch_writes(tmp_path, config: dict, message:
     saved["rope_ext"]["config"] |= config
     (tmp_path / "config.json").write_text(json.dumps(saved))
     with pytest.raises(rope_ext.RecordError, match=message):
-        rope_ext.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("values", [{"trained_length": 10**30}, {"target_length": 0}])
-def test_a_record_of_impossible_lengths_is_refused(tmp_path, values: dict[str, int]) -> None:
-    rope_ext.patch(tiny_llama(), "rerope", factor=4).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    saved["rope_ext"] |= values
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(rope_ext.RecordError, match="is not a number of tokens"):
         rope_ext.from_pretrained(tmp_path)

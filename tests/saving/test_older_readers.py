@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -18,9 +17,9 @@ from transformers import (
 )
 
 import rope_ext
+from rope_ext.apply.older_readers import READ, STOP
+from rope_ext.config.record import OLDER
 from rope_ext.engines.families import MLX
-from rope_ext.saving.older_readers import READ, STOP
-from rope_ext.saving.record import OLDER
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 
@@ -60,13 +59,6 @@ def test_what_older_fields_can_describe_they_describe(tmp_path, method, options,
     assert config["rope_theta"] == parameters["rope_theta"]
     assert config.get("rope_scaling") == (parameters if kind else None)
     assert parameters["rope_type"] == (kind or "default")
-
-
-def test_yarn_with_its_own_temperature_says_it_in_the_words_of_both() -> None:
-    scaling = patched("yarn", attention_factor=1.3).config.to_dict()["rope_scaling"]
-    made = 0.1 * scaling["mscale"] * torch.tensor(4.0).log().item() + 1  # mlx-lm's formula
-    assert made == pytest.approx(1.3) and scaling["mscale_all_dim"] == 0
-    assert scaling["attention_factor"] == 1.3
 
 
 @pytest.mark.parametrize(
@@ -128,32 +120,6 @@ def test_unpatch_and_another_patch_leave_nothing_behind(tmp_path, method: str) -
     assert not set(OLDER) & set(vars(model.config))
     rope_ext.patch(model, "ntk", factor=4)
     assert saved(model, tmp_path / "ntk") == saved(patched("ntk"), tmp_path / "only")
-
-
-@pytest.mark.parametrize("method", ["yarn", "ntk", "mrrope", "rerope"])
-def test_saved_again_it_is_the_same(tmp_path, method: str) -> None:
-    first = saved(patched(method), tmp_path / "first")
-    second = saved(rope_ext.from_pretrained(tmp_path / "first"), tmp_path / "second")
-    assert {name: second.get(name) for name in OLDER} == {name: first.get(name) for name in OLDER}
-
-
-def test_a_merged_adapter_on_a_saved_folder_keeps_them(tmp_path) -> None:
-    first = saved(patched("yarn"), tmp_path / "base")
-    model = get_peft_model(rope_ext.from_pretrained(tmp_path / "base"), LoraConfig())
-    merged = saved(model.merge_and_unload(), tmp_path / "merged")
-    assert {name: merged[name] for name in OLDER} == {name: first[name] for name in OLDER}
-
-
-def test_a_patch_on_what_was_loaded_replaces_them(tmp_path, ids) -> None:
-    saved(patched("yarn", factor=2), tmp_path / "yarn")
-    model = rope_ext.from_pretrained(tmp_path / "yarn")
-    was = dict(vars(model.config))
-    rope_ext.patch(model, "pi", factor=2, compose=True)
-    saved(model, tmp_path / "both")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
-    assert torch.equal(logits(plain, ids), logits(model, ids))
-    rope_ext.unpatch(model)
-    assert {name: vars(model.config)[name] for name in OLDER} == {name: was[name] for name in OLDER}
 
 
 def test_a_text_model_within_another_has_them_beside_its_parameters(tmp_path) -> None:

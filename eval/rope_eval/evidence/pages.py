@@ -34,11 +34,15 @@ from rope_ext.methods import build_method
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
 SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
 """Positions behind each column, in trained lengths: up to the length that names it."""
-FRONT = (
-    *("unpatched", "yarn", "dynamic_yarn", "ntk", "llama3"),
-    *("rerope", "leaky_rerope", "self_extend", "dpe", "dual_chunk"),
-)
-DRAWN = ("unpatched", "yarn", "ntk", "rerope", "self_extend", "llama3")
+FRONT = {
+    "unpatched": "",
+    "yarn": "serving with other engines, fine-tuning",
+    "dynamic_yarn": "mostly short prompts, without training",
+    "self_extend": "retrieval, without training",
+    "rerope": "texts of any length, without training",
+}
+"""Rows of the front page, and what to choose each for."""
+DRAWN = ("unpatched", "yarn", "self_extend")
 
 
 @dataclass(frozen=True)
@@ -200,16 +204,19 @@ def table(evidence: Evidence) -> str:
 
 
 def short(evidence: Evidence) -> str:
-    """The table of the front page: the methods of the picture."""
-    spans = ("1x", "1.5x", "2x")
-    head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,} tokens" for span in spans)]
-    head += ["within the length", f"passkeys at {2 * evidence.trained:,}"]
+    """The table of the front page: four methods, what to choose them for, and their price."""
+    head = ["method", "choose it for", f"perplexity at {2 * evidence.trained:,}"]
+    head += ["passkeys", "cost at short lengths", "GPU time"]
     rows = [head, ["---"] * len(head)]
-    for name in FRONT:
-        row = [name if name == "unpatched" else f"`{name}`"]
-        row += [evidence.perplexity(name, span) for span in spans]
-        row.append("" if name == "unpatched" else evidence.cost(name))
-        row.append(_share(evidence.prompts(name, "passkey", 2)))
+    unpatched = evidence.seconds("unpatched")
+    for name, reason in FRONT.items():
+        seconds, plain = evidence.seconds(name), name == "unpatched"
+        row = [name if plain else f"`{name}`", reason]
+        row.append(f"{float(evidence.perplexity(name, '2x')):,g}")
+        found = evidence.prompts(name, "passkey", 2)
+        row.append("" if found is None else f"{found[0]} of {found[1]}")
+        row.append("" if plain else evidence.cost(name).partition(" [")[0])
+        row.append(f"{seconds / unpatched:.1f}x" if seconds and unpatched else "")
         rows.append(row)
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -300,7 +307,7 @@ def summary(evidence: Evidence) -> dict[str, Any]:
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:
     """Draw perplexity by position, factor 2, one panel for each model."""
     evidence = [found for found in evidence if found.losses("unpatched", "2x")]
-    figure = figure_of(max(7, 5 * len(evidence)), 3.6)
+    figure = figure_of(max(7, 5 * len(evidence)), 3.2)
     panels = figure.subplots(1, len(evidence), squeeze=False)[0]
     numbers = []
     for axes, found in zip(panels, evidence, strict=True):
@@ -320,7 +327,7 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
             ]
             places = [BUCKET * step * (at + 1) for at in range(len(points))]
             style = UNPATCHED_STYLE if name == "unpatched" else style_of(index - 1)
-            axes.plot(places, points, label=name, **style | {"markersize": 4})
+            axes.plot(places, points, label=name, **style | {"markersize": 4, "linewidth": 1.8})
             numbers.append({"model": found.model, "method": name, "perplexity": points})
         axes.set_yscale("log")
         axes.set_title(found.model, loc="left", fontsize=11, pad=17)

@@ -39,6 +39,7 @@ from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
 from rope_ext.advice.building import model_of, require_length
 from rope_ext.apply.base import refuse_scaled
+from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
@@ -47,7 +48,6 @@ from rope_ext.position.bias import DistanceBias
 from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving import checkpoints as models
 from rope_ext.saving.load import from_pretrained
-from rope_ext.saving.record import option_texts
 
 _CHARACTERS = 150  # characters in a line of the legend
 _STRETCH = 4096  # tokens per window for mean queries and keys, at most the trained length

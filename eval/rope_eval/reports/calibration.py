@@ -15,9 +15,9 @@ from rope_eval.folder import writing
 from rope_eval.plots.calibration import Line, draw
 from rope_eval.plots.style import require_matplotlib
 from rope_ext.advice.calibrated import FORMAT, NAME, parsed, read, unreadable
+from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.errors import MeasureError
 from rope_ext.methods import Method
-from rope_ext.saving.record import method_from_json, method_to_json, option_texts
 
 SCALAR = "attention_factor"
 """The option that every calibration tries first, and that pictures show."""

@@ -38,7 +38,7 @@ from rope_eval.reports.summary import (
     weighted_mean,
 )
 from rope_eval.tasks.passkey import MIN_FOUND
-from rope_ext.method_options import UNPATCHED
+from rope_ext.command.method_options import UNPATCHED
 
 MAX_COST = 0.05
 """Highest relative rise of perplexity, and largest clear loss of passkeys, within the trained

@@ -45,12 +45,12 @@ from rope_eval.tasks.base import Task, options
 from rope_eval.tasks.passkey import MIN_FOUND
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.advice.building import model_of
-from rope_ext.arguments import compose_words
+from rope_ext.command.arguments import compose_words
+from rope_ext.command.method_options import UNPATCHED, built
+from rope_ext.command.terminal import unused, wide_console
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
-from rope_ext.method_options import UNPATCHED, built
 from rope_ext.methods import reach
-from rope_ext.terminal import unused, wide_console
 
 EFFECTIVE = 0.856
 """Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""

@@ -13,7 +13,7 @@ from rope_eval.reports.intervals import (
     paired_rates,
     rate_interval,
 )
-from rope_ext.method_options import UNPATCHED
+from rope_ext.command.method_options import UNPATCHED
 
 SMALLEST_EFFECT = 0.005
 """Smaller differences are never clear: half a percent of perplexity, half a point of a rate."""

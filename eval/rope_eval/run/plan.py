@@ -21,8 +21,7 @@ from rope_eval.settings import Settings, require_seed
 from rope_eval.systems import BEFORE, System, beyond, without_before
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
-from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
-from rope_ext.method_options import (
+from rope_ext.command.method_options import (
     ADAPTER,
     UNPATCHED,
     built,
@@ -30,6 +29,7 @@ from rope_ext.method_options import (
     label,
     saved_otherwise,
 )
+from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
 from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
 

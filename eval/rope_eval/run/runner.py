@@ -24,10 +24,10 @@ from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.run.served import Served
 from rope_eval.settings import Settings
 from rope_eval.systems import System, under
+from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, RopeExtError
-from rope_ext.method_options import UNPATCHED
 from rope_ext.saving import checkpoints as models
-from rope_ext.terminal import tell
 
 LOG = log_name(0)
 

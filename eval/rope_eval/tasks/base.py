@@ -20,7 +20,7 @@ from rope_eval.cases import Questions
 from rope_eval.data.prompts import Frame
 from rope_eval.options import option, option_fields
 from rope_eval.settings import Settings
-from rope_ext.arguments import parse_length, split
+from rope_ext.command.arguments import parse_length, split
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, nearest
 
 Kind = Literal["rate", "loss"]

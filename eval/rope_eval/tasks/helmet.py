@@ -25,7 +25,7 @@ from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, drawn, option, register
 from rope_eval.tasks.benchmark import Asked, Benchmark
 from rope_eval.tasks.scoring import normalized
-from rope_ext.arguments import parse_length
+from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
 OPTION, DEMOS = "--helmet-data", "--helmet-demos"

@@ -19,7 +19,7 @@ from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, option, register
 from rope_eval.tasks.haystack import distinct
 from rope_eval.tasks.story import Story, Stream, Told, among, noise, stock
-from rope_ext.arguments import parse_lengths
+from rope_ext.command.arguments import parse_lengths
 from rope_ext.errors import OptionError
 
 INTRO = (

@@ -34,9 +34,9 @@ from rope_eval.settings import Settings
 from rope_eval.systems import BEFORE, under
 from rope_eval.tasks.base import option, register
 from rope_eval.tasks.perplexity import Stretches, Windows
-from rope_ext.arguments import parse_length
+from rope_ext.command.arguments import parse_length
+from rope_ext.command.method_options import UNPATCHED, checked_methods
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.method_options import UNPATCHED, checked_methods
 from rope_ext.saving import checkpoints as models
 
 VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}

@@ -22,7 +22,7 @@ from rope_eval.cases import require_positive
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, option, register
 from rope_eval.tasks.story import Piece, Story, Stream, Told, among, documentation, stock
-from rope_ext.arguments import parse_lengths
+from rope_ext.command.arguments import parse_lengths
 from rope_ext.errors import OptionError
 
 FORMS = ("poem", "short story", "blog post", "news article", "riddle", "speech", "letter", "song")

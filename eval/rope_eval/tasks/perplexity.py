@@ -40,7 +40,7 @@ from rope_eval.data.prompts import Frame, beginning, encode, joined
 from rope_eval.data.text import python_library, read_texts
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, option, register
-from rope_ext.arguments import parse_length
+from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
 SCORED = 256

@@ -6,7 +6,7 @@ the fraction of the references in the answer, ignoring case; for a question with
 answers, one is enough. The effective length, defined over all 13 tasks, is the longest one up to
 which their average is at least 85.6 %.
 
-docs/evaluate-fidelity.md compares it with the authors' code, line by line. Texts, words and
+docs/evaluate.md lists the differences from the authors' code. Texts, words and
 questions come with Python or are made up here, unless you pass their files.
 """
 

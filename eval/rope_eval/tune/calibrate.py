@@ -52,12 +52,12 @@ from rope_eval.tune.fitness import (
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
 from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import TrialLog
+from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
 from rope_ext.rotary.sites import evaluating, text_decoder
-from rope_ext.saving.record import method_to_json
 
 LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
 _STEP = 0.1  # of the attention factor, beyond its grid and around the value found before
@@ -396,7 +396,7 @@ class Run:
         notes: Sequence[str],
     ) -> Calibration:
         """Descend from every start, and judge."""
-        from rope_ext.terminal import progress  # rich is not loaded with it
+        from rope_ext.command.terminal import progress  # rich is not loaded with it
 
         choices = []
         with progress() as shown:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_eval.options import option
 from rope_eval.settings import require_seed
-from rope_ext.arguments import parse_length, parse_lengths, split
+from rope_ext.command.arguments import parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ from rope_eval.tune.fitness import (
 from rope_eval.tune.options import CONFIDENCE, FEWEST_PROMPTS, SearchOptions
 from rope_eval.tune.target import trained_rope
 from rope_eval.tune.trial_log import ROOM, TrialLog, read_log
+from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import (
     NTK,
@@ -56,7 +57,6 @@ from rope_ext.methods import (
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
 from rope_ext.rotary.sites import evaluating
-from rope_ext.saving.record import method_to_json
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
@@ -477,7 +477,7 @@ def _searched(
     log: _Log,
 ) -> LongRoPE:
     """Evolution from the tables of known methods; the best is kept in the log."""
-    from rope_ext.terminal import progress  # rich is not loaded with the package
+    from rope_ext.command.terminal import progress  # rich is not loaded with the package
 
     factor = given.target_length / rope.length
     known = _known(given, factor, rope)

@@ -1,0 +1,265 @@
+"""GGUF files as models: which file a name means, and the RoPE scaling that transformers ignores.
+
+transformers reads configuration, tokenizer and weights of a GGUF file (``gguf_file=``), but not its
+``rope.scaling.*`` keys and tables of frequencies, except for gpt-oss.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import struct
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from rope_ext.config.record import option_texts
+from rope_ext.errors import LoadError, RopeExtError, first_line
+from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
+from rope_ext.methods.temperature import yarn_factor
+from rope_ext.rotary.sites import unwrap
+
+SUFFIX = ".gguf"
+TABLE = "rope_freqs.weight"
+"""Tensor by which frequencies are divided, one number per pair."""
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_IN_FORCE = ("gpt-oss", "gemma4")
+"""Architectures whose scaling transformers builds."""
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_NUMBERS[12] = "d"
+_STRING, _ARRAY = 8, 9
+_FLOAT32 = 0  # of tensors
+_STILL = 1e29  # divisors above it stop a pair
+_logger = logging.getLogger("rope_ext")
+
+
+def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
+    """Split ``FOLDER/FILE.gguf`` or ``OWNER/NAME/FILE.gguf`` into the arguments of transformers.
+
+    Returns:
+        A directory or Hub ID, and ``{"gguf_file": FILE}``; the name and ``{}`` for other models.
+    """
+    name = str(given)
+    if not name.endswith(SUFFIX):
+        return given, {}
+    folder, file = os.path.split(name)
+    if name.count("/") > 1 and not os.path.isdir(folder) and not os.path.isabs(name):
+        owner, repository, file = name.split("/", 2)
+        folder = f"{owner}/{repository}"
+    return folder or os.curdir, {"gguf_file": file}
+
+
+def joined(folder: str, gguf_file: str) -> str:
+    """The inverse of :func:`split`; transformers also takes a complete path as ``gguf_file``."""
+    return gguf_file if os.path.isfile(gguf_file) else os.path.join(folder, gguf_file)
+
+
+def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
+    """The configuration of a GGUF file, with the length that its weights were trained for.
+
+    Raises:
+        LoadError: it is not a GGUF file that can be loaded.
+    """
+    name = joined(folder, gguf_file)
+    if os.path.isfile(name):
+        config = copy.deepcopy(_config(folder, gguf_file, os.stat(name).st_mtime_ns))
+    else:
+        config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **options)
+    config.name_or_path = name
+    return config
+
+
+@functools.lru_cache(maxsize=4)  # the library takes seconds to parse a vocabulary
+def _config(folder: str, gguf_file: str, changed: int) -> Any:
+    found = read_scaling(joined(folder, gguf_file))  # its errors name the file
+    config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+    if found is not None and found.method is not None:
+        config.get_text_config(decoder=True).max_position_embeddings = found.length
+    return config
+
+
+def adopt(model: nn.Module, name: str | None = None) -> None:
+    """Make a model that was dequantized from a GGUF file an ordinary one, named after the file.
+
+    transformers leaves it marked as quantized, and so refuses to save, train or cast it. Warns of
+    scaling in the file.
+    """
+    outermost: Any = unwrap(model)
+    quantizer: Any = getattr(outermost, "hf_quantizer", None)
+    settings = getattr(quantizer, "quantization_config", None)
+    file = getattr(settings, "gguf_file", None)
+    if file is not None and not quantizer.packed_modules:  # else its weights are still blocks
+        name = name or joined(outermost.config.name_or_path, file)
+        quantizer.remove_quantization_config(outermost)
+    if name is not None:
+        outermost.config.name_or_path = outermost.name_or_path = name
+        for note in scaling_notes(outermost.config):
+            _logger.warning("rope_ext: %s", note)
+
+
+def file_of(config: Any) -> str | None:
+    """The GGUF file that a model was loaded from, according to its configuration."""
+    name = getattr(config, "name_or_path", None) or ""
+    return name if name.endswith(SUFFIX) else None
+
+
+@dataclass(frozen=True)
+class FileScaling:
+    """Scaling in a GGUF file that transformers ignores.
+
+    Args:
+        text: its keys and tensors.
+        context: ``context_length`` of the file, tokens.
+        length: trained length, tokens.
+        method: that computes the same; None: none is known.
+    """
+
+    text: str
+    context: int
+    length: int
+    method: FrequencyMethod | None
+
+
+def scaling_notes(config: Any) -> tuple[str, ...]:
+    """What transformers ignores of the scaling in a model's GGUF file, and how to restore it."""
+    name = file_of(config)
+    found = read_scaling(name) if name is not None and os.path.isfile(name) else None
+    if found is None:
+        return ()
+    note = f"{name} scales RoPE ({found.text}), which transformers ignores"
+    if found.method is None:
+        return (f"{note}; no method of rope_ext is known to restore it",)
+    words = [repr(found.method.name), *option_texts(found.method)]
+    if found.length != found.context:
+        words.append(f"original_max_position_embeddings={found.length}")
+    return (f"{note}; restore it with rope_ext.patch(model, {', '.join(words)})",)
+
+
+def read_scaling(path: str | Path) -> FileScaling | None:
+    """Read the scaling of a GGUF file that transformers ignores; None if there is none.
+
+    Raises:
+        LoadError: it is not a GGUF file, or only a part of one.
+    """
+    keys, tables = _read(path)
+    prefix = f"{keys.get('general.architecture')}."
+    rope = prefix + "rope.scaling."
+    own = {name.removeprefix(rope): v for name, v in keys.items() if name.startswith(rope)}
+    kind, multiplier = own.get("type", "none"), own.get("attn_factor")
+    scaled = kind != "none" or tables or multiplier not in (None, 1)
+    if not scaled or prefix[:-1] in _IN_FORCE:
+        return None
+    context = keys[f"{prefix}context_length"]
+    length, factor = own.get("original_context_length"), own.get("factor")
+    method: FrequencyMethod | None = None
+    more: dict[str, Any] = {} if multiplier is None else {"attention_factor": multiplier}
+    if kind == "yarn" and factor:
+        if multiplier is not None:  # llama.cpp multiplies it by its own
+            more = {"attention_factor": multiplier * yarn_factor(factor)}
+        betas = {f"beta_{end}": own.get(f"yarn_beta_{end}") for end in ("fast", "slow")}
+        more |= {name: beta for name, beta in betas.items() if beta is not None}
+        method = YaRN(factor=factor, **more)
+    elif kind == "linear" and factor:
+        method = PI(factor=factor, **more)
+        length = length or round(context / factor)
+    elif LONG in tables:
+        longer = context / (length or context)
+        short = tables.get(SHORT)
+        method = LongRoPE(factor=longer, long_factor=tables[LONG], short_factor=short, **more)
+    elif TABLE in tables:
+        base = keys.get(f"{prefix}rope.freq_base", 10000.0)
+        method, length = _of_table(tables[TABLE], base, context, length, multiplier or 1.0)
+    shown = [
+        f"{name} {v:.6g}" if isinstance(v, float) else f"{name} {v}" for name, v in own.items()
+    ]
+    return FileScaling(", ".join([*shown, *tables]), context, length or context, method)
+
+
+def _of_table(
+    table: list[float], base: float, context: int, length: int | None, multiplier: float
+) -> tuple[FrequencyMethod, int]:
+    """The method whose frequencies a table holds, and the trained length."""
+    divisors = torch.tensor(table, dtype=torch.float64)
+    largest = max((number for number in table if number < _STILL), default=1.0)
+    trained = length or round(context / largest)
+    factor = context / trained
+    known = [cls for cls in all_methods() if issubclass(cls, FrequencyMethod)]
+    # Llama 3's models were trained with 8192 tokens, which their files do not contain.
+    tried = [(Llama3, largest, 8192), *((cls, factor, trained) for cls in known)]
+    for cls, by, tokens in tried:
+        rope = Rope.geometric(base, 2 * len(table), tokens)
+        try:
+            method = cls(factor=by)
+            made = method.inv_freq(rope)
+        except (RopeExtError, TypeError):  # such as one that needs more options
+            continue
+        if method.is_dynamic or not torch.allclose(made, rope.inv_freq / divisors, 1e-5, 1e-25):
+            continue
+        if abs(method.attention_scaling(rope) / multiplier - 1) > 1e-5:
+            method = cls(factor=by, attention_factor=multiplier)
+        return method, tokens
+    return LongRoPE(factor=factor, long_factor=table, attention_factor=multiplier), trained
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The keys of a GGUF file, and its tables of frequencies.
+
+    The ``gguf`` library takes ten seconds to parse a vocabulary of 262144 tokens.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError("it does not begin with GGUF")
+            _number(file, 4)  # version
+            tensors, count = _number(file, 10), _number(file, 10)
+            keys = {_text(file): _value(file, _number(file, 4)) for _ in range(count)}
+            places = {}
+            for _ in range(tensors):
+                name = _text(file)
+                shape = [_number(file, 10) for _ in range(_number(file, 4))]
+                places[name] = shape, _number(file, 4), _number(file, 10)
+            alignment = keys.get("general.alignment", 32)
+            start, tables = -(-file.tell() // alignment) * alignment, {}
+            for name in {TABLE, LONG, SHORT} & places.keys():
+                (size,), kind, offset = places[name]
+                if kind == _FLOAT32:
+                    file.seek(start + offset)
+                    tables[name] = list(struct.unpack(f"<{size}f", file.read(4 * size)))
+    except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
+        raise LoadError(f"cannot read {path} as a GGUF file ({first_line(error)})") from error
+    if keys.get("split.count", 1) > 1:
+        raise LoadError(
+            f"{path} is one of several parts; join them first (llama-gguf-split --merge)"
+        )
+    return keys, tables
+
+
+def _number(file: BinaryIO, kind: int) -> Any:
+    return _numbers(file, kind, 1)[0]
+
+
+def _numbers(file: BinaryIO, kind: int, count: int) -> tuple[Any, ...]:
+    layout = f"<{count}{_NUMBERS[kind]}"
+    return struct.unpack(layout, file.read(struct.calcsize(layout)))
+
+
+def _text(file: BinaryIO) -> str:
+    return file.read(_number(file, 10)).decode(errors="replace")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == _STRING:
+        return _text(file)
+    if kind != _ARRAY:
+        return _number(file, kind)
+    kind, count = _number(file, 4), _number(file, 10)
+    if kind in _NUMBERS:
+        return _numbers(file, kind, count)
+    return [_value(file, kind) for _ in range(count)]

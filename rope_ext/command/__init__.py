@@ -1,0 +1,1 @@
+"""What command lines share: arguments, options of methods, output, and the evaluators."""

@@ -1,0 +1,178 @@
+"""The methods and options of a command, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_ext.config.record import ARGUMENTS, Record, option_texts
+from rope_ext.errors import Mistakes, OptionError
+from rope_ext.methods import Method, build_method, method_class
+from rope_ext.saving import checkpoints
+from rope_ext.saving.adapters import SIDECAR
+
+UNPATCHED = "none"
+"""Used instead of a method name: the model without a patch."""
+ADAPTER = "adapter"
+"""Used instead of a method name: the method that the adapter was trained with."""
+_LONGEST = 40  # characters of an option in the name of a row
+
+
+def checked_methods(
+    names: Sequence[str],
+    factor: float | None,
+    options: Mapping[str, Mapping[str, Any]],
+    adapter: str | None = None,
+    force: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Check methods by building each once, and return their options by canonical name.
+
+    Args:
+        names: names or aliases; may include the unpatched model, or only that.
+        factor: for every method except ``adapter``; None: as ``patch`` without a factor.
+        options: further options, by name or alias.
+        adapter: folder or Hub ID; ``adapter`` in ``names`` is the patch it was trained with.
+        force: accept other methods than that.
+
+    Raises:
+        UnknownMethodError: there is no such method.
+        OptionError: an option is unknown, missing, out of range, or for a method not in ``names``;
+            or the adapter was trained with another patch.
+        MeasureError: the adapter cannot be found.
+        SeveralErrors: more than one of these.
+    """
+    mistakes = Mistakes()
+    if factor is not None and not factor > 1:
+        mistakes.add(
+            OptionError(
+                f"factor={factor:g} would not extend anything; set --factor to a number above 1"
+            )
+        )
+    if ADAPTER in options:
+        mistakes.add(
+            OptionError(f"--method {ADAPTER} reads its options from the adapter; remove the others")
+        )
+    if not names:
+        mistakes.add(
+            OptionError("no method given; choose one or more, such as yarn,ntk,dynamic_yarn")
+        )
+    asked = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
+    known = {name: mistakes.check(method_class, name) for name in asked}
+    given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
+    before = len(mistakes.errors)
+    record = None if adapter is None else mistakes.check(checkpoints.adapter_record, adapter)
+    methods: dict[str, dict[str, Any]] = {}
+    if ADAPTER in names and len(mistakes.errors) == before:
+        methods |= mistakes.check(_of_adapter, adapter, record, default={})
+    for cls in filter(None, map(known.get, names)):
+        name, of_adapter = cls.name, methods.get(cls.name)
+        common = {} if factor is None else {"factor": factor}
+        methods[name] = {**common, **given.get(name, {})}
+        if factor is None or factor > 1:
+            mistakes.check(_check, name, methods[name], of_adapter, adapter, record, force)
+        methods[name] = of_adapter or methods[name]
+    unused = [name for name in given if name not in methods]
+    if unused and names:
+        mistakes.add(
+            OptionError(f"options given for {', '.join(unused)}, which is not among the methods")
+        )
+    mistakes.report()
+    return methods
+
+
+def _check(
+    name: str,
+    options: Mapping[str, Any],
+    of_adapter: Mapping[str, Any] | None,
+    adapter: str | None,
+    record: Record | None,
+    force: bool,
+) -> None:
+    """Raise an OptionError for invalid options, or options that differ from the adapter's patch."""
+    try:
+        method = build_method(name, **options)
+        method.check()
+    except OptionError as error:
+        raise OptionError(f"{error}; on the command line: {_typed(name, str(error))}") from None
+    if record is None or trained_under(record, method):
+        return
+    same_name = "" if of_adapter is None else f" (and a run can only have one {name})"
+    if not force or same_name:
+        raise OptionError(
+            f"the adapter {adapter} was trained with {record.call()}, not with "
+            f"{method}{same_name}; use --method {ADAPTER} for that, or --force and "
+            f"{name} without {ADAPTER} to measure it anyway"
+        )
+
+
+def _typed(name: str, message: str) -> str:
+    """How the options that an error over a method names are given on the command line."""
+    names = [field.name for field in dataclasses.fields(method_class(name))]
+    message = message.partition("Options: ")[0]  # which lists them all
+    named = [one for one in names if re.search(rf"\b{one}\b", message)] or names[-1:]
+    words = [f"--option {name}.{one}=VALUE" for one in named]
+    if "needs factor=" in message:
+        words[named.index("factor")] = "--factor NUMBER"
+    table = f" (or --option {name}=FILE.json of rope-ext search)" if "long_factor" in named else ""
+    return " ".join(words) + table
+
+
+def built(name: str, options: Mapping[str, Any]) -> Method:
+    """Build a method of :func:`checked_methods`."""
+    return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
+
+
+def label(name: str, options: Mapping[str, Any], factor: float) -> str:
+    """The name of a method of :func:`checked_methods` in reports.
+
+    Options at their defaults and the common factor of the run are left out. A value that is too
+    long for a table is shown as dots.
+    """
+    if name == UNPATCHED:
+        return name
+    method = built(name, options)
+    texts = [
+        text
+        for text in option_texts(method)
+        if not (text.startswith("factor=") and method.factor == factor)
+    ]
+    texts += [f"{k}={getattr(v, 'name', v)}" for k, v in options.items() if k in ARGUMENTS]
+    shown = [text if len(text) <= _LONGEST else f"{text.split('=')[0]}=..." for text in texts]
+    return f"{name} ({', '.join(shown)})" if shown else name
+
+
+def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
+    if record is None:
+        if adapter is None:
+            where = "no --adapter is given"
+        else:
+            where = f"{adapter} has none" if Path(adapter).exists() else f"{adapter} does not exist"
+        raise OptionError(
+            f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but "
+            f"{where}; set --method to the name of a method"
+        )
+    beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
+    return {record.method.name: {**record.method.options(), **beside}}
+
+
+def trained_under(record: Record, method: Method) -> bool:
+    """Whether ``method`` by itself is the patch of an adapter."""
+    alone = all(
+        record.arguments[name] == ARGUMENTS[name]
+        for name in ("frequency", "bias", "layers", "sliding_layers", "precise")
+    )
+    return alone and method in (record.method, record.resolved)
+
+
+def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
+    """A note for each model that was saved with a patch, which is removed."""
+    for model, config in configs.items():
+        record = checkpoints.saved_under(config)
+        if record is not None:
+            yield (
+                f"{model} was saved with {record.call()}, which {UNPATCHED} removes: to measure "
+                f"it as saved, add this method with its factor and options"
+            )

@@ -1,0 +1,1 @@
+"""What configurations and records say about RoPE and patches, read and written as JSON."""

@@ -1,0 +1,28 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+@contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """A new file to write, which takes the place of ``path`` when the block ends well.
+
+    It is in a temporary folder beside ``path``: no name that it has can belong to somebody else.
+    A symbolic link stays one, and what it leads to is replaced.
+    """
+    path = path.resolve()
+    with TemporaryDirectory(dir=path.parent, prefix=".rope-ext-") as folder:
+        draft = Path(folder) / path.name
+        yield draft
+        draft.replace(path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text at once: on a full disk, the file before stays."""
+    with draft_of(path) as draft:
+        draft.write_text(text, encoding="utf-8")

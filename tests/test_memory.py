@@ -1,0 +1,57 @@
+"""The estimated memory of a prompt, against what a forward allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rope_ext
+from rope_ext.advice.memory import Live, memory
+from rope_ext.errors import OptionError
+from tests.helpers.models import tiny_llama
+
+
+def allocated(model: nn.Module, *chunks: int) -> int:
+    """Peak of the last chunk's forward, with the cache, bytes."""
+    live, cache = Live(), None
+    live.known((*model.parameters(), *model.buffers()))
+    with torch.no_grad(), live:
+        for count in chunks:
+            live.peak = live.live
+            ids = torch.zeros(1, count, dtype=torch.long)
+            cache = model(ids, use_cache=True, logits_to_keep=1, past_key_values=cache)
+            cache = cache.past_key_values
+    return live.peak
+
+
+@pytest.mark.parametrize("chunks", [(512,), (384, 128)])
+def test_cache_and_prefill_are_what_torch_allocates(chunks: tuple[int, ...]) -> None:
+    model = tiny_llama().bfloat16().eval()
+    found = memory(model.config, sum(chunks), chunk=chunks[-1])
+    assert found.weights == sum(p.nbytes for p in model.parameters())
+    assert found.cache + found.prefill == pytest.approx(allocated(model, *chunks), rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["rerope", "self_extend", "dual_chunk", "lampe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_position_method_adds_at_most_what_is_said(method: str, dtype: torch.dtype) -> None:
+    model = tiny_llama().to(dtype)
+    short, long = (memory(model.config, length, dtype=dtype) for length in (1024, 2048))
+    most = long.cache + long.prefill + long.position_method
+    most -= short.cache + short.prefill + short.position_method
+    rope_ext.patch(model, method, factor=32)
+    allocated(model, 2048)  # tables of rotations are made once
+    assert allocated(model, 2048) - allocated(model, 1024) <= most  # blocks have a fixed size
+
+
+def test_a_quantized_cache_is_smaller_by_its_bits() -> None:
+    config = tiny_llama().config
+    full, packed = (memory(config, 4096, cache_bits=bits).cache for bits in (16, 4))
+    assert 0.28 < packed / full < 0.32  # 4.5 bits of 16, and 128 tokens as they are
+
+
+@pytest.mark.parametrize("name", ["length", "batch", "chunk"])
+def test_a_number_below_one_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}=0"):
+        memory(tiny_llama().config, **{"length": 64, name: 0})

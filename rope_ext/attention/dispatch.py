@@ -103,12 +103,6 @@ def refusal(
     return None if card is None else flex.refusal(query, value, call, card)
 
 
-def takes(kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
-    """Whether ``"flash"`` or ``"flex"`` can have a call on the device of its tensors."""
-    card = cards.card(query.device) if query.is_cuda else None
-    return refusal(kernel, query, value, call, card) is None
-
-
 @functools.cache
 def log_once(sentence: str) -> None:
     """Once for each sentence."""

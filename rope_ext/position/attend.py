@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,8 @@ from rope_ext.attention import reference, runs
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias, head_positions, head_scales, tensors, windows
+from rope_ext.position import bias, head_positions, head_scales, tensors
 from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
@@ -41,33 +41,34 @@ class AttentionLayer:
 
     Args:
         map: the map.
-        window: tokens that it attends to; None: those that its mask shows.
     """
 
     map: PositionMap
-    window: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class MappedLayer(AttentionLayer):
-    """An attention layer whose positions the map changes.
+    """An attention layer whose positions the map changes, or which gets a window.
 
     Args:
         layout: how the layer rotates its queries and keys.
         rotated: the rotations of that layout.
         biased: the module that has the bias of this layer; None: no bias.
+        window: tokens that a layer attends to whose positions stay; None: positions change.
     """
 
     layout: Layout
     rotated: tensors.LayoutRotations
     biased: nn.Module | None = None
+    window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # rotations hold functions, which do not pickle
         return {**self.__dict__, "rotated": self.rotated.number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rotations = state["map"].rotations(state["layout"])
-        rotated = tensors.LayoutRotations(state["rotated"], rotations)
+        rotated = tensors.rotations_of(
+            state["map"], state["rotated"], state["layout"], state["window"]
+        )
         self.__dict__.update(state, rotated=rotated)
 
     def adding(self, call: Call, distances: int, like: torch.Tensor) -> Call:
@@ -248,8 +249,9 @@ class Asked(NamedTuple):
     @property
     def call(self) -> Call:
         """The call for a kernel, without bands, bias and temperature."""
-        layer = self.layer
-        pairs = layer.layout.pairs if isinstance(layer, MappedLayer) else _NO_PAIRS
+        layer, pairs = self.layer, _NO_PAIRS
+        if isinstance(layer, MappedLayer) and layer.window is None:
+            pairs = layer.layout.pairs
         return Call((), pairs, self.factor, softcap=self.softcap, sinks=self.sinks)
 
     @property
@@ -292,6 +294,8 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     layer, forward = asked.layer, getattr(asked.mask, "owner", None)
     if isinstance(layer, MappedLayer):
         mask = _batch_mask(layer.map, asked.mask)
+        if layer.window is not None:  # its cache may have kept the last tokens only
+            mask = mask.behind(max(0, mask.forward.room - asked.key.shape[2]))
         asked, forward = asked._replace(mask=mask), mask.forward
         if layer.map.computes_positions:
             query, key = head_positions.rotated(asked.module, asked.query, asked.key)
@@ -337,7 +341,7 @@ def way_of(layer: AttentionLayer | None, forward: PositionForward, mask: Any) ->
 def _head_scaled(asked: Asked, forward: PositionForward) -> Asked:
     """The same with queries times what their heads have learned as temperature, if they have."""
     temperature = asked.mapped.map.learned_temperature
-    if temperature is None:
+    if temperature is None or not asked.mapped.rotated.tempered:
         return asked
     query = asked.query
     growth = forward.on(query.device).growth(temperature, _table_dtype(query))
@@ -377,7 +381,7 @@ def _many(asked: Asked, mask: BatchMask) -> torch.Tensor:
     name = layer.rotated.number, query.device, _table_dtype(query)
     if name not in mask.made:
         found = runs.within(mask.runs(), layer.map.reach)
-        mask.made[name] = [(run, *_rotated(run, layer.map, rotations, *name[1:])) for run in found]
+        mask.made[name] = [(run, *_rotated(run, layer, rotations, *name[1:])) for run in found]
     widest = max((int(run.places.max() - run.places.min()) for run in mask.runs()), default=0)
     call = layer.adding(asked.call, max(widest + 1, mask.keys), query)
     calls = [
@@ -389,7 +393,7 @@ def _many(asked: Asked, mask: BatchMask) -> torch.Tensor:
 
 def _rotated(
     run: runs.Run,
-    position_map: PositionMap,
+    layer: MappedLayer,
     rotations: BandRotations,
     device: torch.device,
     dtype: torch.dtype,
@@ -397,7 +401,7 @@ def _rotated(
     """The bands of a run, and the factors of its queries."""
     count = run.queries_count
     queries = run.places[len(run.places) - count :].to(device)
-    middle = int(queries[0] + queries[-1]) // 2 if position_map.reach else 0
+    middle = int(queries[0] + queries[-1]) // 2 if layer.map.reach else 0
 
     def at(by: RotationTable | Decay, t: torch.Tensor) -> Rotation:
         if not run.steady:
@@ -408,14 +412,12 @@ def _rotated(
         RotatedBand(geometry, at(of_query, queries), at(of_key, run.places))
         for geometry, of_query, of_key in rotations
     ]
-    return bands, position_map.temperature(queries, dtype)
+    return bands, layer.rotated.temperature(layer.map, queries, dtype)
 
 
 def _unmapped(asked: Asked, where: Any) -> torch.Tensor:
     """A layer that the map leaves alone; ``where`` is its forward, if that is known."""
     mask = asked.mask
-    if asked.layer is not None and asked.layer.window is not None:
-        return _windowed(asked, asked.layer, asked.layer.window, where)
     if where is not None and where.traced:
         mask = tensors.dense_mask(where, mask) if isinstance(mask, BatchMask) else mask
     elif isinstance(mask, BatchMask):
@@ -439,32 +441,6 @@ def _natively(asked: Asked, mask: torch.Tensor | None) -> torch.Tensor:
     return _as_it_was(asked, mask).attend(asked.value).transpose(1, 2).contiguous()
 
 
-def _windowed(asked: Asked, layer: AttentionLayer, window: int, where: Any) -> torch.Tensor:
-    """A layer that the map leaves alone, within a window of its own."""
-    forward, given = where, None
-    if where is None or not where.traced:
-        forward, given = _behind(layer, asked.mask)
-
-    def by(queries: slice, keys: slice, seen: torch.Tensor | None) -> torch.Tensor:
-        part = _part_of(asked, queries, keys)
-        return _natively(part, None if seen is None else seen.to(part.query.device))
-
-    return windows.attend(forward, window, asked.key.shape[2], given, by)
-
-
-def _behind(layer: AttentionLayer, mask: Any) -> tuple[PositionForward, torch.Tensor | None]:
-    """The forward that a mask belongs to, and what it shows if it is not causal."""
-    of_batch = _batch_mask(layer.map, mask)
-    causal = of_batch.causal or of_batch.dense is None
-    return of_batch.forward, None if causal else shown(not_none(of_batch.dense))
-
-
-def _part_of(asked: Asked, queries: slice, keys: slice) -> Asked:
-    """The same for some queries and keys."""
-    query, key, value = asked.query, asked.key, asked.value
-    return asked._replace(query=query[:, :, queries], key=key[:, :, keys], value=value[:, :, keys])
-
-
 def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Tensor | None:
     """Pass the layer's dense attention to the observer, and return its weights if needed."""
     look, layer = forward_context.look, asked.layer
@@ -474,11 +450,6 @@ def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Ten
         return None
     if not isinstance(layer, MappedLayer):
         mask = asked.mask
-        if layer is not None and layer.window is not None:
-            of_layer, given = _behind(layer, mask)
-            keys = asked.key.shape[2]
-            *part, mask = windows.everything(of_layer, layer.window, keys, given)
-            asked = _part_of(asked, *part)
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         every = [_as_it_was(asked, mask)]
     else:
@@ -558,7 +529,7 @@ def _irregular(
     t = places.to(query.device)
     dense = mask.dense_on(query.device)
     of_queries = Places.in_order(t[-query.shape[2] :], t)
-    rotations = position_map.rotations(layer.layout)
+    rotations = layer.rotated.rotations
     if dense is not None:
         dense = shown(dense[row if len(dense) > 1 else 0, :, :, : len(t)])
         of_queries = replace(of_queries, mask=dense, newest=None)
@@ -568,7 +539,7 @@ def _irregular(
         key[row : row + 1],
         layer.adding(asked.call, int(places.max() - places.min()) + 1, query),
         rotations,
-        position_map.temperature,
+        partial(layer.rotated.temperature, position_map),
         of_queries,
         position_map.reach,
     )

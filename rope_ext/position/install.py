@@ -102,6 +102,7 @@ class Installed:
                 f"rotation, and none is left for the window; choose another every= or start=, or "
                 f"patch with 'nope' for no positions at all"
             )
+        self._stay = {module: rotated[module] for module in self.kept}
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
         self._projections: dict[nn.Module, KeyProjection] = {}
@@ -120,15 +121,17 @@ class Installed:
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
         for module, layout in self.layouts.items():
-            layer = AttentionLayer(self.map, self.map.window if module in self.kept else None)
+            layer, window = AttentionLayer(self.map), self.map.window
             if layout is not None:
-                rotated = tensors.LayoutRotations(
-                    distinct.index(layout), self.map.rotations(layout)
-                )
+                rotated = tensors.rotations_of(self.map, distinct.index(layout), layout)
                 biased = self._biased(module, layout)
-                layer = MappedLayer(self.map, None, layout, rotated, biased)
+                layer = MappedLayer(self.map, layout, rotated, biased)
                 if self.map.learned_temperature is not None:
                     head_scales.add(module, self.map.learned_temperature, layout.heads.count)
+            elif window is not None and module in self.kept:
+                stays = self._stay[module]
+                rotated = tensors.rotations_of(self.map, len(distinct), stays, window)
+                layer = MappedLayer(self.map, stays, rotated, window=window)
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(

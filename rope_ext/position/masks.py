@@ -111,6 +111,7 @@ class BatchMask:
         self.plain = True
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
         self._moved: dict[torch.device, torch.Tensor] = {}
+        self._of: BatchMask | None = None  # a mask of more keys
 
     @property
     def forward(self) -> PositionForward:
@@ -166,7 +167,21 @@ class BatchMask:
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
         """The mask for layers that the map leaves alone; None: causal."""
+        if self._of is not None:
+            whole = self._of.dense
+            return None if whole is None else whole[..., self.offset - self._of.offset :]
         return self.given if self.arguments is None else sdpa_mask(**self.arguments)
+
+    def behind(self, offset: int) -> BatchMask:
+        """The mask of a layer whose cache has no slots before ``offset``."""
+        if offset == self.offset:
+            return self
+        name = "behind", offset
+        if name not in self.made:
+            made = BatchMask(self.owner, self.arguments, self.given)
+            made._of, made.offset = self, offset
+            self.made[name] = made
+        return self.made[name]
 
     def dense_on(self, device: torch.device) -> torch.Tensor | None:
         """:attr:`dense` on the device of a layer, moved there once for all layers."""

@@ -21,7 +21,9 @@ from rope_ext.attention import decode, dispatch, runs
 from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.methods.geometry import Distance
 from rope_ext.position.forward import BACK, FEW, PositionForward, keys_of, once, whole
+from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, clipped
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
@@ -50,10 +52,28 @@ class LayoutRotations(NamedTuple):
     Args:
         number: index of the layout, since a graph cannot use an object as a key.
         rotations: see :meth:`PositionMap.rotations`.
+        tempered: whether queries get the temperature of the map.
     """
 
     number: int
     rotations: BandRotations
+    tempered: bool = True
+
+    def temperature(
+        self, position_map: PositionMap, t: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """See :meth:`PositionMap.temperature`."""
+        return position_map.temperature(t, dtype) if self.tempered else None
+
+
+def rotations_of(
+    position_map: PositionMap, number: int, layout: Layout, window: int | None = None
+) -> LayoutRotations:
+    """The rotations of a layout; with ``window``, of layers that stay as they are within one."""
+    if window is None:
+        return LayoutRotations(number, position_map.rotations(layout))
+    nothing = RotationTable(0, 0, layout.pair[:0].double(), layout.pair[:0])
+    return LayoutRotations(number, [(Distance(0, window), nothing, nothing)], tempered=False)
 
 
 def traced(
@@ -192,7 +212,8 @@ class Step:
     ) -> None:
         rotations = clipped(rotated.rotations, window)
         assert rotations is not None, "way_of() has asked"
-        self.forward, self.rotations, self.offset = forward, rotations, offset
+        self.forward, self.rotated, self.rotations = forward, rotated, rotations
+        self.offset = offset
         self.made: dict[Any, Any] = {}
 
     def attend(
@@ -234,7 +255,7 @@ class Step:
                 t,
                 forward.origin()[:, 0] - self.offset,
                 filled,
-                forward.map.temperature(t, torch.float32),
+                self.rotated.temperature(forward.map, t, torch.float32),
             )
         return self.made["ranges"]
 
@@ -263,7 +284,7 @@ class Step:
         """The queries times their temperature."""
         name = "query_scale", dtype_of(query)
         if name not in self.made:
-            made = self.forward.map.temperature(self.forward.query, name[1])
+            made = self.rotated.temperature(self.forward.map, self.forward.query, name[1])
             self.made[name] = None if made is None else made[:, None, :, None]
         scale = self.made[name]
         return query if scale is None else (query * scale).to(query.dtype)

@@ -211,7 +211,7 @@ def _launch(
     temperature: torch.Tensor | None,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
-    columns: Sequence[int],
+    columns: list[int],
     query_rotated: int,
     scale: float,
     softcap: float | None,
@@ -264,29 +264,7 @@ def _by_row(x: torch.Tensor, dim: int) -> int:
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
-@torch.library.custom_op("rope_ext::decode", mutates_args=())
-def _operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    origin: torch.Tensor,
-    filled: torch.Tensor,
-    query_rotation: list[torch.Tensor],
-    key_rotation: list[torch.Tensor],
-    temperature: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    columns: list[int],
-    query_rotated: int,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    return _launch(
-        query, key, value, low, high, origin, filled, query_rotation, key_rotation, temperature,
-        sinks, bias, columns, query_rotated, scale, softcap,
-    )  # fmt: skip
+_operator = torch.library.custom_op("rope_ext::decode", _launch, mutates_args=())
 
 
 @_operator.register_fake

@@ -1,9 +1,9 @@
 """Attention of layers where a forward is known by tensors, and which graphs can have one.
 
-A graph must serve every step of a sequence, so everything that the eager path decides with values
-follows from tensors here: the positions recorded on the cache, the number of filled slots, and the
-padding. The eager path uses this, too, for few queries in rows that are padded differently.
-Forwards that tensors cannot express run eagerly, which breaks the graph.
+A graph must serve every step of a sequence, so everything that depends on values follows from
+tensors here: positions, the number of filled slots, and the padding. Eager steps with few queries
+use this, too: on a GPU they read nothing. Forwards that tensors cannot express run eagerly, which
+breaks the graph.
 """
 
 from __future__ import annotations

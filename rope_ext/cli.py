@@ -14,8 +14,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rope_ext.command.arguments import compose_words, parse_length, parse_options
+from rope_ext.command.arguments import command_words, compose_words, parse_length, parse_options
 from rope_ext.command.cli_arguments import (
+    Commands,
     Compose,
     Model,
     ModelCommand,
@@ -30,7 +31,7 @@ from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell
 from rope_ext.errors import ExportError, Mistakes, OptionError, RopeExtError
 from rope_ext.version import __version__
 
-app = typer.Typer()
+app = typer.Typer(cls=Commands, rich_markup_mode=None)
 command = functools.partial(app.command, cls=ModelCommand)
 if (evaluators := find("cli")) is not None:
     app.registered_commands += evaluators.app.registered_commands
@@ -71,21 +72,19 @@ def describe(
         found = rope_ext.describe(patched)
         print(found)
         if found.method is None:
-            longer = 4 * found.target_length
-            tell_next(["rope-ext", "recommend", model, "--length", longer])
+            tell_next(command_words("recommend", model, length=4 * found.target_length))
         elif method is None and found.serve:
             _check_next(model, [], [])
         elif method is None:
             tell("done: use it in Python; no engine runs it")
         else:
-            patch = _typed(method, factor, compose, option)
-            after = ["export", model, *patch, "--engine", "vllm"]
+            patch = {"method": method, "factor": factor, "compose": compose, "option": option}
             try:
                 rope_ext.export(patched, "vllm")
+                tell_next(command_words("export", model, **patch, engine="vllm"))
             except ExportError:  # then it is for Python, where it can be compared
                 lengths = f"{found.length},{found.target_length}"
-                after = ["compare", model, *patch, "--lengths", lengths]
-            tell_next(["rope-ext", *after])
+                tell_next(command_words("compare", model, **patch, lengths=lengths))
 
 
 @command()
@@ -129,12 +128,12 @@ def recommend(
         if engine is not None:
             options = [f"{found.method.name}.{one}" for one in option_texts(found.method)]
             options = [one for one in options if ".factor=" not in one]
-            patch = _typed(found.method.name, found.method.factor, found.compose, options)
-            tell_next(["rope-ext", "export", model, *patch, "--engine", engine])
+            patch = {"method": found.method.name, "factor": found.method.factor}
+            patch |= {"compose": found.compose, "option": options, "engine": engine}
+            tell_next(command_words("export", model, **patch))
             return
-        words = ["rope-ext", "compare", model, *(["--finetune"] if finetune else [])]
-        words += ["--lengths", f"{found.trained_length},{found.target_length}"]
-        words += [word for one in text or () for word in ("--text", one)]
+        lengths = f"{found.trained_length},{found.target_length}"
+        words = command_words("compare", model, finetune=finetune, lengths=lengths, text=text)
         served = found.serve or found.method
         apart = served == found.raised != found.method  # its factor is another
         names = [found.method.name]
@@ -191,11 +190,11 @@ def diagnose(
         found = rope_ext.diagnose(_patched(model, method, factor, compose, option), tokens)
         print(found)
         if method is None and tokens > found.trained_length:
-            tell_next(["rope-ext", "recommend", model, "--length", tokens])
+            tell_next(command_words("recommend", model, length=tokens))
         elif method is not None:
-            patch = _typed(method, factor, compose, option)
-            lengths = ["--lengths", f"{found.trained_length},{tokens}"]
-            tell_next(["rope-ext", "compare", model, *patch, *lengths])
+            patch = {"method": method, "factor": factor, "compose": compose, "option": option}
+            lengths = f"{found.trained_length},{tokens}"
+            tell_next(command_words("compare", model, **patch, lengths=lengths))
 
 
 @command()
@@ -484,11 +483,8 @@ def _typed(
     method: str, factor: float | None, compose: bool | str, option: list[str] | None
 ) -> list[str]:
     """The options that name a patch, as they are typed."""
-    words = ["--method", method, *compose_words(compose)]
-    words[2:2] = [] if factor is None else ["--factor", f"{factor:g}"]
-    for one in option or []:
-        words += ["--option", one]
-    return words
+    options = {"method": method, "factor": factor, "compose": compose, "option": option}
+    return command_words("", "", **options)[3:]
 
 
 def _refuse_without_method(
@@ -565,4 +561,4 @@ def show_methods() -> None:
     adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
     names = ", ".join(cls.name for cls in adding)
     console.print(f"Biases to add to RoPE with bias=: {names}.", style="dim")
-    tell_next(["rope-ext", "recommend", "MODEL", "--length", "128k"])
+    tell_next(command_words("recommend", "MODEL", length="128k"))

@@ -34,7 +34,7 @@ from rope_ext.position.bias import Earlier
 from rope_ext.rotary import buffers
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.limits import warn_beyond
+from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -458,6 +458,7 @@ def _patch(
             changes.replaced.append((tokenizer, "model_max_length", length))
             tokenizer.model_max_length = applied.target_length
         warn_beyond(place, applied.method, applied.target_length, changes)
+        warn_of_adapters(place, record, changes)
     except BaseException:
         changes.undo()
         raise

@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     cases = Counter(tests)
     for item, test in zip(fast, tests, strict=True):
         share = 5 if cases[test] > VERY_MANY else 3
+        if item.get_closest_marker("every"):
+            continue
         if cases[test] > MANY and zlib.crc32(item.name.encode()) % share:
             item.add_marker("slow")
             item.add_marker("sweep")

@@ -59,24 +59,10 @@ def losses(model, tokenizer, documents, length: int) -> float:
     return float(score(model, windows.at(length), windows.scored)[0].mean())
 
 
-def test_they_are_small() -> None:
-    assert sum((FOLDER / name / "model.safetensors").stat().st_size for name in NAMES) < 10_000_000
-
-
-def test_they_know_their_length(model, tokenizer) -> None:
-    assert model.config.max_position_embeddings == LENGTH == tokenizer.model_max_length
-
-
 def test_digits_are_tokens_of_their_own(tokenizer) -> None:
     ids = tokenizer("x = 90210", add_special_tokens=False)["input_ids"]
     assert [tokenizer.decode([token]) for token in ids[-5:]] == list("90210")
     assert tokenizer.decode(ids) == "x = 90210"
-
-
-def test_bytes_are_tokens() -> None:
-    text = "naïve\n\t<|x|> 語"
-    ids = AutoTokenizer.from_pretrained(FOLDER / "tiny-bytes-512")(text)["input_ids"]
-    assert len(ids) == len(text.encode())
 
 
 def test_it_finds_the_passkey_within_its_length(model, tokenizer) -> None:

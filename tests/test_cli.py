@@ -255,7 +255,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     words = ["distances", checkpoint, "--method", "rerope, dca", "--output", tmp_path / "one.png"]
     result = call("plot", *words, "--length", "1k", "--option", "dual_chunk.chunk=64")
     assert "next: rope-ext compare " in result.stderr
-    assert "--factor 4 --lengths 128,1024 --option dual_chunk.chunk=64" in result.stderr
+    assert "--factor 4 --option dual_chunk.chunk=64 --lengths 128,1024" in result.stderr
     assert result.exit_code == 0, result.output
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000
@@ -328,15 +328,39 @@ def test_the_version_is_shown_as_a_command_and_as_a_module(
 HELP = """
 import sys
 from rope_ext.cli import app
-app(["--help"], standalone_mode=False)
-print(sorted({"torch", "transformers"} & set(sys.modules)))
+try:
+    app(sys.argv[1:])
+except SystemExit as left:
+    print(left.code, sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
 
-def test_help_imports_no_torch() -> None:
+@pytest.mark.parametrize("name", [None, *sorted(get_command(app).commands)])
+def test_help_imports_no_torch(name: str | None) -> None:
     """So it shows at once: torch and transformers take seconds to import."""
-    made = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
-    assert " recommend " in made.stdout and made.stdout.splitlines()[-1] == "[]"
+    words = [sys.executable, "-c", HELP, *filter(None, [name]), "--help"]
+    made = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "--help" in made.stdout and made.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("descibe m", "No such command 'descibe'"),
+        ("describe", "Missing argument 'model'; see rope-ext describe --help"),
+        ("describe m --factr 2", "No such option: --factr"),
+        ("search m --length 4k", "Missing option '--output'"),
+        ("eval m --tasks passkey --lengths 1k --trails 2", "unrecognized arguments: --trails 2"),
+        ("eval m --lengths 1k", "give --tasks some of perplexity, longppl, passkey"),
+        ("compare m", "the following arguments are required: --lengths"),
+        ("compare --lengths 1k", "no model is given; give a directory, Hub ID or .gguf file first"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: str, said: str) -> None:
+    result = call(*words.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert said in result.stderr and "--help\n" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -365,6 +389,7 @@ def test_a_model_and_a_method_are_given_in_either_way(words: str, other: str) ->
 @pytest.mark.usefixtures("loader_fails")
 def test_evaluations_take_the_model_first(checkpoint: Path, tmp_path: Path) -> None:
     words = ("--method", "yran", "--lengths", "64", "--output", tmp_path / "out")
-    for first in (("compare", checkpoint), ("eval", "passkey", checkpoint)):
+    evaluated = (("eval", checkpoint, "--tasks", "passkey"), ("eval", "passkey", checkpoint))
+    for first in (("compare", checkpoint), *evaluated):
         result = call(*first, *words)
         assert result.stderr.startswith("error: unknown method 'yran'"), result.output

@@ -64,6 +64,13 @@ def test_every_command_in_the_docs_can_be_typed(monkeypatch: pytest.MonkeyPatch)
     assert {"perplexity", "passkey", "ruler"} <= {*asked}
 
 
+def test_files_that_the_docs_name_are_there() -> None:
+    names = r"`((?:rope_ext|eval|recipes|lab|tests|docs|checkpoints)/[\w./-]+)`"
+    for page in DOCS.rglob("*.md"):
+        for path in re.findall(names, page.read_text("utf-8")):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
 LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)
 
 

@@ -122,32 +122,6 @@ def test_a_folder_that_holds_the_settings_needs_no_overrides(
         assert made.startswith(f"rope-ext gguf {saved[name]} MODEL.gguf")
 
 
-def test_a_loaded_folder_exports_like_the_folder(checkpoint: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    rope_ext.patch(model, "yarn", factor=4).save_pretrained(tmp_path)
-    loaded = rope_ext.from_pretrained(tmp_path)
-    assert rope_ext.export(loaded, "vllm") == rope_ext.export(tmp_path, "vllm")
-    assert "128 -> 512 tokens by its configuration, yarn(factor=4.0)" in str(
-        rope_ext.describe(loaded)
-    )
-
-
-def test_overrides_stay_where_the_folder_differs(saved: dict[str, Path]) -> None:
-    """A file that leaves out the defaults of YaRN says the same; one with others does not."""
-    config = AutoConfig.from_pretrained(saved["yarn"])
-    for name in ("attention_factor", "beta_fast", "beta_slow"):
-        del config.rope_parameters[name]
-    assert "--hf-overrides" not in rope_ext.export(config, "vllm").command
-    config.rope_parameters["attention_factor"] = 1.5  # vLLM needs another name for it
-    assert "--hf-overrides" in rope_ext.export(config, "vllm").command
-
-
-def test_recommend_says_that_a_folder_reaches_the_length(saved: dict[str, Path]) -> None:
-    with pytest.raises(rope_ext.OptionError, match=r"extends it from 128 tokens\. serve it: vllm"):
-        rope_ext.recommend(saved["yarn"], 512)
-    assert "512 -> 1024 tokens" in str(rope_ext.recommend(saved["yarn"], 1024))
-
-
 def test_every_command_ends_with_the_next_one(checkpoint: Path, saved: dict[str, Path]) -> None:
     options = ("--method", "yarn", "--factor", 4, "--option", "yarn.beta_fast=16")
     expected: dict[tuple[Any, ...], str] = {

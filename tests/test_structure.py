@@ -54,12 +54,12 @@ OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 BUDGETS = {
-    "rope_ext": (16_000, 25_200),
-    "eval": (10_000, 16_400),
+    "rope_ext": (16_000, 24_900),
+    "eval": (10_000, 15_000),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 32_000),
-    "docs": (45_000, 81_200),
+    "tests": (22_000, 28_200),
+    "docs": (45_000, 45_000),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.
 
@@ -119,27 +119,6 @@ def room(module: str) -> tuple[int, int]:
     return list(ROOMS).index(package), places[max(fitting, key=len)]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import rope_ext.a",
-        "from rope_ext import a",
-        "from rope_ext.a import b",
-        "def f():\n    from rope_ext.a import b",
-        "if TYPE_CHECKING:\n    from rope_ext.a import b",
-        "importlib.import_module('rope_ext.a')",
-    ],
-)
-def test_every_way_to_import_is_seen(source: str) -> None:
-    tree = ast.walk(ast.parse(source))
-    assert imported(tree, {"rope_ext", "rope_ext.a"}) == {"rope_ext.a"}
-
-
-def test_circles_are_found_whatever_their_length() -> None:
-    imports = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
-    assert circles(imports) == [{"a", "b", "c"}, {"d", "e"}]
-
-
 def test_no_import_runs_in_a_circle() -> None:
     assert circles(imports_of_the_packages()) == []
 
@@ -194,14 +173,6 @@ def borrowed(tree: Sequence[ast.AST]) -> Iterator[str]:
 
 def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["from rope_ext.a import _b", "from rope_ext import a\na._b()", "import rope_ext.a as a"],
-)
-def test_what_is_borrowed_is_seen(source: str) -> None:
-    assert bool(list(borrowed(list(ast.walk(ast.parse(source)))))) == ("_b" in source)
 
 
 @pytest.mark.slow

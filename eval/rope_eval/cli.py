@@ -11,7 +11,7 @@ import typer
 from rope_eval.next_commands import training_command
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
-from rope_ext.command.arguments import compose_words, parse_length, parse_options, split
+from rope_ext.command.arguments import command_words, parse_length, parse_options, split
 from rope_ext.command.cli_arguments import (
     Compose,
     Device,
@@ -81,7 +81,7 @@ def search(
         found = rope_ext.search(loaded, tokenizer, tokens, texts, output=output, **given)
         print(summary(output))
         trained, compose = options["original_max_position_embeddings"], options["compose"]
-        more = {"--dtype": dtype, "--device": device, "--trained-length": trained}
+        more = {"dtype": dtype, "device": device, "trained_length": trained}
         print(_use_of(found, output, model, tokens, more, compose))
 
 
@@ -147,7 +147,7 @@ def calibrate(
                 cpu=resolve_device(device) == "cpu",
             )
         else:
-            words = ["rope-ext", "recommend", model, "--length", tokens, "--calibration", output]
+            words = command_words("recommend", model, length=tokens, calibration=output)
         tell_next(words)
 
 
@@ -155,12 +155,9 @@ def _use_of(
     found: Any, output: Path, model: str, length: int, more: dict[str, Any], compose: bool
 ) -> str:
     """Commands that evaluate and use the table found."""
-    words = ["rope-ext", "compare", "--model", model, "--methods", "longrope,yarn"]
-    words += ["--option", f"longrope={output}", "--factor", found.factor, "--lengths", length]
-    for name, value in more.items():
-        words += [name, value] if value not in ("auto", None) else []
-    words += ["--compose"] if compose else []
-    trained = more["--trained-length"]
+    patch = {"method": "longrope,yarn", "option": [f"longrope={output}"], "factor": found.factor}
+    words = command_words("compare", model, **patch, lengths=length, compose=compose, **more)
+    trained = more["trained_length"]
     options = f", original_max_position_embeddings={trained}" if trained else ""
     options += ", compose=True" if compose else ""
     return (
@@ -222,9 +219,6 @@ def plot(
         tell(f"wrote {output}")
         trained = trained_length(load_config(model))
         target = parse_length(length) if length else reach(factor, trained)
-        words = ["rope-ext", "compare", model, "--methods", ",".join(names)]
-        words += ["--factor", f"{factor:g}", "--lengths", f"{trained},{target}"]
-        for one in option or []:
-            words += ["--option", one]
+        patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
         if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
-            tell_next([*words, *compose_words(compose)])
+            tell_next(command_words("compare", model, **patch, lengths=f"{trained},{target}"))

@@ -1,4 +1,7 @@
-"""`rope-ext eval`: the options that all evaluations share, and those of the tasks."""
+"""`rope-ext eval` and `rope-ext compare`: their options and those of the tasks.
+
+torch is imported when something is measured: `--help` must not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from rope_eval.cases import dump
-from rope_eval.evaluate import evaluate
 from rope_eval.folder import Folder
 from rope_eval.options import flag_of, option_fields
 from rope_eval.settings import (
@@ -19,12 +21,13 @@ from rope_eval.settings import (
     MEASURED,
     RUN,
     SERVED,
+    UNPATCHED,
     Settings,
     require_seed,
 )
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
+from rope_eval.tasks.harness import Harness
 from rope_ext.command.arguments import parse_length, split, split_gguf_file
-from rope_ext.command.method_options import UNPATCHED
 from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell
 from rope_ext.errors import Mistakes, OptionError
 
@@ -55,19 +58,31 @@ COMPARE = Preset(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Requires ``--model``, unless a server is measured or there is a default."""
+    """Takes the model as the first word or as ``--model``, and says what is wrong in one line."""
 
     needs_model = True
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words, file = split_gguf_file(sys.argv[1:] if args is None else args)
+        models = _leading(words)
+        words = [word for model in models for word in ("--model", model)] + words[len(models) :]
         parsed = super().parse_args(words, namespace)
         if file is not None and parsed.model is not None:
             parsed.model = [f"{model}/{file}" for model in parsed.model]
         served = getattr(parsed, "url", None) is not None
         if self.needs_model and parsed.model is None and not served:
-            self.error("the following arguments are required: --model")
+            self.error("no model is given; give a directory, Hub ID or .gguf file first")
         return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2; the usage would be a page long."""
+        tell(f"error: {message}; see {self.prog.removesuffix(' MODEL')} --help", "red")
+        sys.exit(2)
+
+
+def _leading(words: Sequence[str]) -> list[str]:
+    """The words before the first option."""
+    return list(takewhile(lambda word: not word.startswith("-"), words))
 
 
 def bare(description: str, output: str, model: str | None = None) -> argparse.ArgumentParser:
@@ -112,7 +127,6 @@ def parser(
     description: str,
     output: str,
     tasks: Sequence[str] = (),
-    renamed: Mapping[str, str] | None = None,
 ) -> argparse.ArgumentParser:
     """A parser with the options that all evaluations share, and those of some tasks.
 
@@ -120,7 +134,6 @@ def parser(
         description: see ``bare``.
         output: likewise.
         tasks: names; what two of them call alike is one option.
-        renamed: an option that is typed otherwise, by the name of the field.
 
     Raises:
         OptionError: there is no such task, or a field of it is called as a shared option is.
@@ -134,7 +147,7 @@ def parser(
             if option.name in known:
                 continue
             known.add(option.name)
-            typed = (renamed or {}).get(option.name, "--" + option.name.replace("_", "-"))
+            typed = "--" + option.name.replace("_", "-")
             try:
                 group.add_argument(
                     typed, dest=option.name, default=argparse.SUPPRESS, **option.words
@@ -207,48 +220,58 @@ def main(args: argparse.Namespace, tasks: Sequence[str]) -> None:
         tasks: names of what is to be measured.
     """
     with clean_errors():
+        from rope_eval.evaluate import evaluate
+
         mistakes = Mistakes()
         given = settings(args, mistakes)
         evaluate(given, build(tasks, vars(args), mistakes), mistakes)
 
 
 def call(words: Sequence[str]) -> None:
-    """``rope-ext eval`` with these words: the tasks first, by name or in a file, then options.
+    """``rope-ext eval MODEL --tasks ...`` with these words.
 
-    Exits as argparse does where an option is unknown or missing, or help is asked for.
+    A task that is not one of ours is one of lm-evaluation-harness. Tasks may come first as well.
+    Exits with status 2 where an option is unknown or missing.
     """
-    tasks = list(takewhile(lambda word: not word.startswith("-"), words))
-    given = list(words[len(tasks) :])
+    first = _leading(words)
+    asked = _Parser("rope-ext eval", add_help=False, allow_abbrev=False)
+    asked.add_argument("--tasks", action="append", default=[])
+    found, rest = asked.parse_known_args(list(words[len(first) :]))
+    ours = all_tasks()
+    apart = {word.partition("=")[0] for word in rest} & {"--model", "--url"}
+    tasks = [
+        word
+        for word in first
+        if apart or all(one in ours or one.endswith(".py") for one in split(word))
+    ]
+    models = [word for word in first if word not in tasks]
+    names, others = [], []
     with clean_errors():
-        models = [word for word in tasks if "/" in word or Path(word).is_dir()]
-        models += [word for word in tasks if word.endswith(".gguf") and word not in models]
-        models = [word for word in models if not word.endswith(".py")]
-        names = []
-        for task in split(word for word in tasks if word not in models):
+        for task in split([*tasks, *found.tasks]):
             names += from_file(task) if task.endswith(".py") else [task]
-        known = ", ".join(all_tasks())
+        others = [name for name in names if name not in all_tasks()]
+        names = [name for name in names if name in all_tasks()]
+        if others:
+            names.append(Harness.name)
+            rest += ["--harness-tasks", ",".join(others)]
         about = f"Measure {', '.join(names) or 'tasks'} and write one report.\n\n"
-        about += f"Tasks (these come first): {known}, or FILE.py that registers a task."
         made = parser(about, "runs/eval", names)
-    made.prog = f"rope-ext eval {' '.join(tasks) or 'TASK...'}"
-    if not (names or {"-h", "--help"} & {*given}):
-        made.error(f"give one or more tasks first: {known}")
-    main(made.parse_args([*_as_options(models), *given]), names)
+    known = ", ".join(name for name in ours if name != Harness.name)
+    known += ", a task of lm-evaluation-harness, or FILE.py that registers a task"
+    made.add_argument("--tasks", help=f"separated by commas: {known}; --help shows their options")
+    made.prog = "rope-ext eval MODEL"
+    if not (names or {"-h", "--help"} & {*rest}):
+        made.error(f"give --tasks some of {known}")
+    main(made.parse_args([*models, *rest]), names)
 
 
 def call_preset(name: str, preset: Preset, words: Sequence[str]) -> None:
-    """``rope-ext NAME``: ``rope-ext eval`` with the tasks and defaults of the preset."""
+    """``rope-ext NAME MODEL``: ``rope-ext eval`` with the tasks and defaults of the preset."""
     with clean_errors():
         made = parser(preset.about, preset.output, preset.tasks)
-    made.prog = f"rope-ext {name}"
+    made.prog = f"rope-ext {name} MODEL"
     made.set_defaults(**preset.defaults)
-    models = list(takewhile(lambda word: not word.startswith("-"), words))
-    main(made.parse_args([*_as_options(models), *words[len(models) :]]), preset.tasks)
-
-
-def _as_options(models: Sequence[str]) -> list[str]:
-    """Models that are given first, as those of other commands, as ``--model``."""
-    return [word for model in models for word in ("--model", model)]
+    main(made.parse_args(words), preset.tasks)
 
 
 def run(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rope_ext.command.arguments import compose_words
+from rope_ext.command.arguments import command_words, compose_words
 
 RECIPE = "recipes/own_model_yarn_lora.yaml"
 ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")
@@ -55,6 +55,5 @@ def calibration_command(
     model: str, method: str, length: int, output: str, compose: bool, more: Sequence[str]
 ) -> list[str]:
     """The command that calibrates a method for ``length`` tokens."""
-    words = ["rope-ext", "calibrate", "--model", model, "--methods", method]
-    words += ["--length", str(length), "--output", output]
+    words = command_words("calibrate", model, method=method, length=length, output=output)
     return [*words, *more, *compose_words(compose)]

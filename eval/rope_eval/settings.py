@@ -20,6 +20,10 @@ from rope_ext.command.arguments import (
 from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text", "chat"]
+UNPATCHED = "none"
+"""In place of a method: the model as it is, which every evaluation measures, too."""
+BEFORE = "before"
+"""In place of a method: the one under which the adapter was trained, without its weights."""
 LARGEST_SEED = 2**32 - 1  # NumPy's
 MEASURED, RUN, ASKED = "models and methods", "execution", "evaluation"
 SERVED = "server (instead of --model and --method)"
@@ -170,6 +174,7 @@ class Settings:
         "context lengths, such as 512,4k,8k",
         parse_lengths,
         group=ASKED,
+        also="--length",
         action="append",
         required=True,
     )

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_eval.cases import Case, digest
+from rope_eval.settings import BEFORE
 from rope_ext.command.method_options import ADAPTER, built
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import reach
 from rope_ext.patching import patched
-
-BEFORE = "before"
-"""In place of a method: the one under which the adapter was trained, without its weights."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ from rope_ext.errors import OptionError, nearest
 TABLES = Path(__file__).parent / "tables"
 STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
 STAND_IN_TEXT = "checkpoints/tiny-bytes-512/held_out.jsonl"
-STAND_IN_ROWS = "lab/reproduce/longbench_row.jsonl"
 _FLOPS = 2e14  # what a card of 400 to 1000 TFLOP/s in bfloat16 does, as a rule of thumb
 
 
@@ -42,8 +41,7 @@ class Cell:
         length: context in tokens.
         published: the number, in the unit of the table.
         method, factor, options: as ``rope-ext eval`` takes them; ``none`` is the model as it is.
-        model, text: instead of those of the table; for longbench_v1, ``text`` is a data set and
-            its rows, ``hotpotqa=hf:THUDM/LongBench/hotpotqa:test``.
+        model, text: instead of those of the table.
     """
 
     length: int
@@ -65,7 +63,7 @@ class Table:
         model: Hub ID.
         trained: trained length, tokens.
         parameters: of the model, for the estimate of GPU hours.
-        task: of ``rope-ext eval``: perplexity, passkey, ruler or longbench_v1.
+        task: of ``rope-ext eval``: perplexity, passkey or ruler.
         metric: unit of the numbers: perplexity, loss (nats per token) or rate (per cent).
         tolerance: largest difference, relative for perplexity and loss, in points for a rate.
         cells: the numbers.
@@ -164,10 +162,7 @@ def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
         words += ["--factor", f"{factor:g}"] if method != "none" else []
         for option in _DRY_OPTIONS.get(method, ()) if dry else options:
             words += ["--option", option]
-        if table.task == "longbench_v1":
-            name = text.partition("=")[0]
-            words += ["--longbench-v1-data", f"{name}={STAND_IN_ROWS}" if dry else text]
-        elif text:
+        if text:
             words += ["--text", STAND_IN_TEXT if dry else text]
         stride = min(table.stride, min(measured) // 2) if dry else table.stride
         words += ["--stride", str(stride)] if stride else []
@@ -180,7 +175,6 @@ _FEW = {
     "perplexity": ("--windows", "2"),
     "passkey": ("--trials", "1", "--depths", "1"),
     "ruler": ("--trials", "1", "--ruler-tasks", "niah_single_1"),
-    "longbench_v1": ("--samples", "1", "--new-tokens", "8"),
 }
 """Options that come last and so win, in a dry run."""
 
@@ -231,8 +225,6 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
             agreed &= good
             verdict = "stand-in" if dry else "agrees" if good else "DIFFERS"
             method = f"{cell.method} x{cell.factor:g}" if cell.method != "none" else "none"
-            if table.task == "longbench_v1":
-                method += f" {cell.text.partition('=')[0]}"
             numbers = f"{cell.published:>10g} {value:>10.4g}  {verdict}"
             lines.append(f"{method:<28} {cell.length:>8} {numbers}")
     print(f"{'method':<28} {'tokens':>8} {'published':>10} {'measured':>10}")

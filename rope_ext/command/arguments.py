@@ -52,6 +52,25 @@ def parse_compose(text: str | bool) -> bool | Literal["raise"]:
     return text == "stack" or "raise"
 
 
+def command_words(command: str, model: object, **options: Any) -> list[str]:
+    """``rope-ext COMMAND MODEL --name value ...`` as it is typed.
+
+    None, False and "auto" are left out, True is a flag, and a list is an option for each entry.
+    """
+    words = ["rope-ext", command, str(model)]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if name == "compose":
+            words += compose_words(value)
+        elif value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [word for one in value for word in (flag, str(one))]
+        elif value not in (None, False, "auto"):
+            words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
+
+
 def compose_words(compose: bool | str) -> list[str]:
     """``compose`` as it is typed."""
     return ["--compose", *(["raise"] if compose == "raise" else [])] if compose else []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from rope_ext.command.arguments import parse_compose, split_gguf_file
+from rope_ext.command.terminal import tell
 
 Model = Annotated[
     str,
@@ -63,6 +65,25 @@ Compose = Annotated[
         "factor.",
     ),
 ]
+
+
+class Commands(TyperGroup):
+    """All commands; what is wrong with an option is told in one line."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Run, and exit with status 2 where an option is unknown, missing or not valid."""
+        try:
+            status = super().main(*args, standalone_mode=False, **options)
+        except Exception as error:
+            described = getattr(error, "format_message", None)  # of click, whose copy typer has
+            if described is None or not standalone_mode:
+                raise
+            context = getattr(error, "ctx", None)
+            name = "rope-ext" if context is None else context.command_path
+            message = " ".join(described().split()).rstrip(".")
+            tell(f"error: {message}; see {name} --help", "red")
+            sys.exit(2)
+        return sys.exit(status if isinstance(status, int) else 0) if standalone_mode else status
 
 
 class ModelCommand(TyperCommand):

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_ext.config.record import ARGUMENTS, Record, option_texts
+from rope_ext.config.record import ARGUMENTS, SIDECAR, Record, option_texts
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import Method, build_method, method_class
 from rope_ext.saving import checkpoints
-from rope_ext.saving.adapters import SIDECAR
 
 UNPATCHED = "none"
 """Used instead of a method name: the model without a patch."""

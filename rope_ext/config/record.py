@@ -18,6 +18,8 @@ from rope_ext.options import Options
 VERSION = 3
 FIELD = "rope_ext"
 """The configuration field that stores a record."""
+SIDECAR = "rope_ext.json"
+"""File next to an adapter that records the patch it was trained under."""
 
 EXPERTS = "experts_implementation"
 """A field of the saved top-level configuration."""

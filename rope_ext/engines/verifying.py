@@ -86,7 +86,7 @@ Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 """Maps prompts to next-token log-probabilities, ``[prompts, vocabulary]``; NaN: not returned."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Judgement:
     """The result of :func:`judge`.
 
@@ -129,26 +129,21 @@ def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: flo
     differences = {name: distance(got, row) for name, row in expected.items()}
     nearest = min(differences, key=differences.__getitem__)
     if not differences[nearest] <= rounding:
-        return Judgement("other", (), differences)
+        return Judgement(verdict="other", candidates=(), differences=differences)
     near = _APART * max(differences[nearest], _FLOOR)
     possible = [n for n, row in expected.items() if distance(row, expected[nearest]) <= near]
     candidates = tuple(sorted(possible, key=differences.__getitem__))
     verdicts = {name.partition(" (")[0] for name in candidates}
-    return Judgement(
-        verdicts.pop() if len(verdicts) == 1 else "cannot tell", candidates, differences
-    )
+    verdict = verdicts.pop() if len(verdicts) == 1 else "cannot tell"
+    return Judgement(verdict=verdict, candidates=candidates, differences=differences)
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, kw_only=True)
+class Verification(Judgement):
     """What an engine computes; ``print`` it for a summary.
 
     Args:
         engine: name or address of the engine.
-        verdict: one of ``VERDICTS``.
-        candidates: what the engine may compute; more than one if its answers do not decide.
-        differences: root mean square difference between the log-probabilities of the engine and of
-            the miniature, as patched and under known mistakes, by name.
         lengths: prompt lengths in tokens.
         returned: mean number of log-probabilities that the engine returned per prompt.
         tolerance: largest difference that counts as rounding.
@@ -156,9 +151,6 @@ class Verification:
     """
 
     engine: str
-    verdict: str
-    candidates: tuple[str, ...]
-    differences: Mapping[str, float]
     lengths: tuple[int, ...]
     returned: float
     tolerance: float
@@ -493,14 +485,12 @@ def verify(
     notes = _notes(found, len(prompts[-1]), miniature.scaling.rope.length, returned)
     lengths = tuple(dict.fromkeys(map(len, prompts)))
     return Verification(
-        engine,
-        found.verdict,
-        found.candidates,
-        found.differences,
-        lengths,
-        returned,
-        tolerance,
-        notes,
+        **vars(found),
+        engine=engine,
+        lengths=lengths,
+        returned=returned,
+        tolerance=tolerance,
+        notes=notes,
     )
 
 

@@ -1,1 +1,1 @@
-"""The rotary modules of a model: found, proven, and given other frequencies."""
+"""The rotary modules of a model, and what a forward knows of its sequences and caches."""

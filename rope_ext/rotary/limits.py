@@ -1,14 +1,19 @@
-"""One warning where a model is used beyond its extension, or with a draft that reaches less far."""
+"""One warning where a model, or a draft or an adapter beside it, does not fit its extension."""
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from rope_ext.config.record import SIDECAR, Record
+from rope_ext.errors import RecordError
 from rope_ext.methods import Method
 from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import parameters, replace_method
@@ -85,3 +90,26 @@ def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Change
     changes.handles.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True))
     if hasattr(type(place.model), "generate"):
         replace_method(place.model, "generate", limit.generate, changes)
+
+
+def warn_of_adapters(place: PatchTarget, record: Record, changes: Changes) -> None:
+    """Warn where ``model.load_adapter`` loads an adapter that was trained under another patch."""
+    if hasattr(type(place.model), "load_adapter"):
+        call = functools.partial(_load_adapter, record)
+        replace_method(place.model, "load_adapter", call, changes)
+
+
+def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
+    folder = kwargs.get("peft_model_id", args[0] if args else None)
+    file = Path(str(folder)) / SIDECAR
+    try:
+        trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, ValueError, RecordError):  # on the Hub, or of a model without a patch
+        trained = record
+    if not trained.same(record):
+        _logger.warning(
+            "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
+            "patch it like that (replace=True)",
+            *(folder, trained.call(), record.call()),
+        )
+    return original(*args, **kwargs)

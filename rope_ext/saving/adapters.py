@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.config.record import Record
+from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import AdapterError, NotPatchedError, RecordError
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
-
-SIDECAR = "rope_ext.json"
-"""File next to an adapter that records the patch it was trained under."""
 
 Frequencies = Mapping[str, tuple[Sequence[float], float]]
 """Frequencies (radians per token) and scaling of every rotary site, by path and layer type."""

@@ -27,12 +27,11 @@ from rope_ext.errors import (
     RopeExtError,
     first_line,
     nearest,
-    nowhere,
 )
 from rope_ext.patching import unpatch
 from rope_ext.position.bias import learned
+from rope_ext.saving import hub
 from rope_ext.saving.adapters import read_sidecar
-from rope_ext.saving.hub import fault_of_place
 from rope_ext.saving.load import from_pretrained
 
 _logger = logging.getLogger("rope_ext")
@@ -252,7 +251,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 def _require_place(name: str) -> None:
     """Raise for a missing folder, which transformers would report as a wrong Hub ID."""
-    fault = fault_of_place(name)
+    fault = hub.fault_of_place(name)
     if fault is not None:
         raise ValueError(fault)
 
@@ -293,19 +292,7 @@ def is_dynamic(config: Any) -> bool:
 
 
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
-    try:
-        folder, gguf = gguf_source.split(model)
+    folder, gguf = gguf_source.split(model)
+    with hub.loading(what, model, MeasureError):
         _require_place(folder)
         return load(folder, **gguf, **options)
-    except RopeExtError:
-        raise
-    except ImportError as error:
-        raise MeasureError(
-            f"cannot load the {what} of {model!r} ({first_line(error)}); install what is "
-            f"missing, or choose another model"
-        ) from error
-    except _FAILURES as error:
-        raise MeasureError(
-            f"cannot load the {what} of {model!r} ({first_line(error)}){nowhere(model)}; give "
-            f"a folder that save_pretrained wrote, or a Hub ID"
-        ) from error

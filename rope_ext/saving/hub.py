@@ -79,20 +79,20 @@ def fault_of_place(name: str) -> str | None:
 
 
 @contextmanager
-def loading(what: str, path: str) -> Iterator[None]:
-    """Turn errors raised by transformers into a LoadError."""
+def loading(what: str, path: str, kind: type[RopeExtError] = LoadError) -> Iterator[None]:
+    """Turn errors raised by transformers into one of ours."""
     try:
         yield
     except AS_THEY_ARE:
         raise
     except ImportError as error:  # such as the kernels of an attention implementation
-        raise LoadError(
+        raise kind(
             f"cannot load the {what} of {path!r}, which needs a package that is not installed "
             f"({reason(error)}); install it, or if it is for attention only, pass "
             f"attn_implementation='sdpa'"
         ) from error
     except Exception as error:
-        raise LoadError(
+        raise kind(
             f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; give a folder "
             f"that save_pretrained wrote, or a Hub ID"
         ) from error

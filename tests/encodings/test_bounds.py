@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import rope_ext
 from rope_ext.encodings import Heads
 from rope_ext.methods.registry import build_method
-from tests.helpers.biases import dense, parameters
+from tests.helpers.encodings import ALL, dense, parameters
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, logits
 
@@ -69,7 +69,7 @@ def test_a_training_run_is_that_of_the_authors(name: str, optimizer: type, ids) 
         sign = 1 if step < 4 else -1  # then the gradients point back inside
         for key, value in theirs.items():
             value.data = value.data.clamp(0.01, most[key])
-        with dense(bare, FAMILIES["llama"], name, torch.arange(24)[None], theirs):
+        with dense(bare, FAMILIES["llama"], ALL[name], torch.arange(24)[None], theirs):
             (sign * bare(ids, labels=ids).loss).backward()
         (sign * model(ids, labels=ids).loss).backward()
         for key, value in ours.items():
@@ -107,23 +107,3 @@ def test_what_is_saved_is_within_the_bounds(tmp_path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     found = [value for key, value in stored.items() if "rope_ext_bias" in key]
     assert len(found) == 4 and all(bool((value == LEAST).all()) for value in found)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_folder_of_an_older_version_is_clamped(name: str, ids, tmp_path) -> None:
-    model = small(name)
-    right = small(name, 0.01)
-    right.load_state_dict(
-        {k: v for k, v in model.state_dict().items() if k not in of_kerple(model)}, strict=False
-    )
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    stored = load_file(file)
-    for key in of_kerple(model):
-        stored[key].fill_(-0.3)
-    save_file(stored, file, metadata={"format": "pt"})
-    again = rope_ext.from_pretrained(tmp_path)
-    assert all(bool((p == LEAST).all()) for p in of_kerple(again).values())
-    assert torch.equal(logits(again, ids), logits(right, ids))
-    model.load_state_dict(stored, strict=False)  # as a trainer goes on with it
-    assert all(bool((p == LEAST).all()) for p in of_kerple(model).values())

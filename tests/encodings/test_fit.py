@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import nn
 from transformers import PhiConfig, PhiForCausalLM
 
 import rope_ext
-from rope_ext.advice.fitting import QUERIES, Observed, fit_to
-from rope_ext.position import bias
-from rope_ext.position.attend import LAYER, Dense, watched
-from tests.helpers.biases import parameters
+from rope_ext.advice.fitting import QUERIES
+from tests.helpers.encodings import parameters
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import logits
 
@@ -78,74 +73,6 @@ def test_t5_gets_the_bias_that_the_rotation_was(text) -> None:
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
     assert (logits(model, text) - right).abs().max() < 0.01 * off
-
-
-def losses(part: bias.DistanceBias, layers: list[list[Observed]]) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.stack([row.loss(part, dict(part.named_parameters())) for (row,) in layers])
-
-
-def added(part: bias.DistanceBias) -> torch.Tensor | None:
-    """The bias by distance up to a constant, or None where it depends on more."""
-    if part.encoding.scored():
-        return None
-    found = part(32, torch.device("cpu"), torch.float32).bias
-    return (found - found[:, :1]).detach().clone()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("t5", {"num_buckets": 8, "max_distance": 32}),
-        ("kerple_log", {}),
-        ("kerple_power", {}),
-        ("alibi", {"learned": True}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("fire", {"threshold": 32}),
-                ("shaw", {"clip": 16}),
-                ("transformer_xl", {}),
-                ("transformer_xl", {"projection": "key"}),
-                ("deberta", {}),
-                ("dape", {}),
-                ("cope", {}),
-            )
-        ),
-    ],
-)
-def test_attention_under_an_encoding_gives_the_same_attention(name, options, text) -> None:
-    """The weights of a model that has it are reached from other parameters."""
-    model = rope_ext.patch(tiny_llama(), name, **options)
-    generator = torch.Generator().manual_seed(5)
-    modules = [m for m in model.modules() if isinstance(m, bias.DistanceBias)]
-    with torch.no_grad():
-        for parameter in (p for module in modules for p in module.parameters()):
-            parameter.copy_(0.1 + 0.8 * torch.rand(parameter.shape, generator=generator))
-    seen: dict[bias.DistanceBias, list[list[Observed]]] = {}
-
-    def look(module: nn.Module, dense: Dense, window: int | None) -> None:
-        owner = getattr(module, LAYER).biased
-        bare = replace(dense, call=replace(dense.call, bias=None, scores=None))
-        weights = dense.weights(slice(None))
-        found = Observed(bare, slice(None), weights, owner)
-        seen.setdefault(owner.rope_ext_bias, []).append([found])
-
-    with torch.no_grad(), watched(model.model, look):
-        model(text[:1])
-    assert len(seen) == len(modules) and sum(map(len, seen.values())) == 2
-    for part, layers in seen.items():
-        least, right = losses(part, layers), added(part)
-        with torch.no_grad():
-            for parameter in part.parameters():
-                parameter.copy_(0.1 + 0.8 * torch.rand(parameter.shape, generator=generator))
-        begun = losses(part, layers)
-        fit_to(part, layers, steps=600)
-        left = losses(part, layers) - least
-        assert bool((begun - least > 1e-3).all()) and bool((left > -1e-5).all())
-        assert bool((left < 0.03 * (begun - least)).all())
-        if right is not None:
-            torch.testing.assert_close(added(part), right, atol=0.05, rtol=0)
 
 
 def test_a_model_begins_closer_to_the_original(text) -> None:

@@ -1,63 +1,165 @@
-"""What an encoding learns is part of the model: trained, saved, reloaded and taken out again."""
+"""What an encoding learns is part of the model: kept, extended, saved, and trained by adapters."""
 
 from __future__ import annotations
+
+import logging
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import rope_ext
-from tests.helpers.biases import LEARNED, parameters, patch
-from tests.helpers.models import tiny_llama
-from tests.helpers.positions import logits
-from tests.helpers.promises import an_adapter_trains_it_along, learns
+from rope_ext.encodings.alibi import slopes
+from rope_ext.position.bias import learned
+from tests.helpers.encodings import ALL, parameters
+from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.positions import EXACT, logits
+
+
+def trained(name: str, **options: object) -> nn.Module:
+    model = rope_ext.patch(tiny_llama(), name, **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for value in learned(model).values():
+            value.copy_(0.02 + 0.03 * torch.rand(value.shape, generator=generator))
+    return model
 
 
 def test_shared_parameters_are_there_once() -> None:
-    assert len(parameters(patch(tiny_llama(), "t5"))) == 1
-    layers = tiny_llama().config.num_hidden_layers
-    assert len(parameters(patch(tiny_llama(), "kerple"))) == 2 * layers > 2
+    assert len(learned(trained("t5"))) == 1
+    assert len(learned(trained("kerple"))) == 2 * tiny_llama().config.num_hidden_layers
 
 
-@pytest.mark.parametrize("name", LEARNED)
-def test_an_optimizer_trains_it(name: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    learns(model, parameters(model), ids, tokens=60, lr=0.5)
-
-
-def test_weights_that_lack_it_are_refused(tmp_path) -> None:
-    patch(tiny_llama(), "t5").save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("t5", r"rope_ext_bias\.beta"), ("sinusoidal", r"rope_ext_input\.scale")]
+)
+def test_weights_that_lack_it_are_refused(name: str, lacks: str, tmp_path) -> None:
+    trained(name).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    kept = {key: value for key, value in weights.items() if "rope_ext_bias" not in key}
+    kept = {key: value for key, value in load_file(file).items() if "rope_ext" not in key}
     save_file(kept, file, metadata={"format": "pt"})
-    with pytest.raises(rope_ext.LoadError, match=r"does not contain rope_ext_bias\.beta"):
+    with pytest.raises(rope_ext.LoadError, match=lacks):
         rope_ext.from_pretrained(tmp_path)
 
 
-def test_an_adapter_can_train_it_along(ids, tmp_path) -> None:
-    def patch(base: torch.nn.Module) -> torch.nn.Module:
-        return rope_ext.patch(base, "t5")
-
-    names = an_adapter_trains_it_along(tiny_llama(), patch, ["rope_ext_bias"], ids, tmp_path)
-    assert len(names) == 1
-
-
-@pytest.mark.parametrize("given", [("t5", {}), ("rope", {"bias": "t5"})], ids=lambda x: x[0])
-def test_a_patch_that_comes_back_has_what_it_had_learned(given: tuple, ids) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("t5", {}), ("rope", {"bias": "t5"}), ("learned", {"factor": 2})]
+)
+def test_a_patch_that_comes_back_has_what_it_had_learned(name: str, options: dict, ids) -> None:
     """After another was refused in its place, and after one for the length of a block."""
-    name, options = given
-    model = patch(tiny_llama(), name, **options)
-    want, before = logits(model, ids), parameters(model)
+    model = trained(name, **options)
+    want, before = logits(model, ids), learned(model)
     with pytest.raises(rope_ext.OptionError):
-        rope_ext.patch(model, "longrope", factor=4, long_factor=[1.0] * 8, replace=True)
+        rope_ext.patch(model, "multiplicative", length=2, replace=True)
     with rope_ext.patched(model, "nope", replace=True):
         assert not torch.equal(logits(model, ids), want)
-    after = parameters(model)
+    after = learned(model)
     assert list(after) == list(before)
     assert all(after[key] is before[key] for key in before)  # which optimizers hold
     assert torch.equal(logits(model, ids), want)
+
+
+GROWING = {  # a table that grows, and whether its last row stood for all beyond
+    "learned": ({"length": LENGTH}, {"length": 100}, "table", 0, False),
+    "learned by factor": ({}, {"factor": 2}, "table", 0, False),
+    "multiplicative": ({}, {"length": 100}, "table", 0, False),
+    "shaw": ({"clip": 8}, {"clip": 20}, "value", 0, True),
+    "deberta": ({"clip": 8}, {"clip": 20}, "query", 1, True),
+    "deberta, absolute": (
+        *({"clip": 8, "absolute_layers": 2}, {"clip": 8, "absolute_layers": 2, "length": 100}),
+        *("table", 0, False),
+    ),
+    "cope": ({"positions": 8}, {"positions": 20}, "table", 0, True),
+    "t5 by offset": (
+        {"buckets": "offsets", "max_distance": 8},
+        {"buckets": "offsets", "max_distance": 20},
+        *("beta", 1, True),
+    ),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("key", GROWING)
+def test_a_table_that_grows_keeps_what_was_trained(key: str, ids, tmp_path) -> None:
+    options, other, table, dim, repeats = GROWING[key]
+    name = key.split()[0].strip(",")
+    model = trained(name, **options)
+    right = logits(model, ids[:, :LENGTH])
+    before = {key: value.detach().clone() for key, value in learned(model).items()}
+    model.save_pretrained(tmp_path)
+    for again in (model, rope_ext.from_pretrained(tmp_path)):
+        rope_ext.patch(again, name, **other, replace=True)
+        after = learned(again)
+        assert after.keys() == before.keys()
+        for path, value in before.items():
+            rows = value.shape[dim]
+            if path.rpartition(".")[2] == table:
+                assert after[path].shape[dim] > rows
+            assert torch.equal(after[path].narrow(dim, 0, rows), value)
+            if path.endswith(".table") and not repeats and "multi" not in key:
+                assert after[path][LENGTH:].std() > 0
+        torch.testing.assert_close(logits(again, ids[:, :LENGTH]), right, atol=2e-5, rtol=1e-5)
+        if repeats:  # the very same function, at any distance
+            whole = trained(name, **options)
+            torch.testing.assert_close(logits(again, ids), logits(whole, ids), atol=2e-5, rtol=1e-5)
+
+
+def test_a_trained_table_is_extended_by_patching_again(ids) -> None:
+    model = ALL["learned"].patch(tiny_llama(), length=64)
+    (table,), short = parameters(model).values(), logits(model, ids[:, :64])
+    rope_ext.patch(model, "learned", factor=4, extend="hierarchical", replace=True)
+    assert next(iter(parameters(model).values())) is table  # an optimizer goes on with it
+    torch.testing.assert_close(logits(model, ids[:, :64]), short)  # added in another order
+
+
+READ_OTHERWISE = {  # options that change how the same numbers are read
+    "t5": {"max_distance": 256},
+    "fire": {"threshold": 100.0},
+    "floater": {"step": 0.2, "into": "first"},
+    "transformer_xl": {"base": 500.0},
+    "kerple_log": {"temperature": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", READ_OTHERWISE)
+def test_options_that_leave_the_shapes_alone_keep_the_parameters(name: str) -> None:
+    model = trained(name)
+    before = learned(model)
+    rope_ext.patch(model, name, **READ_OTHERWISE[name], replace=True)
+    after = learned(model)
+    assert [*after] == [*before]
+    assert all(after[key] is value for key, value in before.items() if "scale" not in key)
+
+
+def test_options_that_do_not_fit_are_refused_and_what_is_dropped_is_named(caplog) -> None:
+    model = trained("t5")
+    before = learned(model)
+    rope_ext.patch(model, "yarn", factor=4, bias="t5", replace=True)
+    assert all(value is before[name] for name, value in learned(model).items())
+    with pytest.raises(rope_ext.OptionError, match="num_buckets=16 instead of 32"):
+        rope_ext.patch(model, "rope", bias=rope_ext.T5(num_buckets=16), replace=True)
+    assert all(value is before[name] for name, value in learned(model).items())
+    model = trained("deberta", clip=20, absolute_layers=1, length=120)
+    with pytest.raises(rope_ext.OptionError, match=r"length=110 instead of 120"):
+        rope_ext.patch(model, "deberta", clip=20, absolute_layers=1, length=110, replace=True)
+    with caplog.at_level(logging.WARNING, logger="rope_ext"):
+        rope_ext.patch(model, "deberta", clip=20, replace=True)
+    assert "rope_ext_input.table" in caplog.text and len(learned(model)) == 4
+
+
+def test_layers_that_are_added_leave_the_others_trained() -> None:
+    for name in ("kerple_log", "t5"):
+        model = trained(name, layers=[0])
+        before = learned(model)
+        rope_ext.patch(model, name, replace=True)
+        after = learned(model)
+        assert len(after) == (1 if name == "t5" else 2) * len(before)
+        assert all(after[path] is value for path, value in before.items())
+
+
+# --- adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["kerple_log", "learned"])
@@ -74,22 +176,91 @@ def test_what_an_adapter_trained_outlives_another_patch(name: str, ids) -> None:
     with rope_ext.patched(adapted, "alibi", replace=True):
         assert not torch.equal(logits(adapted, ids), right)
     assert torch.equal(logits(adapted, ids), right)
-    with pytest.raises(rope_ext.OptionError):
-        rope_ext.patch(adapted, "alibi", layers=[99], replace=True)
-    assert torch.equal(logits(adapted, ids), right)
     rope_ext.patch(adapted, name, **options, temperature=2.0, replace=True)
     rope_ext.patch(adapted, name, **options, replace=True)
     assert torch.equal(logits(adapted, ids), right)
     assert sorted(adapted.state_dict()) == sorted(names)
+    if name == "learned":  # its table grows along
+        with rope_ext.patched(adapted, name, length=140, replace=True):
+            torch.testing.assert_close(logits(adapted, ids), right)
     rope_ext.unpatch(adapted)
     assert not any("rope_ext_" in path for path, _ in adapted.named_modules())
 
 
-def test_a_shared_table_goes_along_to_other_layers() -> None:
-    model = patch(tiny_llama(), "t5")
-    (table,) = parameters(model).values()
-    rope_ext.patch(model, "t5", layers=[1], replace=True)
-    assert next(iter(parameters(model).values())) is table
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_an_adapter_on_keys_changes_positions_that_go_through_keys(first: str, ids) -> None:
+    """As the merged weights do, whether it was there before the patch or came after."""
+    config = peft.LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM")
+    model, patch = tiny_llama(), ALL["through keys"].patch
+    if first == "patch":
+        model = peft.get_peft_model(patch(model), config)
+    else:
+        model = patch(peft.get_peft_model(model, config))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_()
+    found = logits(model.eval(), ids)
+    model(ids, labels=ids).loss.backward()
+    grads = [p.grad for n, p in model.named_parameters() if "lora_A" in n]
+    assert all(g is not None and g.abs().sum() > 0 for g in grads)
+    merged = model.merge_and_unload()
+    assert type(merged.model.layers[0].self_attn.k_proj) is nn.Linear
+    torch.testing.assert_close(logits(merged, ids), found, **EXACT)
+
+
+class Quantized(nn.Module):
+    """A layer in 8 bits, which has no matrix of floating-point numbers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = float(linear.weight.abs().max()) / 127
+        self.register_buffer("codes", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.codes * self.scale).to(x).mT
+
+
+def test_positions_go_through_quantized_keys(ids) -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
+        layer.self_attn.k_proj = made = Quantized(layer.self_attn.k_proj)
+        with torch.no_grad():
+            other.self_attn.k_proj.weight.copy_(made.codes * made.scale)
+    patch = ALL["through keys"].patch
+    torch.testing.assert_close(logits(patch(model), ids), logits(patch(plain), ids), **EXACT)
+
+
+# --- beginnings ----------------------------------------------------------------------------------
+
+
+def test_encodings_begin_as_their_pages_say(ids) -> None:
+    bare = logits(rope_ext.patch(tiny_llama(), "nope"), ids)
+    for name in ("multiplicative", "floater"):  # which begin by doing nothing
+        assert torch.equal(logits(rope_ext.patch(tiny_llama(), name, factor=2), ids), bare)
+    torch.manual_seed(0)
+    (table,) = parameters(rope_ext.patch(tiny_llama(), "learned")).values()
+    assert table.shape == (64, 64)
+    assert 0.9 < (table.std() / tiny_llama().model.embed_tokens.weight.std()).item() < 1.1
+    fixed = rope_ext.patch(tiny_llama(), "alibi")
+    model = rope_ext.patch(tiny_llama(), "alibi", learned=True)
+    assert all(torch.equal(x, slopes(4).float()) for x in parameters(model).values())
+    torch.testing.assert_close(logits(model, ids), logits(fixed, ids), **EXACT)
+
+
+def test_repo_begins_as_published_or_with_the_model_itself(ids) -> None:
+    """Truncated normal numbers, which make no position at first; or the model's own positions."""
+    torch.manual_seed(0)
+    model = rope_ext.patch(tiny_llama(hidden_size=256), "repo")
+    shapes = {name.split(".")[-1]: list(p.shape) for name, p in parameters(model).items()}
+    assert shapes == {"gate": [32, 256], "content": [32, 256], "position": [2, 32]}
+    drawn = next(iter(parameters(model).values()))
+    assert drawn.abs().max() <= 0.06 and 0.019 < drawn.std() < 0.0205  # cut at three deviations
+    nope = rope_ext.patch(tiny_llama(), "nope")
+    model = rope_ext.patch(tiny_llama(), "repo")
+    torch.testing.assert_close(logits(model, ids), logits(nope, ids), atol=0.05, rtol=0)
+    model = rope_ext.patch(tiny_llama(), "repo", positions="shifted")
+    torch.testing.assert_close(logits(model, ids), logits(tiny_llama(), ids), **EXACT)
 
 
 @pytest.mark.parametrize("name", ["fire", "cope", "floater", "repo"])
@@ -98,5 +269,13 @@ def test_a_patch_in_inference_mode_can_be_trained_afterwards(name: str, ids) -> 
     with torch.inference_mode():
         rope_ext.patch(model, name)
     model(input_ids=ids[:1, :20]).logits.sum().backward()
-    learned = [p for n, p in model.named_parameters() if "rope_ext_" in n]
-    assert learned and all(parameter.grad is not None for parameter in learned)
+    assert all(parameter.grad is not None for parameter in parameters(model).values())
+
+
+@pytest.mark.parametrize("name", ["learned", "multiplicative", "floater"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_shortest_rows_train(name: str, tokens: int, ids) -> None:
+    model = ALL[name].patch(tiny_llama())
+    model(ids[:, :tokens]).logits.sin().sum().backward()
+    whole = logits(model, ids)[:, :tokens]
+    torch.testing.assert_close(logits(model, ids[:, :tokens]), whole, **EXACT)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-)
+from transformers import DynamicCache
 
 import rope_ext
 from rope_ext.position.window_cache import SPARE
+from tests.helpers.encodings import ALL
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, logits
-from tests.helpers.promises import (
-    generates_as_it_recomputes,
-    pieces_of_rows_are_as_alone,
-)
-from tests.helpers.swan import GIVEN, WINDOW, dense
+from tests.helpers.positions import EXACT, FAMILIES, NEW, logits
+
+GIVEN, WINDOW = ALL["swan"].options, 7
 
 KEPT = WINDOW - 1 + SPARE  # keys of a layer with a window
 
@@ -25,23 +21,6 @@ KEPT = WINDOW - 1 + SPARE  # keys of a layer with a window
 def swan(**options: object) -> nn.Module:
     model = tiny_llama(num_hidden_layers=4)
     return rope_ext.patch(model, "swan", **{**GIVEN, **options})
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
-def test_logits_and_gradients_are_those_of_the_definition(kind: str) -> None:
-    ids = torch.randint(3, 128, (2, 300), generator=torch.Generator().manual_seed(2))
-    model, plain = FAMILIES[kind].model(), FAMILIES[kind].model()
-    rope_ext.patch(model, "swan", **GIVEN, original_max_position_embeddings=64)
-    found = []
-    for one in (model, plain):
-        with dense(one) if one is plain else torch.enable_grad():
-            said = one(ids).logits
-            said.sin().sum().backward()
-        found.append((said.detach(), [p.grad for n, p in one.named_parameters() if "proj" in n]))
-    torch.testing.assert_close(found[0][0], found[1][0], **EXACT)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)
-    assert (found[0][0] - logits(FAMILIES[kind].model(), ids)).abs().max() > 0.01
 
 
 def test_within_the_window_the_other_layers_are_as_trained(ids) -> None:
@@ -79,19 +58,6 @@ def test_memory_of_what_left_the_window_is_free(ids) -> None:
     assert held[1] * 90 == held[0] * KEPT
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_padded_rows_in_pieces_are_as_alone(cache: str, ids) -> None:
-    model = swan()
-    rows = [ids[0], ids[1, :61], ids[0, 3:9]]
-    cache = CACHES[cache](model.config)
-    pieces_of_rows_are_as_alone(model, rows, "left", (50, 1, 1, 30, 1, 7), cache)
-
-
-@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
-def test_generation_is_that_of_recomputation(more: dict, ids) -> None:
-    generates_as_it_recomputes(swan(), ids[:, :70], **more)
-
-
 def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
     model, prompt = swan(), ids[:1, :70]
     right = model.generate(prompt, **NEW, use_cache=False)
@@ -119,15 +85,6 @@ def test_drafts_beside_a_cache_that_the_model_starts_anew(ids) -> None:
     prompt = ids[:1, : LENGTH - 2]
     right = model.generate(prompt, **NEW, use_cache=False)
     assert torch.equal(model.generate(prompt, **NEW, assistant_model=tiny_llama()), right)
-
-
-def test_what_is_saved_is_loaded_and_plain_transformers_refuses_it(tmp_path, ids) -> None:
-    model = swan()
-    right = logits(model, ids)
-    model.save_pretrained(tmp_path)
-    again = rope_ext.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, ids), right)
-    assert rope_ext.describe(again).notes[0].endswith("(plain transformers raises an error)")
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from rope_ext.saving.folder import built_on_meta, patch_without_weights
 from tests.families.zoo import LENGTH, image_text_types, tiny_config, tiny_model
 
 SETTINGS = {"vllm": "hf_overrides", "sglang": "json_model_override_args"}
-FLAGS = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}
 RUN = ("qwen3_5+images", "qwen3_5_moe+images", "qwen3_vl", "qwen2_5_vl", "mistral3", "llava")
 """Families that both engines run, so that nothing is left out without notice."""
 YARN = rope_ext.YaRN(factor=4)

@@ -107,60 +107,6 @@ def lengths_of(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "load"),
-    [
-        ("yarn", AutoModelForCausalLM.from_pretrained),
-        ("dynamic_yarn", rope_ext.from_pretrained),
-        ("rerope", rope_ext.from_pretrained),
-    ],
-)
-def test_grpo_generates_what_the_model_does_by_itself(tmp_path: Path, method: str, load) -> None:
-    from trl import GRPOConfig, GRPOTrainer
-
-    model = rope_ext.patch(built("llama"), method, factor=4)
-    inner, compared = model.generate, []
-
-    def generate(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs |= {"return_dict_in_generate": True, "output_logits": True}
-        model.save_pretrained(tmp_path / "now")  # its weights are others in every step
-        state = torch.get_rng_state()
-        found = inner(*args, **kwargs)
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
-        alone = load(tmp_path / "now").train().generate(*args, **kwargs)
-        torch.set_rng_state(after)
-        compared.append((found, alone))
-        return found.sequences
-
-    model.generate = generate
-    before = model.lm_head.weight.detach().clone()
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=lengths_of,
-        args=GRPOConfig(
-            str(tmp_path / "grpo"),
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=6,
-            learning_rate=1e-2,
-            **{**QUIET, "max_steps": 2},
-        ),
-        train_dataset=Dataset.from_dict({"prompt": texts(*PROMPTS)}),
-        processing_class=words(),
-    )
-    trainer.train()
-    assert len(compared) == 2 and not torch.equal(model.lm_head.weight, before)
-    for found, alone in compared:
-        assert found.sequences.shape[1] > 2 * TRAINED
-        assert torch.equal(found.sequences, alone.sequences)
-        # The same operations, on frequencies of which a reloaded table is rounded once more.
-        torch.testing.assert_close(
-            torch.stack(found.logits), torch.stack(alone.logits), rtol=0, atol=1e-3
-        )
-
-
 def first_dpo_loss(model: Any, folder: Path, **kwargs: Any) -> float:
     """The loss before the first step, when the policy still is its reference."""
     from trl import DPOConfig, DPOTrainer

@@ -7,16 +7,10 @@ lose a check, without a test that fails under its name.
 from __future__ import annotations
 
 import functools
-import math
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
 
 import rope_ext
-from rope_ext import patching
-from rope_ext.rotary import buffers
 from rope_ext.rotary.sites import text_decoder
 from tests.families import coverage
 from tests.families.checks import (
@@ -27,7 +21,7 @@ from tests.families.checks import (
     snapshot,
 )
 from tests.families.images import image_token
-from tests.families.zoo import LENGTH, image_text_types, model_types, tiny_model
+from tests.families.zoo import image_text_types, model_types, tiny_model
 
 REFUSED = {
     "codegen": rope_ext.NoRopeError,  # a fixed table of sines
@@ -211,61 +205,3 @@ def test_refused_by_default_and_left_alone(model_type: str) -> None:
     with pytest.raises(error):
         rope_ext.patch(model, "yarn", factor=4)
     assert changed(before, snapshot(model)) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(set(model_types()) - NOT_BUILDABLE))
-def test_plain_transformers_never_loads_it_unextended(model_type: str, tmp_path: Path) -> None:
-    model = tiny_model(model_type)
-    if expected(model_type) not in (coverage.SUPPORTED, coverage.WINDOW_ONLY):
-        with pytest.raises(rope_ext.RopeExtError):
-            rope_ext.patch(model, "dynamic_yarn", factor=4)
-        return
-    options = {"sliding_layers": "scale", "original_max_position_embeddings": LENGTH}
-    rope_ext.patch(model, "dynamic_yarn", factor=4, **options)  # transformers has no type for it
-    model.save_pretrained(tmp_path)
-    autos = AutoModel, AutoModelForCausalLM
-    mapped = [auto for auto in autos if type(model.config) in auto._model_mapping]
-    for cls in (type(model), *mapped):
-        with (
-            pytest.raises((KeyError, ValueError), match=r"load with rope_ext\.from_pretrained"),
-        ):
-            cls.from_pretrained(tmp_path)
-    again = rope_ext.from_pretrained(tmp_path)
-    ids = torch.randint(3, 100, (1, 2 * LENGTH), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
-@pytest.mark.slow
-def test_share_of_supported_families() -> None:
-    """By the verdicts that test_family holds every family to."""
-    verdicts = {name: expected(name) for name in model_types() if name not in NOT_BUILDABLE}
-    results = [
-        coverage.FamilyResult(name, "", verdict, rotary=verdict != coverage.NO_ROPE)
-        for name, verdict in verdicts.items()
-    ]
-    assert coverage.share(results) >= 0.92, coverage.totals(results)
-
-
-def test_a_scaled_sliding_set_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "chosen_sites", lambda decoder, sites, sliding_layers: sites)
-    result = coverage.check_family("gemma3_text")
-    assert result.verdict == coverage.FAILED
-    assert "sliding untouched" in result.reason
-    assert "native yarn" in result.reason
-
-
-def test_a_lost_scaling_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore = buffers.Changes.undo
-
-    def forgetful(changes: buffers.Changes) -> None:
-        restore(changes)
-        for state in changes.states:
-            setattr(state.site.module, state.site.scaling_attribute, 1 + 0.1 * math.log(4))
-
-    monkeypatch.setattr(buffers.Changes, "undo", forgetful)
-    result = coverage.check_family("llama")
-    assert result.verdict == coverage.FAILED
-    assert "unpatch yarn" in result.reason
-    assert "attention_scaling" in result.reason

@@ -1,33 +1,24 @@
 """One of the two gloo processes of test_distributed.py: compares itself with a single one.
 
-Run by: torchrun --nproc_per_node 2 tests/helpers/distributed_worker.py FOLDER
+Run by: torchrun --nproc_per_node 2 tests/helpers/distributed_worker.py
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, LlamaForCausalLM
-from transformers.integrations.fsdp import update_fsdp_plugin_peft
+from transformers import LlamaForCausalLM
 
 import rope_ext
-from recipes.finetune import build
 from recipes.parallel import leave
-from recipes.settings import Recipe
 from tests.helpers.models import tiny_llama
 
 METHODS = {
@@ -95,15 +86,7 @@ def shard(model: torch.nn.Module) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def ddp(folder: Path) -> None:
-    """The mean over two half batches is the gradient of the whole batch."""
-    for method in METHODS:
-        expected = gradients(adapted(patched(method)), rows(slice(4)))
-        model = DistributedDataParallel(adapted(patched(method)))
-        same(gradients(model, mine()), expected, f"{method} under DDP")
-
-
-def fsdp2(folder: Path) -> None:
+def fsdp2() -> None:
     """Sharded before or after the patch, with and without gradient checkpointing."""
     for method in METHODS:
         whole = adapted(patched(method))
@@ -126,7 +109,7 @@ def fsdp2(folder: Path) -> None:
             assert type(rotary(model)) is torch.Tensor, what
 
 
-def meta(folder: Path) -> None:
+def meta() -> None:
     """Patched and sharded without memory, materialised, and only then given its weights."""
     whole = patched("yarn")
     with torch.device("meta"):
@@ -140,47 +123,7 @@ def meta(folder: Path) -> None:
     same(gradients(model, mine()), gradients(whole, rows(slice(4))), "meta")
 
 
-def trainer(folder: Path) -> None:
-    """What fsdp2.yaml makes of a recipe: Trainer and accelerate shard what finetune.py builds.
-
-    On CPUs accelerate takes DDP whatever it is told, so their functions are called by hand.
-    """
-    if dist.get_rank() == 0:
-        tiny_llama().save_pretrained(folder)
-    dist.barrier()
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    recipe = Recipe(model=str(folder), train_embeddings_and_norms=True)
-
-    def built() -> torch.nn.Module:
-        torch.manual_seed(1)
-        model = build(recipe, AutoConfig.from_pretrained(folder)).train()
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # so that the other half gets gradients, too
-                torch.nn.init.normal_(parameter, std=0.1)
-        return model
-
-    expected = gradients(built(), rows(slice(4)))
-    model = built()
-    if dist.get_rank() == 1:  # so that only the weights of the first can have been trained
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
-    )
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        mixed_precision="no",
-        device=torch.device("cpu"),
-        is_main_process=dist.get_rank() == 0,
-    )
-    update_fsdp_plugin_peft(model, accelerator)
-    model = fsdp2_prepare_model(accelerator, model)
-    sharded = [hasattr(parameter, "full_tensor") for parameter in model.parameters()]
-    assert all(sharded), f"{sharded.count(False)} parameters were not sharded"
-    same(gradients(model, mine()), expected, "a recipe as accelerate shards it")
-
-
-def ulysses(folder: Path) -> None:
+def ulysses() -> None:
     """Ranks share a sequence: a fixed frequency method is exact, and others are not."""
     if importlib.util.find_spec("deepspeed") is None:
         return
@@ -214,7 +157,7 @@ def ulysses(folder: Path) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for check in (ddp, fsdp2, meta, trainer, ulysses):
-        check(Path(sys.argv[1]))
+    for check in (fsdp2, meta, ulysses):
+        check()
         dist.barrier()
     leave()

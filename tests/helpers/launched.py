@@ -4,8 +4,8 @@ On CPUs accelerate makes plain data parallelism of every launch file, whatever i
 the way of GPUs; nothing is made up but that they are there. A run that would keep its gradients
 whole on every device while they are accumulated is refused. DeepSpeed is told that there are
 several processes, of which accelerate knows one where it sees no GPU, and is kept from compiling
-C++, a minute's work each: to exchange tensors it takes gloo then, and for the step of AdamW on
-CPUs the formula below. transformers is told that the GPUs have bfloat16.
+C++, a minute's work: to exchange tensors it takes gloo then. transformers is told that the GPUs
+have bfloat16.
 
 Run by: accelerate launch --config_file FILE --num_processes 2 tests/helpers/launched.py RUNS,
 where RUNS is a JSON file with the command lines of the runs.
@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -47,33 +46,11 @@ def _gloo(self: PartialState, *args: Any) -> tuple[str, DistributedType]:
     return "gloo", DistributedType.MULTI_CPU
 
 
-class _Steps:
-    """The operator of DeepSpeedCPUAdam, by the formula of torch.optim.AdamW."""
-
-    def create_adam(self, *given: object) -> None: ...
-
-    def destroy_adam(self, number: int) -> None: ...
-
-    def adam_update(
-        self, number: int, step: int, lr: float, beta1: float, beta2: float, eps: float,
-        decay: float, corrected: bool, weight: torch.Tensor, grad: torch.Tensor,
-        mean: torch.Tensor, square: torch.Tensor,
-    ) -> None:  # fmt: skip
-        assert corrected
-        weight.mul_(1 - lr * decay)
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        deviation = (square / (1 - beta2**step)).sqrt_().add_(eps)
-        weight.addcdiv_(mean, deviation, value=-lr / (1 - beta1**step))
-
-
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
-        from deepspeed.ops.adam import cpu_adam
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        cpu_adam.CPUAdamBuilder.load = lambda self: _Steps()
         PartialState._prepare_backend = _gloo
         training_args.is_torch_bf16_gpu_available = lambda: True
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +23,8 @@ class Fake:
         faults: HTTP statuses of the next requests, in order; 0: it answers.
         refused: prompts longer than this many tokens get a 400 for good.
         logprobs: whether it returns those of the prompt.
+        spoils: what is made of the next answers, in order; text is sent as HTML.
+        models: what it says of the models that it serves.
     """
 
     model: Any
@@ -30,13 +32,15 @@ class Fake:
     faults: list[int] = field(default_factory=list)
     refused: int = 10**9
     logprobs: bool = True
+    spoils: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
+    models: list[dict[str, Any]] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     at_once: int = 0
     most: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         with self.lock:
             self.asked.append(body)
             fault = self.faults.pop(0) if self.faults else 0
@@ -55,7 +59,10 @@ class Fake:
             choice["logprobs"] = {"token_logprobs": logprobs, "tokens": [], "text_offset": []}
         kind = "chat.completion" if chat else "text_completion"
         made = {"id": "1", "object": kind, "created": 1, "model": body["model"]}
-        return 200, {**made, "choices": [choice]}
+        made["usage"] = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": 0}
+        with self.lock:
+            spoil = self.spoils.pop(0) if self.spoils else dict
+        return 200, spoil({**made, "choices": [choice]})
 
     def _ids(self, prompt: Any) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
@@ -97,9 +104,16 @@ def serving(fake: Fake) -> Iterator[str]:
             status, answer = fake.answer(self.path, body)
             with fake.lock:
                 fake.at_once -= 1
-            data = json.dumps(answer).encode()
+            self.send(status, answer)
+
+        def do_GET(self) -> None:
+            self.send(200, {"object": "list", "data": fake.models})
+
+        def send(self, status: int, answer: Any) -> None:
+            html = isinstance(answer, str)
+            data = (answer if html else json.dumps(answer)).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", "text/html" if html else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.send_header("retry-after-ms", "1")
             self.end_headers()

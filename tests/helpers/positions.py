@@ -95,6 +95,7 @@ FAMILIES = {
     "stablelm": Family("stablelm"),
     "gpt_neox": Family("gpt_neox"),
     "granite": Family("granite"),
+    "gemma": Family("gemma"),  # multiplies its embeddings
 }
 KINDS = ["llama", "gemma2 scaled", "gpt_oss", "smollm3", "mistral windowed"]
 PACKED = [kind for kind in KINDS if kind != "gpt_oss"]  # whose code does not tell documents apart
@@ -163,6 +164,42 @@ def gradients(model: nn.Module, ids: torch.Tensor, **given: Any) -> list[torch.T
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What the formula of an encoding is given of one attention layer, in float64.
+
+    Args:
+        module: the layer.
+        query, key: not rotated, ``[rows, heads, tokens, columns]``.
+        logits: scaled products of both, rotated to the distances of the method.
+        apart: distances, ``[rows or 1, 1, queries, keys]``; 0 for later keys.
+        places: positions of the queries, ``[rows or 1, 1, queries, 1]``.
+        visible: ``[rows, 1, queries, keys]``.
+        scale: of the products.
+        theta: frequencies.
+        inputs: of the layer.
+        products: of pairs of columns times a complex number, and of the other columns.
+        learned: by name, where somebody puts it in.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    logits: torch.Tensor
+    apart: torch.Tensor
+    places: torch.Tensor
+    visible: torch.Tensor
+    scale: float
+    theta: torch.Tensor
+    inputs: torch.Tensor
+    products: Callable[..., torch.Tensor]
+    learned: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def turned(self, factor: torch.Tensor) -> torch.Tensor:
+        """Logits where every pair of columns is multiplied, ``[rows, heads, i, j, pairs]``."""
+        return self.scale * self.products(self.query, self.key, factor)
+
+
+@dataclass(frozen=True)
 class ByFormula:
     """Attention over the effective distance of every single pair, dense, in float64.
 
@@ -172,17 +209,14 @@ class ByFormula:
             nothing is seen.
         positions: under which the model itself rotates, ``[rows or 1, tokens]``.
         temperature: of every query, ``[tokens]``.
-        bias: what a module adds to its logits at given distances, ``[heads, ...]``.
-        scores: what it makes of its logits; it is given the module, queries as they are
-            before the rotation (from 0 on), logits, distances, places of queries, visibility.
+        scores: makes the logits of a layer, and what is added to the values of pairs of tokens.
     """
 
     family: Family
     distance: torch.Tensor
     positions: torch.Tensor
     temperature: torch.Tensor
-    bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None
-    scores: Callable[..., torch.Tensor] | None = None
+    scores: Callable[[Seen], Any] | None = None
 
     def __call__(
         self,
@@ -199,62 +233,62 @@ class ByFormula:
         groups = query.shape[1] // key.shape[1]
         q, k, v = query.double(), key.double(), value.double()
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        logits, visible = q @ k.mT, attention_mask
+        logits, visible, of_pairs = q @ k.mT, attention_mask, None
+        theta, at = module.by_formula_inv_freq.double(), self.positions
         mapped = self.family.mapped is None or module.layer_idx in self.family.mapped
         if mapped:
-            native = self.positions[:, :, None] - self.positions[:, None]
+            native = (at[:, :, None] - at[:, None])[..., None]
             distance = self.distance if self.distance.ndim == 4 else self.distance.unsqueeze(-1)
-            by = (distance - native.unsqueeze(-1)).masked_fill(distance.isinf(), 0)
-            logits = self._turned(module, q, k, by) * self.temperature[:, None]
+            by = (distance - native).masked_fill(distance.isinf(), 0)
+            sizes = [len(part) for part in torch.arange(len(theta)).tensor_split(by.shape[-1])]
+            angle = by[:, None].repeat_interleave(torch.tensor(sizes), -1) * theta
+            logits = self._products(q, k, _turn(angle)) * self.temperature[:, None]
             visible = visible & distance.isfinite()[..., 0][:, None]
-        logits = logits * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        logits = logits * scale
         if softcap is not None:
             logits = softcap * (logits / softcap).tanh()
-        if mapped and self.bias is not None:
-            apart = self.positions[:, :, None] - self.positions[:, None]
-            added = self.bias(module, apart.clamp(min=0))
-            logits = logits if added is None else logits + added.transpose(0, 1).double()
         if mapped and self.scores is not None:
-            places = self.positions[:, None, :, None]
+            places = at[:, None, :, None]
             apart = (places - places.mT).clamp(min=0)
-            logits = self.scores(module, self._back(module, q), logits, apart, places, visible)
+            back = [self._back(x, _turn(-places.double() * theta)) for x in (q, k)]
+            given = (*back, logits, apart, places, visible, scale, theta, module.by_formula_input)
+            made = self.scores(Seen(module, *given, self._products))
+            logits, of_pairs = made if isinstance(made, tuple) else (made, None)
         weights = logits.masked_fill(~visible, -1e30).exp()
         total = weights.sum(-1, keepdim=True)
         if s_aux is not None:
             total = total + s_aux.double().exp()[:, None, None]
         weights = weights / total
-        return (weights @ v).transpose(1, 2).to(value.dtype), weights
+        out = weights @ v
+        if of_pairs is not None:
+            out = out + torch.einsum("bhij,aijd->bhid", weights, of_pairs)
+        return out.transpose(1, 2).to(value.dtype), weights
 
-    def _back(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Before the model turned it."""
-        theta = module.by_formula_inv_freq.double()
-        first, second, _ = self._columns(len(theta), x.shape[-1])
-        angle = self.positions[:, None, :, None] * theta
-        a, b, out = x[..., first], x[..., second], x.clone()
-        out[..., first] = a * angle.cos() + b * angle.sin()
-        out[..., second] = b * angle.cos() - a * angle.sin()
-        return out
-
-    def _columns(self, pairs: int, columns: int) -> tuple[slice, slice, slice]:
-        """Of the first and the second of each pair, and of the rest."""
+    def _parts(self, x: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pairs of columns as complex numbers, and the other columns."""
         first, second = slice(0, pairs), slice(pairs, 2 * pairs)
         if self.family.neighbours:
             first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-        return first, second, slice(2 * pairs, columns)
+        return torch.complex(x[..., first], x[..., second]), x[..., 2 * pairs :]
 
-    def _turned(self, module: nn.Module, q, k, by: torch.Tensor) -> torch.Tensor:
-        theta = module.by_formula_inv_freq.double()
-        pairs, columns = len(theta), q.shape[-1]
-        first, second, rest = self._columns(pairs, columns)
-        groups = [len(part) for part in torch.arange(pairs).tensor_split(by.shape[-1])]
-        angle = by[:, None].repeat_interleave(torch.tensor(groups), -1) * theta
-        a, b = q[..., None, first], q[..., None, second]
-        turned = torch.cat(
-            (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1
+    def _back(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """Before the model turned it."""
+        z, rest = self._parts(x, turn.shape[-1])
+        z = z * turn
+        both = (z.real, z.imag)
+        joined = (
+            torch.stack(both, -1).flatten(-2) if self.family.neighbours else torch.cat(both, -1)
         )
-        keys = torch.cat((k[..., first], k[..., second]), -1)
-        turned = (turned * keys[:, :, None]).sum(-1)
-        return turned + q[..., rest] @ k[..., rest].mT
+        return torch.cat((joined, rest), -1)
+
+    def _products(self, q: torch.Tensor, k: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        (a, rest), (b, other) = (self._parts(x, factor.shape[-1]) for x in (q, k))
+        return ((a[..., None, :] * factor * b.conj()[:, :, None]).sum(-1)).real + rest @ other.mT
+
+
+def _turn(angle: torch.Tensor) -> torch.Tensor:
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 @contextmanager
@@ -265,26 +299,35 @@ def by_formula(
     tokens: torch.Tensor,
     *,
     log_n: int | None = LENGTH,
-    bias: Callable[[nn.Module, torch.Tensor], torch.Tensor | None] | None = None,
-    scores: Callable[..., torch.Tensor] | None = None,
+    scores: Callable[[Seen], Any] | None = None,
     **constants: Any,
 ) -> Iterator[nn.Module]:
     """``model``, not under a position method, with the attention of the paper.
 
-    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length; ``bias`` and
-    ``scores``: as of :class:`ByFormula`.
+    ``tokens``: positions, ``[rows, tokens]``; ``log_n``: the trained length; ``scores``: as of
+    :class:`ByFormula`.
     """
     buffers = dict(model.named_buffers())
     kinds = getattr(model.config, "layer_types", None)
+    handles = []
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        module.by_formula_input = args[0] if args else kwargs["hidden_states"]
+
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             own = f"{kinds[module.layer_idx]}_inv_freq" if kinds else "inv_freq"
             found = [b for n, b in buffers.items() if n.split(".")[-1] in (own, "inv_freq")]
             module.by_formula_inv_freq = found[0].clone()
+            handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     t = tokens - tokens[:, :1]
     temperature = torch.ones(t.shape[1], dtype=torch.float64)
     if log_n is not None and name in ("rerope", "leaky_rerope", "self_extend", "dpe"):
         temperature = ((t[0] + 1).double().log() / math.log(log_n)).clamp(min=1)
     distance = torch.stack([formula(name, row, **constants) for row in t])
-    with attending_by(model, ByFormula(family, distance, t, temperature, bias, scores)):
-        yield model
+    try:
+        with attending_by(model, ByFormula(family, distance, t, temperature, scores)):
+            yield model
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -40,11 +40,6 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", ("Qwen3Model", "Qwen3ForCausalLM"), {}),
     "mistral": ("MistralConfig", ("MistralModel", "MistralForCausalLM"), {"sliding_window": None}),
     "gemma2": ("Gemma2Config", ("Gemma2Model", "Gemma2ForCausalLM"), {}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        ("Gemma3TextModel", "Gemma3ForCausalLM"),
-        {"layer_types": ["sliding_attention", "full_attention"]},
-    ),
 }
 
 

@@ -23,8 +23,6 @@ from lab.benchmarks.heads import (
 from rope_eval.forward import score
 from rope_eval.tune.fitness import Prompt
 from rope_ext.methods import build_method
-from rope_ext.position import head_scales
-from rope_ext.rotary.sites import text_decoder
 
 
 @pytest.fixture(params=CHECKPOINTS)
@@ -58,18 +56,6 @@ def test_the_same_scale_for_every_head_is_log_n(model: torch.nn.Module, name: st
         assert (logits(model, ids) - expected)[:, TRAINED + 1 :].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["yarn", "self_extend"])
-def test_scales_by_heads_are_those_of_the_option(model: torch.nn.Module, name: str) -> None:
-    ids, scales = tokens(TRAINED + 200), table(model, 0.0)
-    scales = torch.rand(scales.shape, generator=torch.Generator().manual_seed(4)) * 3
-    with rope_ext.patched(model, name, factor=4, temperature="ssmax"):
-        for number, layer in enumerate(text_decoder(model).layers):
-            getattr(layer.self_attn, head_scales.NAME).scale.data = scales[number]
-        expected = logits(model, ids)
-    with rope_ext.patched(model, name, factor=4, temperature=1.0), scaled(model, scales):
-        torch.testing.assert_close(logits(model, ids), expected, atol=2e-4, rtol=0)
-
-
 def test_entropies_are_those_of_the_weights_of_transformers(model: torch.nn.Module) -> None:
     ids = tokens(TRAINED + 100)
     found = entropies(model, [ids[0].tolist()])[..., 0]
@@ -79,20 +65,6 @@ def test_entropies_are_those_of_the_weights_of_transformers(model: torch.nn.Modu
     last = torch.stack(weights)[:, 0, :, -QUERIES:].double()
     expected = -(last * last.clamp(min=1e-300).log()).sum(-1).mean(-1)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
-
-
-def test_entropies_at_other_scales_are_those_with_the_scales_in_force(
-    model: torch.nn.Module,
-) -> None:
-    """In the first layer, whose input does not depend on the scales."""
-    windows = [tokens(TRAINED + 300, seed)[0].tolist() for seed in (1, 2)]
-    at, before = 6, table(model, 0.7)
-    with scaled(model, before):
-        found = entropies(model, windows, before)[0, :, at]
-    after = table(model, float(SCALES[at]))
-    with scaled(model, after):
-        expected = entropies(model, windows)[0, :, 0]  # of the attention that is in force
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_a_matched_scale_is_where_the_entropy_is_the_target() -> None:

@@ -19,7 +19,7 @@ from lab.laboratory import text as texts
 from lab.laboratory.__main__ import main
 from lab.laboratory.log import Cell, Log
 from lab.laboratory.model import Size, chosen
-from lab.laboratory.paired import difference, rank_correlation
+from lab.laboratory.paired import difference
 from lab.laboratory.published import Published, hold
 from lab.laboratory.rates import Rates, choose
 from lab.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
@@ -67,16 +67,6 @@ def test_rates_are_found_where_the_loss_is_lowest() -> None:
     assert {(rates.encoding, rates.initial) for rates in without} == {(1.0, 1.0)}
     assert sorted(rates.model for rates in without) == [0.125, 0.25, 0.5, 1.0, 2.0]
     assert choose(lambda rates: 1.0, own=True).rates == Rates(0.125, 1 / 25)
-
-
-def test_rates_are_chosen_on_problems_that_are_not_trained_on() -> None:
-    def long_ones(rows: tuple[torch.Tensor, torch.Tensor]) -> set[str]:
-        pairs = zip(*rows, strict=True)
-        return {str(ids[: ids.tolist().index(GIVEN)]) for ids, w in pairs if w.sum() > 10}
-
-    subject = Tasks(batch=128)
-    asked = long_ones(subject.choosing())
-    assert asked and not any(asked & long_ones(subject.rows_of(seed, 0)) for seed in range(3))
 
 
 def test_rows_depend_on_seed_and_step_alone() -> None:
@@ -155,27 +145,12 @@ def test_a_problem_is_solved_only_if_all_of_its_answer_and_its_end_are_right() -
     assert known["refused"] == {}
 
 
-def test_a_word_is_found_only_if_all_of_it_is_right() -> None:
-    known = text(rows=2).read(Cheat(), as_it_is, CPU)
-    assert set(known["retrieval"].values()) == {1.0}
-    assert list(known["loss"]) == [64, 128, 256, 512, 1024] and len(known["positions"]) == 16
-    best = math.log(math.e + 259) - 1  # of a token that has one logit of 1, and all others 0
-    assert all(loss == pytest.approx(best, abs=1e-4) for loss in known["loss"].values())
-
-
 def test_differences_are_paired_by_seed() -> None:
     found = difference({0: 1.0, 1: 2.0, 2: 3.0, 9: 50.0}, {0: 0.5, 1: 1.6, 2: 2.4})
     assert found.mean == pytest.approx(0.5) and found.pairs == 3 and found.clear
     assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
     assert difference({0: 1.0}, {1: 1.0}) is None
     assert not difference({0: 1.0}, {0: 2.0}).clear  # one pair says nothing of the next
-
-
-def test_rank_correlation_is_kendalls() -> None:
-    assert rank_correlation([1, 2, 3], [4, 5, 6]) == 1
-    assert rank_correlation([1, 2, 3], [6, 5, 4]) == -1
-    assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
-    assert rank_correlation([1, 1], [1, 2]) is None
 
 
 def test_a_published_order_is_held_against_pairs_that_can_be_told_apart() -> None:

@@ -204,13 +204,6 @@ def test_attention_is_the_formula(name: str) -> None:
 
 
 @torch.no_grad()
-def test_fope_leaves_out_frequencies_that_make_no_rotation_in_training() -> None:
-    positions, (q, k, v, x, t) = made("fope", length=30), inputs("fope")
-    assert tables(positions)[0].shape == (HEADS, 2, 2)  # of 1, .32, .1, .032, with a floor of .21
-    assert_same(positions(q, k, v, x, t), formula("fope", positions, q, k, v, x))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["carope", "grape_m"])
 def test_training_begins_with_rope(name: str) -> None:
     rotating, (q, k, v, x, t) = SCRATCH[name](SHAPE), inputs(name)
@@ -235,24 +228,3 @@ def test_a_model_learns_all_of_its_parameters_and_sees_no_later_token(name: str)
     assert silent == []
     other = model(input_ids=torch.cat((ids[:, :-1], ids[:, :1]), 1)).logits
     torch.testing.assert_close(other[:, :-1], before.logits[:, :-1], rtol=0, atol=1e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", SCRATCH)
-def test_the_model_computes_the_formula(name: str) -> None:
-    model = built(name)
-    layer, seen = model.model.layers[1].self_attn, {}
-    layer.rope_ext_positions.register_forward_hook(lambda m, given, out: seen.update(given=given))
-    layer.o_proj.register_forward_hook(lambda m, given, out: seen.update(out=given[0]))
-    layer.register_forward_pre_hook(
-        lambda m, args, kwargs: seen.update(x=kwargs["hidden_states"]), with_kwargs=True
-    )
-    model(input_ids=torch.arange(9)[None])
-    query, key, value, x, t = seen["given"]
-    q, k, v = (
-        getattr(layer, f"{part}_proj")(seen["x"]).unflatten(-1, (-1, 8)).transpose(1, 2)
-        for part in "qkv"
-    )
-    assert query.equal(q) and key.equal(k) and value.equal(v) and x.equal(seen["x"])
-    assert t.tolist() == [list(range(9))]
-    assert_same(layer.rope_ext_positions(q, k, v, x, t).transpose(1, 2).flatten(2), seen["out"])

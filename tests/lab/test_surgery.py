@@ -27,21 +27,6 @@ from tests.helpers import pictures
 from tests.helpers.recipe_runs import arguments
 
 
-def test_an_encoding_is_trained_at_the_models_own_length(
-    checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
-    def planned(**more: object) -> finetune.Plan:
-        given = {"length": 128, "pose_chunks": None, "factor": 8} | more
-        return finetune.check(*parse(arguments(checkpoint, texts, tmp_path / "run", **given)))
-
-    assert planned(method="alibi").target == 1024
-    assert planned(method="nope", layers="every 2nd").target == 1024
-    with pytest.raises(OptionError, match="must be longer than the trained 128"):
-        planned(method="yarn")
-    with pytest.raises(OptionError, match="must be longer than the trained 128"):
-        planned(method="alibi", length=64)
-
-
 def test_a_learned_table_grows_and_is_trained_on(
     checkpoint: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import rope_ext
 from rope_eval.plots import pictures
 from rope_eval.plots.numbers import bias_at, decay_at, rotates
 from rope_ext.methods import Rope
-from tests.helpers.biases import parameters
+from tests.helpers.encodings import parameters
 from tests.helpers.models import tiny_llama
 
 ROPE = Rope.geometric(1e4, 16, 64)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a patched model: the window is the patched one."""
+"""lm-evaluation-harness on a patched model: its tasks in our report, and its own command line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
 
 import rope_ext
-from eval import harness
 from rope_eval.tasks.passkey import PasskeyPrompts
-from rope_ext.errors import MeasureError
+from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
@@ -64,33 +64,55 @@ def task(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def call(task: Path, *more: object) -> dict:
-    words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--tasks", "early_passkey"]
-    words += ["--include-path", task, "--output", task / "out", *more]
-    harness.main(list(map(str, words)))
-    return json.loads((task / "out" / "harness.json").read_text())
+def call(task: Path, *more: object) -> Result:
+    words = ["eval", SHIPPED, "--tasks", "early_passkey", "--method", "yarn", "--factor", 4]
+    words += ["--lengths", "1k,2k", "--include-path", task, "--output", task / "out", *more]
+    return CliRunner().invoke(app, list(map(str, words)))
 
 
 @pytest.mark.slow
-def test_the_harness_sees_the_whole_prompt(
-    task: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_its_tasks_are_measured_in_the_window_of_the_patch(
+    task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
-    data = call(task)
-    found = {m: r["early_passkey"]["exact_match,number"] for m, r in data["results"].items()}
-    assert data["max_length"] == 2048 and found == {"none": 0.0, "yarn": 1.0}
-    assert "early_passkey" in capsys.readouterr().out
-    # What a wrong window does: the key is cut off, silently.
-    data = call(task, "--max-length", 1024)
-    assert data["results"]["yarn"]["early_passkey"]["exact_match,number"] == 0.0
+    done = call(task, "--trials", 1, "--tasks", "passkey")
+    assert done.exit_code == 0, done.output
+    data = json.loads((task / "out" / "results.json").read_text())
+    rows = {
+        (row["system"], row["length"]): row["value"]
+        for row in data["summary"]
+        if row["task"] == "early_passkey"
+    }
+    # In a window that is shorter than the prompt, its beginning is lost, and the key with it.
+    found = {("yarn", 2048): 1.0}
+    assert rows == {
+        (m, n): found.get((m, n), 0.0) for m in ("none", "yarn") for n in (512, 1024, 2048)
+    }
+    assert "Mean of exact_match as lm-evaluation-harness" in " ".join(done.stdout.split())
+    assert {row["task"] for row in data["summary"]} == {"passkey", "early_passkey"}
+    again = call(task, "--trials", 1, "--tasks", "passkey", "--resume")
+    assert again.exit_code == 0 and again.stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--metadata", "[1]"], "--metadata '[1]' is not a JSON object"),
+        (["--url", "http://h/v1"], "need the model in this process; leave them out with --url"),
+    ],
+)
+def test_a_wrong_request_is_one_line(task: Path, words: list[str], said: str) -> None:
+    pytest.importorskip("lm_eval")
+    done = call(task, *words)
+    assert done.exit_code == 2 and said in " ".join(done.stderr.split())
 
 
 def test_a_missing_harness_is_told(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    words = ["--model", str(SHIPPED), "--method", "yarn", "--tasks", "early_passkey"]
-    with pytest.raises(MeasureError, match="lm-evaluation-harness is not installed"):
-        harness.evaluate(harness.parser().parse_args(words))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    done = call(task)
+    assert done.exit_code == 2
+    assert 'need: pip install "rope-ext[harness]"' in done.stderr
 
 
 @pytest.mark.slow

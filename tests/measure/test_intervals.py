@@ -54,6 +54,11 @@ def test_means_are_covered_as_often_as_intervals_say(
     assert np.mean((low <= truth) & (truth <= high)) > 0.93
 
 
+def test_no_perplexity_is_below_1() -> None:
+    found = estimate_perplexity([0.01, 0.0, 0.02, 0.3])
+    assert found.low == 1 < found.value < found.high
+
+
 def test_few_documents_have_no_interval() -> None:
     assert mean_interval([1.0, 2.0, 3.0]) is None and paired_rates([1] * 3, [0] * 3) is None
     assert estimate_perplexity([1.0, 2.0, 3.0]).note == TOO_FEW

@@ -115,6 +115,81 @@ def test_failed_requests_are_repeated(checkpoint: Path, tmp_path: Path) -> None:
     assert len(fake.asked) == len(got) + 3
 
 
+def choice(**changed: Any) -> Any:
+    """A spoil that changes the choice of an answer."""
+    return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changed}]}
+
+
+def logprobs(change: Any) -> Any:
+    """A spoil that changes the log-probabilities of an answer."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        found = answer["choices"][0]["logprobs"]["token_logprobs"]
+        return choice(logprobs={"token_logprobs": change(found)})(answer)
+
+    return spoil
+
+
+def used(**changed: int) -> Any:
+    return lambda answer: {**answer, "usage": {**answer["usage"], **changed}}
+
+
+TEXT, LOSS = PASSKEYS[1], Perplexity(BOOK, windows=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "spoil", "said"),
+    [
+        (TEXT, lambda answer: {"error": {"message": "full"}}, "full"),
+        (TEXT, lambda answer: {**answer, "choices": []}, "has no choices"),
+        (TEXT, lambda answer: "<html>502</html>", "is not JSON"),
+        (TEXT, lambda answer: [1], "has no choices"),
+        (TEXT, choice(text=None), "has no text"),
+        (TEXT, choice(text="Mary had a little lamb. " * 50), "tokens are too many"),
+        (TEXT, used(prompt_tokens=100), "says that it read 100 tokens"),
+        (TEXT, used(completion_tokens=999), "says that it wrote 999 tokens"),
+        (LOSS, logprobs(lambda found: [None, 0.5, *found[2:]]), "above 0"),
+        (LOSS, logprobs(lambda found: [*found, -1.0]), "258 log-probabilities"),
+        (LOSS, logprobs(lambda found: [None, "no", *found[2:]]), "not numbers"),
+    ],
+)
+def test_an_answer_that_cannot_be_true_is_a_failed_request(
+    checkpoint: Path, tmp_path: Path, task: Any, spoil: Any, said: str
+) -> None:
+    """The others go on, and --resume asks for this one again."""
+    with serving(fake_of(checkpoint, spoils=[spoil])) as url:
+        settings = served(checkpoint, tmp_path / "out", url, concurrency=1, lengths=(256,))
+        with pytest.raises(MeasureError, match=r"^1 of \d requests failed") as error:
+            measured(settings, task)
+        assert said in str(error.value)
+        again = measured(replace(settings, resume=True), task)
+    assert len(again) >= 2
+
+
+def test_an_answer_that_repeats_its_prompt_is_not_one(checkpoint: Path, tmp_path: Path) -> None:
+    """Of a server that echoes, every key would be found."""
+    fake = fake_of(checkpoint)
+    fake.spoils = [lambda answer: choice(text=fake.tokenizer.decode(fake.prompts[-1]))(answer)]
+    with serving(fake) as url:
+        settings = served(checkpoint, tmp_path / "out", url, concurrency=1, lengths=(256,))
+        with pytest.raises(MeasureError, match="the answer repeats the prompt"):
+            measured(settings, TEXT)
+
+
+def test_what_a_server_says_of_itself_is_checked(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = fake_of(checkpoint, models=[{"id": "tiny", "max_model_len": 200}])
+    with serving(fake) as url:
+        settings = served(checkpoint, tmp_path / "out", url, lengths=(256,))
+        with pytest.raises(MeasureError, match=r"takes 200 tokens, and a prompt has 2\d\d"):
+            measured(settings, TEXT)
+        assert not fake.asked
+        fake.models, fake.spoils = [], [lambda answer: {**answer, "model": "another"}]
+        measured(replace(settings, overwrite=True), TEXT)
+    assert "answers as 'another', not as 'tiny'" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_what_every_request_would_meet_ends_the_run(
     checkpoint: Path, tmp_path: Path, status: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,7 @@ def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
     ("words", "message"),
     [
         (["passkeys"], "unknown task 'passkeys'; did you mean 'passkey'? Tasks: perplexity"),
-        (["--model", "m"], "give one or more tasks first: perplexity, longppl, passkey"),
+        (["--model", "m"], "give --tasks some of perplexity, longppl, passkey"),
         (["passkey", "--windows", "3"], "unrecognized arguments: --windows 3"),
         (["nowhere.py"], "file nowhere.py does not exist"),
         (["empty.py"], "empty.py registers no task; decorate one with @register"),
@@ -69,6 +70,7 @@ def test_mistakes_are_told(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     (tmp_path / "empty.py").touch()
     (tmp_path / "clash.py").write_text(
         "from dataclasses import dataclass\n"

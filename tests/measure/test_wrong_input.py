@@ -17,9 +17,9 @@ from rope_ext.saving import checkpoints as models
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "half \\ud83d of a pair"}', "line 2: the text has half of a surrogate pair"),
-        ('{"text": ' + "[" * 100_000, 'line 2: expected a JSON object with a "text" field'),
-        ('{"text": 3}', "that is a string"),
+        ('{"text": "half \\ud83d of a pair"}', "row 2: the text has half of a surrogate pair"),
+        ('{"text": ' + "[" * 100_000, "line 2 is not JSON"),
+        ('{"text": 3}', "row 2: the field 'text' must hold a string"),
     ],
     ids=["surrogate", "deep", "number"],
 )

@@ -32,7 +32,6 @@ from rope_ext.methods import (
     Resonance,
     Rope,
     YaRN,
-    all_methods,
     build_method,
 )
 from tests.helpers.methods import VARIANTS, table
@@ -58,18 +57,12 @@ INTERPOLATIONS = [
 ]
 
 
-def test_every_registered_method_is_among_the_tested_variants() -> None:
-    frequency_methods = {cls for cls in all_methods() if issubclass(cls, FrequencyMethod)}
-    assert {type(make(4, LLAMA2)) for make in VARIANTS.values()} == frequency_methods
-
-
 # --- against transformers ------------------------------------------------------------------
 
 HEADS = list(itertools.product((32, 64, 80, 128, 256), (1.0, 0.5, 0.25)))
 SCALES = list(itertools.product((1e4, 5e5, 1e6), (1.5, 2.0, 4.0, 8.0, 32.0), (512, 4096, 8192)))
-# Every fifth scale with each head, beginning elsewhere: nine with every base, factor and length,
-# and three heads for each scale.
-CASES = [(*head, *scale) for i, head in enumerate(HEADS) for scale in SCALES[i % 5 :: 5]]
+# Every ninth scale with each head, beginning elsewhere, so that every scale meets a head or two.
+CASES = [(*head, *scale) for i, head in enumerate(HEADS) for scale in SCALES[i % 9 :: 9]]
 # transformers computes in float32: b ** x is off by |x| ln(b) 2^-25, 6e-7 at the largest base.
 RTOL = 1e-6
 # A float32 share g near 0 is off by 6e-8, and (1 - g) theta / 32 + g theta by 32 times that.
@@ -160,15 +153,6 @@ def test_longrope_equals_transformers_below_and_above_the_trained_length() -> No
         assert method.attention_scaling(rope) == pytest.approx(scaling, rel=1e-9)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 4.0, 8.0, 32.0])
-def test_yarn_attention_scaling_is_the_one_transformers_computes_itself(factor: float) -> None:
-    method = YaRN(factor=factor)
-    parameters = method.rope_parameters(LLAMA2)
-    del parameters["attention_factor"]
-    _, scaling = theirs(parameters, LLAMA2)
-    assert method.attention_scaling(LLAMA2) == pytest.approx(scaling, rel=1e-9)
-
-
 @pytest.mark.parametrize("options", [{"beta_fast": 16, "beta_slow": 2}, {"attention_factor": 1.3}])
 def test_yarn_options_mean_what_they_mean_in_transformers(options: dict[str, float]) -> None:
     method = YaRN(factor=8, **options)
@@ -234,10 +218,6 @@ def test_factor_one_is_the_identity(variant: str) -> None:
     assert method.attention_scaling(LLAMA2) == 1.0
 
 
-def test_pi_divides_every_pair() -> None:
-    assert torch.equal(PI(factor=4).inv_freq(LLAMA2) * 4, LLAMA2.inv_freq)
-
-
 def test_yarn_ramp_runs_from_pair_20_to_46_on_llama2() -> None:
     # 64 ln(4096 / (32 2 pi)) / ln(1e4) = 20.944 and 64 ln(4096 / (2 pi)) / ln(1e4) = 45.027
     kept = YaRN(factor=4).kept(LLAMA2)
@@ -267,11 +247,6 @@ def test_yarn_blends_frequencies_or_wavelengths() -> None:
     torch.testing.assert_close(harmonic, (1 - kept) * 4 + kept)
 
 
-def test_yarn_temperature_is_a_tenth_of_the_log_plus_one() -> None:
-    assert YaRN(factor=math.e).attention_scaling(LLAMA2) == pytest.approx(1.1, rel=1e-15)
-    assert YaRN(factor=4, attention_factor=1.25).attention_scaling(LLAMA2) == 1.25
-
-
 def test_ntk_by_parts_is_yarns_paper_ramp_without_the_temperature() -> None:
     method = NTKByParts(factor=4)
     yarn = YaRN(factor=4, ramp="rotations")
@@ -292,11 +267,6 @@ def test_dynamic_ntk_at_the_full_context_has_alpha_s2_minus_s_plus_1(
     length = torch.tensor([factor * 4096.0])
     scale = DynamicNTK(factor=factor).base_scale(LLAMA2, length)
     assert scale ** (126 / 128) == pytest.approx(alpha, rel=1e-6)
-
-
-def test_dynamic_ntk_ratio_is_static_ntk_with_the_ratio_as_factor() -> None:
-    dynamic = DynamicNTK(factor=8, alpha="ratio", length=3 * 4096).inv_freq(LLAMA2)
-    torch.testing.assert_close(dynamic, NTK(factor=3).inv_freq(LLAMA2), rtol=1e-14, atol=0)
 
 
 def test_dynamic_yarn_is_yarn_with_the_ratio_as_factor() -> None:
@@ -354,14 +324,6 @@ def test_base_truncation_has_the_three_regions_of_the_release() -> None:
     assert (inv_freq[60:] == 0).all()
 
 
-def test_base_truncation_takes_own_bounds() -> None:
-    method = BaseTruncation(factor=4, upper=0.1, lower=0.01, constant=0.003)
-    inv_freq = method.inv_freq(Rope.geometric(1e4, 8, 4096))  # 1, 0.1, 0.01, 0.001
-    assert inv_freq.tolist() == [1.0, pytest.approx(0.1), 0.0, 0.0]
-    inv_freq = method.inv_freq(Rope.geometric(1e4, 16, 4096))
-    assert inv_freq.tolist()[2:5] == [pytest.approx(0.1), 0.003, 0.0]
-
-
 @pytest.mark.parametrize("on", ["yarn", "pi", "ntk", "llama3", NTKByParts(factor=8, beta=16)])
 def test_resonance_rounds_wavelengths_to_whole_tokens(on: str | FrequencyMethod) -> None:
     method = Resonance(factor=8, on=on)
@@ -370,17 +332,6 @@ def test_resonance_rounds_wavelengths_to_whole_tokens(on: str | FrequencyMethod)
     torch.testing.assert_close(wavelength, inner.round(), rtol=1e-14, atol=0)
     assert wavelength[0] == pytest.approx(6 if on != "pi" else 50)  # 2 pi, 16 pi
     assert method.attention_scaling(LLAMA2) == method.on.attention_scaling(LLAMA2)
-
-
-def test_resonance_leaves_a_pair_at_rest() -> None:
-    inner = PRoPE(factor=4, p=0.5)
-    inv_freq = Resonance(factor=4, on=inner).inv_freq(LLAMA2)
-    assert torch.equal(inv_freq == 0, inner.inv_freq(LLAMA2) == 0)
-
-
-def test_p_rope_zeroes_the_slow_share() -> None:
-    inv_freq = PRoPE(factor=4, p=0.75).inv_freq(LLAMA2)
-    assert torch.equal(inv_freq[:48], LLAMA2.inv_freq[:48]) and (inv_freq[48:] == 0).all()
 
 
 def test_longrope_temperature_and_tables() -> None:
@@ -418,7 +369,7 @@ def assert_between(inv_freq: torch.Tensor, factor: float, rope: Rope) -> None:
     assert (inv_freq >= low * (1 - 1e-12)).all() and (inv_freq <= high * (1 + 1e-12)).all()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(extensions())
 def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope]) -> None:
     factor, rope = extension
@@ -433,7 +384,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
 
 # Not bounded by theta / s: dynamic_ntk (its alpha exceeds s), abf and longrope (free numbers),
 # base_truncation, p_rope and clipped (zeros), resonance (rounds 2 pi to 6, faster than trained).
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(extensions())
 def test_interpolations_stay_between_theta_and_theta_over_s(
     extension: tuple[float, Rope],
@@ -441,9 +392,6 @@ def test_interpolations_stay_between_theta_and_theta_over_s(
     factor, rope = extension
     for variant in [*INTERPOLATIONS, "pi"]:
         assert_between(VARIANTS[variant](factor, rope).inv_freq(rope), factor, rope)
-
-
-# --- angles at a million tokens ------------------------------------------------------------
 
 
 # --- errors --------------------------------------------------------------------------------

@@ -89,16 +89,6 @@ def test_dpe_has_the_published_groups_of_llama_3() -> None:
     assert uneven.groups == (22, 21, 21)
 
 
-def test_dpe_by_hand() -> None:
-    rope = Rope.geometric(base=1e4, dim=8, length=16)
-    method = rope_ext.DPE(factor=4, window=4, groups=[1, 3], scales=[1, 3])
-    distance = torch.tensor([0.0, 3, 4, 8, 9], dtype=torch.float64)
-    # of the last of 10 tokens: 9 // 3 + 4 - 4 // 3 - n // 3 for n = 5, 1, 0
-    right = [[0, 0, 0, 0], [3, 3, 3, 3], [4, 5, 5, 5], [8, 6, 6, 6], [9, 6, 6, 6]]
-    assert method.distances(rope, 10, distance).tolist() == right
-    assert method.span(rope, 10).tolist() == [10, 7, 7, 7]
-
-
 def test_dpe_with_equal_scales_is_self_extend() -> None:
     distance = torch.arange(20000, dtype=torch.float64)
     alike = rope_ext.DPE(factor=4, window=1000, scales=[7, 7]).distances(LLAMA3, 20000, distance)
@@ -115,30 +105,9 @@ def test_dpe_reaches_as_far_as_its_slow_pairs() -> None:
         rope_ext.DPE(factor=4, window=8, scales=[4, 4, 4, 1]).reached(rope)
 
 
-def test_lampe_by_hand() -> None:
-    rope = Rope.geometric(base=1e4, dim=8, length=16)
-    method = rope_ext.LaMPE(factor=2, length=21, head=4, mapped=10, tail=2).resolved(rope)
-    used = method.distances(rope, 21, torch.arange(21, dtype=torch.float64)).tolist()
-    # Position t goes to t // 2; tokens 2 and 3 share 1, so the tail begins at 21 - 3 = 18. The far
-    # part goes on at 4 - (4 // 2 + 1) = 1 more than 10 - n // 2, the tail one by one from 10.
-    assert used[:4] == [0, 1, 2, 3]
-    assert used[4:18] == [11 - n // 2 for n in range(16, 2, -1)]
-    assert used[18:] == [10, 11, 12]
-    assert method.distances(rope, 10, torch.tensor([9.0], dtype=torch.float64)).tolist() == [5]
-
-
 @pytest.mark.parametrize(("length", "mapped"), [(8192, 1036), (16384, 1993), (131072, 6204)])
 def test_lampe_maps_to_what_the_authors_fitted(length: int, mapped: int) -> None:
     # 6204.41 / (1 + exp(2.46664 - 1.049310e-4 l)); ours is rounded to four digits
     method = rope_ext.LaMPE(factor=length / 8192).resolved(LLAMA3)
     assert method.mapped == pytest.approx(mapped, abs=1) and method.length == length
     assert rope_ext.LaMPE(factor=4, length=5000).resolved(LLAMA3).mapped == 1536
-
-
-@pytest.mark.parametrize("trained", [512, 8192])
-@pytest.mark.parametrize("factor", [1.5, 4, 32])
-def test_lampe_keeps_within_the_trained_distances(trained: int, factor: float) -> None:
-    rope = Rope.geometric(base=1e4, dim=8, length=trained)
-    method = rope_ext.LaMPE(factor=factor)
-    assert method.reached(rope) == method.target_length(rope)
-    assert method.span(rope, method.target_length(rope)) <= trained

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 import rope_ext
 from rope_ext.methods import Method, Rope, all_methods, build_method
-from rope_ext.position.attend import watched
-from rope_ext.rotary.sites import text_decoder
-from tests.families.zoo import tiny_model
-from tests.helpers.models import LENGTH, attending, tiny_llama
+from rope_ext.methods.temperature import as_temperature
+from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.positions import EXACT, FAMILIES, METHODS, logits
 
 ROPE = Rope.geometric(base=1e4, dim=16, length=LENGTH)
 T = torch.arange(300, dtype=torch.float64)
 TABLE = {"longrope": {"long_factor": [4.0] * 8}, "string": {"factor": 1.5}}
 GIVEN = {cls.name: {"factor": 4, **TABLE.get(cls.name, {})} for cls in all_methods()}
-EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 10
 
 
 def log_n(i: int, length: int = LENGTH) -> float:
@@ -34,16 +32,6 @@ FORMULAS = {
     "llama4": lambda i: 1 + 0.1 * math.log(1 + i // LENGTH),
     "yarn": lambda i: (0.1 * math.log(4) + 1) ** 2,
 }
-
-
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.randint(3, 128, (1, 90), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def logits(model, ids: torch.Tensor, **given: Any) -> torch.Tensor:
-    return model(ids, use_cache=False, **given).logits
 
 
 # --- the numbers ---------------------------------------------------------------------------------
@@ -77,6 +65,13 @@ def test_the_share_of_the_growth_can_be_chosen() -> None:
     assert half.tolist() == pytest.approx([1 + (log_n(i, 8) - 1) / 2 for i in range(300)])
 
 
+def test_a_temperature_comes_back_from_json() -> None:
+    made = (rope_ext.LogN(scale=0.5, length=40), rope_ext.Llama4(beta=0.3), rope_ext.SSMax(scale=2))
+    for one in (*made, *map(as_temperature, (1.25, "yarn"))):
+        assert as_temperature(json.loads(json.dumps(one.to_json()))) == one
+
+
+@pytest.mark.every
 @pytest.mark.parametrize("name", GIVEN)
 def test_every_method_takes_both_and_they_replace_its_own(name: str) -> None:
     made = _build(name, attention_factor=1.25, temperature=1.5)
@@ -105,6 +100,7 @@ PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is gi
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", GIVEN)
 def test_without_them_each_method_has_what_was_released_with_it(name: str) -> None:
     method = _build(name, **({"published": True} if name in ("self_extend", "dpe") else {}))
@@ -114,59 +110,7 @@ def test_without_them_each_method_has_what_was_released_with_it(name: str) -> No
     assert (method.query_scaling(T, ROPE) is not None) == grows
 
 
-def test_the_released_number_of_dual_chunk_by_hand() -> None:
-    """One query of size 1 on one key of size 1 in one pair, in turns by hand.
-
-    The released code multiplies the cosines and sines of queries and of keys, so that a logit is
-    multiplied by (0.05 ln s + 1) ** 2 = 1.1434 for s = 4.
-    """
-    m = rope_ext.DualChunk(factor=4).attention_scaling(ROPE)
-    angle_of_query, angle_of_key = 3 * 0.5, 1 * 0.5
-    query = (m * math.cos(angle_of_query), m * math.sin(angle_of_query))
-    key = (m * math.cos(angle_of_key), m * math.sin(angle_of_key))
-    logit = query[0] * key[0] + query[1] * key[1]
-    assert logit == pytest.approx(1.1434340 * math.cos(1.0), rel=1e-6)
-
-
 # --- in a model ----------------------------------------------------------------------------------
-
-
-class Dense:
-    """Llama's attention in float64, with every query multiplied by ``tau`` of its position."""
-
-    def __init__(self, tau: torch.Tensor) -> None:
-        self.tau = tau  # [rows or 1, tokens]
-
-    def __call__(self, module, query, key, value, attention_mask, scaling, **kwargs):
-        groups = query.shape[1] // key.shape[1]
-        q, k, v = (x.double() for x in (query, key, value))
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        tokens = q.shape[2]
-        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        weights = (q * self.tau[:, None, :, None] @ k.mT * scaling).masked_fill(hidden, -1e30)
-        out = weights.softmax(-1) @ v
-        return out.transpose(1, 2).to(value.dtype), None
-
-
-def expected(model, ids: torch.Tensor, tau: list[float]) -> torch.Tensor:
-    """Logits of ``model``, patched without a temperature, with ``tau``."""
-    AttentionInterface.register("dense_by_hand", Dense(torch.tensor([tau], dtype=torch.float64)))
-    with attending(model, "dense_by_hand"):
-        return logits(model, ids)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_temperature_multiplies_queries_whatever_attends(ids, implementation: str) -> None:
-    model = tiny_llama()
-    model.set_attn_implementation(implementation)
-    with rope_ext.patched(model, "ntk", factor=4):
-        plain = logits(model, ids)
-        dense = expected(model, ids, [log_n(i) for i in range(90)])
-    with rope_ext.patched(model, "ntk", factor=4, temperature="log_n"):
-        found = logits(model, ids)
-    assert torch.equal(found[:, :LENGTH], plain[:, :LENGTH])  # it starts at 1
-    torch.testing.assert_close(found, dense, **EXACT)
-    assert (found - plain)[:, LENGTH:].abs().max() > 0.1
 
 
 def test_a_constant_in_the_buffers_a_constant_on_queries_and_yarns_own_are_one(ids) -> None:
@@ -204,56 +148,6 @@ def test_on_top_of_a_scaled_checkpoint_both_numbers_hold_too() -> None:
     assert model.model.rotary_emb.attention_scaling == pytest.approx(number, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["rerope", "string", "lm_infinite"])
-def test_a_position_method_scales_the_columns_that_rotate_and_no_others(ids, name: str) -> None:
-    """Half of the columns rotate: those alone, of queries and of keys, are multiplied."""
-    partial = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    model = tiny_model("stablelm", max_position_embeddings=LENGTH, rope_parameters=partial)
-    seen: dict[float, list[torch.Tensor]] = {}
-    for number in (1.0, 1.5):
-        options = {"factor": 1.5, "attention_factor": number}
-        with rope_ext.patched(model, name, **options):
-            captured: list[torch.Tensor] = []
-
-            def look(module, dense, window, captured=captured):
-                captured += [dense.query, dense.key]
-
-            with watched(text_decoder(model), look):
-                logits(model, ids[:, :30])
-            seen[number] = captured[:2]  # of the first layer, whose input is the same
-    for one, other in zip(seen[1.0], seen[1.5], strict=True):
-        columns = one.shape[-1]
-        half = columns // 2
-        torch.testing.assert_close(other[..., :half], one[..., :half] * 1.5)
-        torch.testing.assert_close(other[..., half:], one[..., half:])
-
-
-# --- the way back, copies, saving ----------------------------------------------------------------
-
-
-SAVED = {
-    "log_n": ("ntk", {"temperature": "log_n"}),
-    "object": ("rerope", {"temperature": rope_ext.LogN(scale=0.5, length=40)}),
-    "number": ("pi", {"temperature": 1.25}),
-    "step": ("dynamic_ntk", {"temperature": rope_ext.Llama4(beta=0.3)}),
-    "yarn": ("string", {"factor": 1.5, "temperature": "yarn", "attention_factor": 1}),
-}
-
-
-@pytest.mark.parametrize("case", SAVED)
-def test_a_saved_temperature_comes_back_to_the_bit_and_nobody_else_loads_it(
-    ids, case: str, tmp_path
-) -> None:
-    name, options = SAVED[case]
-    model = rope_ext.patch(tiny_llama(), name, **{"factor": 4, **options})
-    model.save_pretrained(tmp_path)
-    again = rope_ext.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    assert rope_ext.describe(again).options == rope_ext.describe(model).options
-    with pytest.raises(Exception, match=r"rope_ext\.from_pretrained"):
-        type(model).from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["ntk", "pi", "llama3", "yarn", "ntk_by_parts", "p_rope"])
 def test_plain_transformers_builds_an_attention_factor(ids, name: str, tmp_path) -> None:
     model = rope_ext.patch(tiny_llama(), name, factor=4, attention_factor=1.2)
@@ -272,7 +166,79 @@ def test_a_record_from_before_the_released_numbers_stays_what_it_was() -> None:
     assert old.method.attention_scaling(ROPE) == 1
 
 
-# --- bad input -----------------------------------------------------------------------------------
+def test_half_of_the_columns_rotate_and_those_alone_are_multiplied(ids) -> None:
+    """By the number on cosine and sine of a method: in a model whose other columns are zero."""
+    model = FAMILIES["stablelm"].model()
+    pairs = len(model.model.rotary_emb.inv_freq)
+    assert 0 < pairs < 8
+    whole, none = [], []
+    for keep in (whole, none):
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                rows = linear.weight.data.unflatten(0, (-1, 16))
+                rows[:, : 2 * pairs] *= keep is whole
+        for number in (1.0, 1.5):
+            with rope_ext.patched(model, "rerope", factor=4, attention_factor=number):
+                keep.append(logits(model, ids))
+    assert (whole[0] - whole[1]).abs().max() > 0.01
+    assert torch.equal(none[0], none[1])
 
 
-# --- training and compilation --------------------------------------------------------------------
+# --- a number for every head, which is part of the model -----------------------------------------
+
+MADE: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 4},
+    "dynamic_yarn": {"factor": 4, "length": 4 * LENGTH},
+    "self_extend": {"factor": 4, **METHODS["self_extend"]},
+    "rerope": {"factor": 4, **METHODS["rerope"]},
+    "rope": {"bias": "alibi"},
+    "nope": {},
+}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
+def test_ssmax_begins_with_its_formula(scale: float) -> None:
+    made = rope_ext.SSMax(length=LENGTH, scale=scale)
+    right = [1 + scale * (log_n(i) - 1) for i in range(300)]
+    assert made.at(T).tolist() == pytest.approx(right, rel=1e-12)
+    assert (1 + scale * made.growth(T)).tolist() == pytest.approx(right, rel=1e-12)
+
+
+def test_beyond_the_trained_length_ssmax_is_scalable_softmax() -> None:
+    """Of 2501.19399: ``n ** (s z)``, and with a bias ``exp((s ln n + b) z)``."""
+    for scale in (1.0, 1.7):
+        s, b = scale / math.log(LENGTH), 1 - scale
+        found = rope_ext.SSMax(length=LENGTH, scale=scale).at(T).tolist()
+        for n in (LENGTH, 100, 300):
+            assert found[n - 1] == pytest.approx(s * math.log(n) + b)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_new_ssmax_is_log_n_and_leaves_the_trained_length_alone(name: str, ids) -> None:
+    model, options = tiny_llama(), MADE[name]
+    with rope_ext.patched(model, name, temperature="log_n", **options):
+        right = logits(model, ids)
+    with rope_ext.patched(model, name, temperature=1.0, **options):
+        none = logits(model, ids)
+    with rope_ext.patched(model, name, temperature="ssmax", **options):
+        torch.testing.assert_close(logits(model, ids), right, **EXACT)
+    with rope_ext.patched(model, name, temperature=rope_ext.SSMax(scale=0), **options):
+        assert torch.equal(logits(model, ids), none)
+    # Whatever is learned, a text of the trained length is read as without it.
+    learned = rope_ext.patched(model, name, temperature=rope_ext.SSMax(scale=3), **options)
+    with learned:
+        short = logits(model, ids[:, :LENGTH])
+    torch.testing.assert_close(short, none[:, :LENGTH], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scale": -1}, "scale=-1 is not valid; it must be a finite number of at least 0"),
+        ({"scale": 101}, "at most 100"),
+        ({"length": 1}, "length=1 is not valid"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(rope_ext.OptionError, match=message):
+        rope_ext.SSMax(**given)

@@ -1,4 +1,4 @@
-"""Texts longer than the extension, and drafts that reach less far: one warning for each model."""
+"""What does not fit an extension is named: long texts, short drafts, adapters of other patches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import rope_ext
 from tests.helpers.models import tiny_llama  # which was trained on 64 tokens
@@ -61,3 +62,16 @@ def test_a_draft_that_reaches_less_far_is_named_once(caplog: pytest.LogCaptureFi
     rope_ext.patch(model, "yarn", factor=4, replace=True).generate(SHORT[:, :20], **given)
     assert not [r for r in caplog.records if r.name == "rope_ext"]
     assert "generate" not in rope_ext.unpatch(model).__dict__
+
+
+@pytest.mark.parametrize("factor", [4, 8])
+def test_an_adapter_of_another_patch_is_named(tmp_path, caplog, factor: int) -> None:
+    trained = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    adapted = get_peft_model(trained, LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    rope_ext.save_sidecar(adapted, tmp_path)
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=factor)
+    model.load_adapter(str(tmp_path))
+    told = [r.getMessage() for r in caplog.records if r.name == "rope_ext"]
+    assert len(told) == (factor == 8) and all("'yarn', factor=4)" in one for one in told)
+    assert "load_adapter" not in rope_ext.unpatch(model).__dict__

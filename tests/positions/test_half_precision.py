@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 import rope_ext
 from rope_ext.position.install import Installed
-from tests.helpers.biases import parameters
+from tests.helpers.encodings import parameters
 from tests.helpers.graphs import static
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import decoded, logits, padded

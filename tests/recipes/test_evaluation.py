@@ -68,12 +68,6 @@ def test_data_of_its_own_hold_nothing_out(checkpoint: Path, texts: Path, tmp_pat
     assert len({tuple(row["input_ids"][1:].tolist()) for row in held}) == 3
 
 
-def test_python_library_has_files_that_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "python_library", lambda split: [split])
-    for split, read in (("train", "train"), ("held_out", "held_out"), ("test", "train")):
-        assert data.documents(data.PYTHON_LIBRARY, split=split)["text"][:] == [read]
-
-
 @pytest.mark.slow
 def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     """Losses as without; what is logged is that of the saved model; a resumed run agrees."""

@@ -75,11 +75,6 @@ def test_all_layers_follow_from_three(layers: int, checkpointing: bool, restored
     assert found > max(memory.step_peaks(made, 2, 128)) or not restored
 
 
-def test_a_checkpointed_layer_keeps_its_input() -> None:
-    three, four = (memory.extrapolated(model(n, True, "meta"), 2, 128, False) for n in (3, 4))
-    assert four - three == 2 * 128 * SMALL["hidden_size"] * 4
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -161,14 +156,3 @@ def test_the_mask_of_documents_is_counted(
         found = memory.need(*memory.read(*given, "--document_masking", str(masked)), config)
         expected = 2 * 256**2 * (1 + 4 * copies) if masked and copies else 0
         assert found.alone.activations - 1000 == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_says_what_it_needs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    text = path.read_text()
-    recipe, args = memory.read(str(path))
-    found = memory.need(recipe, args, memory.config_of(recipe.model))
-    devices = 1 if "accelerate/single.yaml" in text else 8
-    assert memory.line(found, devices) in text.split("\n")

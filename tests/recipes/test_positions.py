@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -31,61 +28,19 @@ from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.recipe_runs import arguments, history
 
 
-@given(
-    length=st.integers(1, 40),
-    room=st.integers(0, 200),
-    seed=st.integers(0, 2**20),
-)
+@given(length=st.integers(1, 40), room=st.integers(0, 200), seed=st.integers(0, 2**20))
 def test_random_positions_are_sorted_distinct_and_below_the_target(
     length: int, room: int, seed: int
 ) -> None:
     row = {"input_ids": list(range(length)), "index": 3}
-    batch = data.Collator(Scattered(length + room), seed)([row])
-    (found,) = batch["position_ids"].tolist()
-    assert found == sorted(set(found))
-    assert found[0] >= 0
-    assert found[-1] < length + room
-    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [row["input_ids"]]
-    assert batch["attention_mask"].tolist() == [[1] * length]
-
-
-@given(
-    length=st.integers(2, 24),
-    more=st.integers(0, 80),
-    room=st.integers(1, 100),
-    seed=st.integers(0, 2**20),
-)
-def test_released_pose_takes_two_pieces_of_one_document(
-    length: int, more: int, room: int, seed: int
-) -> None:
-    ids = list(range(100, 100 + length + more))
-    taken, positions = ReleasedPoSE(length + room, length)(ids, random.Random(seed))
-    places, positions = [id - 100 for id in taken], positions.tolist()
-    assert len(places) == len(positions) == length
-    jumps = [i for i in range(1, length) if places[i] - places[i - 1] != 1]
-    skips = [i for i in range(1, length) if positions[i] - positions[i - 1] != 1]
-    assert places[0] == positions[0] == 0
-    assert len(jumps) <= 1
-    assert len(skips) <= 1
-    assert {*jumps, *skips} <= set(range(1, (length + 1) // 2 + 1))  # at most half a row
-    assert len({*jumps, *skips}) <= 1
-    assert places == sorted(set(places))
-    assert positions == sorted(set(positions))
-    assert positions[-1] < length + room
-
-
-DRAWS = 20000
-WITHIN = math.sqrt(math.log(2 / 1e-6) / (2 * DRAWS))
-"""No distribution function of so many draws is further from the true one, except in one of a
-million samples (Dvoretzky, Kiefer and Wolfowitz; Massart 1990): 0.019."""
-
-
-def furthest(drawn: Sequence[float], at: Sequence[float], share: Callable[[float], float]) -> float:
-    """Largest difference at these points between the shares of draws up to them and ``share``."""
-    found = torch.tensor(drawn, dtype=torch.float64).sort().values
-    points = torch.tensor(at, dtype=torch.float64)
-    empirical = torch.searchsorted(found, points, right=True) / len(found)
-    return float((empirical - torch.tensor([share(x) for x in at])).abs().max())
+    for scheme, dtype in ((Scattered, torch.int64), (RandomFloats, torch.float32)):
+        batch = data.Collator(scheme(length + room), seed)([row])
+        assert batch["position_ids"].dtype == dtype
+        (found,) = batch["position_ids"].tolist()
+        assert found == sorted(set(found)) and len(found) == length
+        assert found[0] >= 0 and found[-1] < length + room
+        assert batch["input_ids"].tolist() == batch["labels"].tolist() == [row["input_ids"]]
+        assert batch["attention_mask"].tolist() == [[1] * length]
 
 
 @given(length=st.integers(3, 60), room=st.integers(1, 500), seed=st.integers(0, 2**20))
@@ -103,60 +58,37 @@ def test_cream_has_a_head_a_middle_and_a_tail_at_the_target(
     assert any(m == list(range(m[0], m[0] + len(m))) for m in middles)
 
 
-def middles(scheme: CREAM, length: int, count: int) -> dict[int, list[int]]:
-    """Last positions of the middle, by the length of the head."""
-    rng, third, found = random.Random(0), length // 3, {}
-    for _ in range(count):
-        positions = scheme(range(length), rng)[1]
-        both = positions[third - 1] == third - 1 and positions[-third] == scheme.target - third
-        ends = third if both else 4 * scheme.target // length
-        found.setdefault(ends, []).append(int(positions[length - ends - 1]))
-    return found
+class Drawn:
+    """Numbers that are drawn: which ends, the normal number, and where the middle ends."""
+
+    def __init__(self, ends: float, normal: float, share: float) -> None:
+        self.ends, self.normal, self.share = ends, normal, share
+
+    def random(self) -> float:
+        return self.ends
+
+    def gauss(self, mean: float, sigma: float) -> float:
+        return mean + sigma * self.normal
+
+    def randint(self, low: int, high: int) -> int:
+        return low + round(self.share * (high - low))
 
 
-def test_the_middle_of_cream_is_where_the_formula_puts_it() -> None:
-    """Summed over ``a``: the normal distribution between whole numbers, the rest at both ends."""
-    length, target = 512, 4096
-    scale = target // length
-
-    def share(ends: int, sigma: float) -> Callable[[float], float]:
-        normal, middle = NormalDist(1 + scale, sigma), length - 2 * ends
-        parts = []
-        for a in range(2, 2 * scale + 1):
-            low = 0.0 if a == 2 else normal.cdf(a)
-            high = 1.0 if a == 2 * scale else normal.cdf(a + 1)
-            first = math.floor(ends + (middle - 1) * a / 2)
-            last = a * length // 2 - ends - 1
-            parts.append((high - low, first, last))
-        return lambda x: sum(
-            weight * min(max((x - first + 1) / (last - first + 1), 0), 1)
-            for weight, first, last in parts
-        )
-
-    def uniform(x: float) -> float:  # as the second chunk of PoSE
-        return min(max((x - length) / (target - length), 0), 1)
-
-    found = middles(CREAM(target), length, 2 * DRAWS)
-    assert set(found) == {32, 170}  # 4 s, and a third
-    points = range(0, target, 16)
-    for ends, drawn in found.items():
-        assert abs(len(drawn) - DRAWS) < 5 * math.sqrt(DRAWS / 2)  # five standard deviations
-        assert furthest(drawn, points, share(ends, 3)) < 1.05 * WITHIN  # a few draws fewer
-        assert furthest(drawn, points, share(ends, 2)) > 3 * WITHIN  # of another sigma
-        assert furthest(drawn, points, uniform) > 3 * WITHIN
-
-
-@given(length=st.integers(1, 40), room=st.integers(0, 200), seed=st.integers(0, 2**20))
-def test_random_floats_are_sorted_distinct_and_below_the_target(
-    length: int, room: int, seed: int
-) -> None:
-    row = {"input_ids": list(range(length)), "index": 3}
-    batch = data.Collator(RandomFloats(length + room), seed)([row])
-    assert batch["position_ids"].dtype == torch.float32
-    (found,) = batch["position_ids"].tolist()
-    assert found == sorted(set(found)) and len(found) == length
-    assert found[0] >= 0 and found[-1] < length + room
-    assert batch["attention_mask"].tolist() == [[1] * length]
+@pytest.mark.parametrize("ends", [0.2, 0.7])
+@pytest.mark.parametrize("normal", [-9.0, -1.0, 0.4, 9.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_middle_of_cream_is_where_the_formula_puts_it(ends, normal, share) -> None:
+    """Of 512 tokens for 4096: ends of a third or of 4 s, a normal about 1 + s, of deviation 3."""
+    length, scale = 512, 8
+    size = 170 if ends < 0.5 else 32
+    a = int(min(max(9 + 3 * normal, 2), 2 * scale))
+    first = int(size + (length - 2 * size - 1) * a / 2)
+    last = a * length // 2 - size - 1
+    found = CREAM(8 * length)(range(length), Drawn(ends, normal, share))[1].tolist()
+    middle = found[size : length - size]
+    assert middle[-1] == first + round(share * (last - first))
+    assert middle == list(range(middle[0], middle[-1] + 1))
+    assert found[:size] == list(range(size)) and found[-size:] == list(range(4096 - size, 4096))
 
 
 def test_real_positions_are_rotated_without_rounding() -> None:
@@ -234,8 +166,8 @@ def test_short_windows_train_under_the_trained_frequencies() -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    [Scattered(256), ReleasedPoSE(256, 32), CREAM(256), RandomFloats(256)],
-    ids=["random", "pose", "cream", "random_floats"],
+    [Scattered(256), PoSE(256), ReleasedPoSE(256, 32), CREAM(256), RandomFloats(256)],
+    ids=["random", "pose", "pose_released", "cream", "random_floats"],
 )
 def test_every_token_sees_all_before_it(scheme: Any) -> None:
     """With the collator's mask of ones, and not without it: the mask code sees documents."""

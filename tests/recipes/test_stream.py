@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from recipes import data, finetune, settings, stream
-from tests.helpers.recipe_runs import WORDS, arguments, history
+from tests.helpers.recipe_runs import arguments, history
 
 
 def words(batch: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -141,44 +139,6 @@ def test_a_mixture_goes_on_from_any_row() -> None:
 
 
 # Rows that begin and end as documents do
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_bookended_rows_have_a_start_and_an_end(
-    streaming: bool, checkpoint: Path, texts: Path
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    source = data.documents(str(texts), streaming=streaming)
-    rows = data.rows(source, tokenizer, data.packer("bookended", tokenizer, 50, False, 50))
-    found = [list(row["input_ids"]) for row in islice(rows, 60)]
-    assert len(found) == 60
-    for row in found:
-        assert len(row) == 50
-        assert (row[0], row[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-        assert row[1] != tokenizer.bos_token_id
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_chunked_rows_hold_one_span_of_one_document(
-    streaming: bool, checkpoint: Path, tmp_path: Path
-) -> None:
-    """Documents of 2 to 302 tokens in rows of 100, of which packed ones hold up to 50."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    rng, file = np.random.default_rng(0), tmp_path / "texts.jsonl"
-    texts = [" ".join(rng.choice(WORDS, n)) for n in rng.integers(1, 90, 60)]
-    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    whole = data.Tokenize(tokenizer)({"text": texts})["input_ids"]
-    spans = {tuple(ids[at : at + 100]) for ids in whole for at in range(0, len(ids) - 99, 100)}
-    rows = data.rows(
-        data.documents(str(file), streaming=streaming),
-        tokenizer,
-        data.packer("chunked", tokenizer, 100, True, 100),
-    )
-    found = [
-        (tuple(row["input_ids"]), list(row["position_ids"])) for row in islice(rows, len(spans))
-    ]
-    assert {ids for ids, _ in found} == spans
-    assert all(positions == list(range(100)) for _, positions in found)
 
 
 def test_a_mixture_has_rows_of_several_kinds(checkpoint: Path, texts: Path, tmp_path: Path) -> None:

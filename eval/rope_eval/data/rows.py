@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_eval.data.text import load_datasets
 from rope_ext.errors import MeasureError, first_line
 
 
@@ -115,7 +114,7 @@ class Row:
         )
 
 
-def read_rows(source: str, option: str, kinds: Mapping[str, Any] | None = None) -> list[Row]:
+def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
     """All rows of a data set.
 
     Args:
@@ -123,13 +122,13 @@ def read_rows(source: str, option: str, kinds: Mapping[str, Any] | None = None) 
             ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub or a folder that
             ``datasets`` reads, with the split ``test`` by default.
         option: the command-line option, for errors.
-        kinds: types of the columns, if ``datasets`` would infer wrong ones.
+        most: rows to stream from the Hub; None: all, which are stored.
 
     Raises:
         MeasureError: it cannot be read, or has no rows.
     """
     if source.startswith("hf:"):
-        found = _hub(source[3:], option, kinds)
+        found = _hub(source[3:], option, most)
     elif Path(source).suffix == ".parquet":
         found = _load(source, option, "parquet", data_files=source, split="train")
     else:
@@ -176,31 +175,40 @@ def _parsed(where: str, text: str, option: str) -> Any:
         ) from None
 
 
-def _hub(name: str, option: str, kinds: Mapping[str, Any] | None) -> list[Any]:
+def _hub(name: str, option: str, most: int | None) -> list[Any]:
     name, _, split = name.partition(":")
     path, config = name, None
     if not Path(name).is_dir() and name.count("/") > 1:
         owner, dataset, config = name.split("/", 2)
         path = f"{owner}/{dataset}"
-    more = {"features": _features(kinds)} if kinds else {}
+    more = {} if most is None else {"most": most, "streaming": True}
     return _load(f"hf:{name}", option, path, config, split=split or "test", **more)
 
 
-def _features(kinds: Mapping[str, Any]) -> Any:
-    datasets = load_datasets()
-    made = {}
-    for name, kind in kinds.items():
-        inner = datasets.Value(kind.removesuffix("[]"))
-        made[name] = datasets.Sequence(inner) if kind.endswith("[]") else inner
-    return datasets.Features(made)
-
-
-def _load(source: str, option: str, *what: Any, **how: Any) -> list[Any]:
+def _load(source: str, option: str, *what: Any, most: int | None = None, **how: Any) -> list[Any]:
     datasets = load_datasets()
     try:
-        return list(datasets.load_dataset(*what, **how))
+        data = datasets.load_dataset(*what, **how)
+        return list(data if most is None else data.take(most))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise MeasureError(
             f"cannot read {source} ({first_line(error)}); give {option} a file, or "
             f"hf:ID/CONFIG:SPLIT"
         ) from None
+
+
+def load_datasets() -> Any:
+    """The package ``datasets``, without progress bars.
+
+    Raises:
+        MeasureError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise MeasureError(
+            "these data need datasets, which is not installed; "
+            'install it with: pip install "rope-ext[eval]"'
+        ) from None
+    datasets.disable_progress_bars()
+    return datasets

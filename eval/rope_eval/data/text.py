@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from rope_eval.data.rows import Row, read_rows
 from rope_ext.errors import MeasureError, first_line
 
 _SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
@@ -56,11 +56,10 @@ def _documents(source: str, most: int) -> list[str]:
     if not source:  # a path would make the folder it stands in of it
         raise MeasureError("the name of a text is empty; give --text a file, folder or hf:ID")
     if source.startswith("hf:"):
-        documents = list(_streamed(source[3:], most))
+        documents = list(map(_field, read_rows(source, "--text", most)))
     elif os.path.isdir(source):
         found = sorted(path for path in Path(source).rglob("*") if path.suffix in _SUFFIXES)
-        files = [path for path in found if path.is_file()]
-        documents = [text for path in files for text in _lines(path)]
+        documents = [text for path in found if path.is_file() for text in _lines(path)]
     else:
         documents = _lines(Path(source))
     documents = [text for text in documents if text.strip()]
@@ -71,10 +70,10 @@ def _documents(source: str, most: int) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     """The documents in one file; some may be blank."""
-    if path.suffix == ".parquet":
-        return _parquet(path)
+    if path.suffix in (".jsonl", ".parquet"):
+        return list(map(_field, read_rows(str(path), "--text")))
     try:
-        content = path.read_text(encoding="utf-8-sig")  # without a byte-order mark
+        return [path.read_text(encoding="utf-8-sig")]  # without a byte-order mark
     except UnicodeDecodeError:
         raise MeasureError(f"{path} is not UTF-8 text; convert it, or leave it out") from None
     except (OSError, ValueError) as error:  # the latter: no file can have such a name
@@ -82,69 +81,17 @@ def _lines(path: Path) -> list[str]:
         raise MeasureError(
             f"cannot read the text {path}: {reason}; give --text an existing file"
         ) from None
-    if path.suffix != ".jsonl":
-        return [content]
-    return [_field(path, number, line) for number, line in enumerate(content.split("\n"), 1)]
 
 
-def _parquet(path: Path) -> list[str]:
-    if not path.exists():
-        raise MeasureError(f"cannot read the text {path}: no such file; give --text another")
-    datasets = load_datasets()
-    try:
-        data = datasets.load_dataset("parquet", data_files=str(path), split="train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+def _field(row: Row) -> str:
+    """The text of a row; empty where it is null."""
+    text = row.text("text") if row.data.get("text", "missing") is not None else ""
+    if re.search("[\ud800-\udfff]", text):
         raise MeasureError(
-            f"cannot read the text {path} ({first_line(error)}); give --text another"
-        ) from None
-    if "text" not in data.column_names:
-        raise MeasureError(f"{path} has no column named text; rename one, or leave it out")
-    kind = data.features["text"]
-    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
-        raise MeasureError(
-            f"the column text of {path} holds no strings but {kind}; convert it, or leave it out"
+            f"{row.where}: the text has half of a surrogate pair, which is no character; mend it, "
+            f"or leave it out"
         )
-    return [text or "" for text in data["text"]]
-
-
-def _streamed(name: str, most: int) -> Iterator[str]:
-    """The texts in a data set on the Hub, or in a folder that ``datasets`` can read."""
-    name, _, split = name.partition(":")
-    owner, _, rest = name.partition("/")
-    dataset, _, config = rest.partition("/")
-    path = f"{owner}/{dataset}" if dataset else owner
-    try:
-        data = load_datasets().load_dataset(
-            path, config or None, split=split or "test", streaming=True
-        )
-        for row in data.take(most):
-            if not isinstance(row.get("text"), str):
-                raise MeasureError(f"the data set {name} has no column named text; give another")
-            yield row["text"]
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, MeasureError):
-            raise
-        raise MeasureError(
-            f"cannot read the data set {name} ({first_line(error)}); give --text "
-            f"hf:ID/CONFIG:SPLIT or a file"
-        ) from None
-
-
-def load_datasets() -> Any:
-    """The package ``datasets``, without progress bars.
-
-    Raises:
-        MeasureError: it is not installed.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise MeasureError(
-            "these data need datasets, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
-        ) from None
-    datasets.disable_progress_bars()
-    return datasets
+    return text
 
 
 def sentences(text: str) -> list[str]:
@@ -185,22 +132,3 @@ def library_words() -> tuple[str, ...]:
 def rarer_words() -> tuple[str, ...]:
     """Words that are too rare for ``library_words``, in alphabetical order."""
     return tuple(sorted(word for word, times in _counted_words().items() if times <= 4))
-
-
-def _field(path: Path, number: int, line: str) -> str:
-    if not line.strip():
-        return ""
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str):
-        raise MeasureError(
-            f'{path}, line {number}: expected a JSON object with a "text" field that is a string'
-        )
-    if re.search("[\ud800-\udfff]", text):
-        raise MeasureError(
-            f"{path}, line {number}: the text has half of a surrogate pair, which is no character; "
-            f"mend it, or leave it out"
-        )
-    return text

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, BinaryIO
 
 from rope_eval.plots.style import (
+    DPI,
     TITLE,
     UNPATCHED_STYLE,
     bare,
     figure_of,
     legend_below,
     mark_trained,
-    save,
     style_of,
     ticker,
 )
@@ -42,7 +41,7 @@ def draw_perplexity(
     """Plot perplexity by length as a PNG: one line per system, with shaded intervals.
 
     Both axes are logarithmic. Lines above ``_HEIGHT`` times the lowest value leave the plot at the
-    top; the label at the right edge shows their final value.
+    top; the legend has the last value of each.
 
     Args:
         estimates: by (system, length in tokens).
@@ -62,17 +61,15 @@ def draw_perplexity(
     figure = figure_of(7.2, 4.6)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", ylim=(bottom, top))
-    labels = {}
     for system, style in _styles(systems).items():
         line = [estimates[system, length] for length in lengths]
         values = [estimate.value for estimate in line]
-        axes.plot(lengths, values, linewidth=1.7, markersize=5, **style)
+        arrow = "\u2191 " if values[-1] > top else ""
+        label = f"{_title(system)}  {arrow}{number(values[-1])}"
+        axes.plot(lengths, values, label=label, linewidth=1.7, markersize=5, **style)
         if system in shaded and all(estimate.low is not None for estimate in line):
             low, high = [estimate.low for estimate in line], [estimate.high for estimate in line]
             axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
-        arrow = "\u2191 " if values[-1] > top else ""
-        labels[f"{_title(system)}  {arrow}{number(values[-1])}"] = (values[-1], style["color"])
-    _label_ends(axes, lengths[-1], labels)
     mark_trained(axes, trained.values(), lengths[-1])
     ticks = lengths if ticks is None else ticks
     axes.set_xticks(ticks, [str(length) for length in ticks])
@@ -89,7 +86,8 @@ def draw_perplexity(
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, **TITLE)
     bare(axes)
-    save(figure, path, _numbers(estimates, ("system", "length")))
+    legend_below(figure, axes)
+    figure.savefig(path, dpi=DPI, format="png")
 
 
 def draw_rates(
@@ -139,7 +137,7 @@ def draw_rates(
         axes.set_axis_off()
     legend_below(figure, grid.flat[0])
     figure.supylabel("found (bars: exact 95 % intervals)", fontsize=10)
-    save(figure, path, _numbers(estimates, ("task", "system", "length")))
+    figure.savefig(path, dpi=DPI, format="png")
 
 
 def draw_depths(
@@ -191,20 +189,7 @@ def draw_depths(
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
-    save(figure, path, _numbers(estimates, ("system", "length", "depth_bin")))
-
-
-def _numbers(
-    estimates: Mapping[tuple, Estimate], names: Sequence[str]
-) -> list[dict[str, str | int | float | None]]:
-    """Estimates as plain data; JSON has no infinity."""
-    return [
-        {
-            **dict(zip(names, place, strict=True)),
-            **{k: None if v == math.inf else v for k, v in asdict(found).items()},
-        }
-        for place, found in estimates.items()
-    ]
+    figure.savefig(path, dpi=DPI, format="png")
 
 
 def _title(system: str) -> str:
@@ -231,62 +216,6 @@ def _shaded(
         return list(systems)
     best = min(systems, key=lambda system: estimates[system, last].value)
     return [system for system in systems if is_unpatched(system) or system == best]
-
-
-def _label_ends(axes: Any, last: int, labels: Mapping[str, tuple[float, str]]) -> None:
-    """Label each line at its right end, and move overlapping labels apart.
-
-    Args:
-        axes: axes with their y limits set.
-        last: x value of the right end.
-        labels: maps text to (last value of the line, color).
-    """
-    bottom, top = axes.get_ylim()
-    names = sorted(labels, key=lambda name: labels[name][0])
-    ends = [min(labels[name][0], top) for name in names]
-    heights = [math.log(end / bottom) / math.log(top / bottom) for end in ends]
-    for name, end, place in zip(names, ends, spread_labels(heights, 0.047), strict=True):
-        colour = labels[name][1]
-        axes.annotate(
-            name,
-            xy=(last, end),
-            xytext=(1.04, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=colour,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.6,
-                "relpos": (0, 0.5),
-                "shrinkA": 1,
-                "shrinkB": 4,
-            },
-        )
-
-
-def spread_labels(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights at least ``gap`` apart around their common center, none above 1."""
-    groups: list[list[float]] = []
-    for height in heights:
-        groups.append([height])
-        while (
-            len(groups) > 1
-            and _middle(groups[-1]) - _middle(groups[-2])
-            < gap * (len(groups[-1]) + len(groups[-2])) / 2
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    places = []
-    for group in groups:
-        start = _middle(group) - gap * (len(group) - 1) / 2
-        places += [start + gap * index for index in range(len(group))]
-    over = max(0.0, places[-1] - 1)
-    return [place - over for place in places]
-
-
-def _middle(group: Sequence[float]) -> float:
-    return sum(group) / len(group)
 
 
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:

@@ -18,6 +18,7 @@ from rope_ext.errors import MeasureError
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+DPI = 160
 NUMBERS = "rope_ext"
 """Key of the PNG text chunk that holds the plotted numbers as JSON."""
 TITLE = {"loc": "left", "fontsize": 11, "pad": 17}
@@ -68,9 +69,9 @@ def legend_below(figure: Any, axes: Any) -> None:
 
 
 def save(
-    figure: Any, path: Path | BinaryIO, numbers: Sequence[Mapping[str, Any]], dpi: int = 160
+    figure: Any, path: Path | BinaryIO, numbers: Sequence[Mapping[str, Any]], dpi: int = DPI
 ) -> None:
-    """Save a PNG with the plotted numbers in its metadata; ``numbers_of`` reads them.
+    """Save a PNG with the plotted numbers in its metadata.
 
     Args:
         figure: a figure of ``figure_of``.
@@ -79,14 +80,6 @@ def save(
         dpi: pixels per inch.
     """
     figure.savefig(path, dpi=dpi, format="png", metadata={NUMBERS: json.dumps(list(numbers))})
-
-
-def numbers_of(path: Path) -> list[dict[str, Any]]:
-    """Read the plotted numbers from a PNG written by ``save``."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return json.loads(image.info[NUMBERS])
 
 
 def style_of(index: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
@@ -45,7 +44,7 @@ from rope_eval.tasks.base import Task, options
 from rope_eval.tasks.passkey import MIN_FOUND
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.advice.building import model_of
-from rope_ext.command.arguments import compose_words
+from rope_ext.command.arguments import command_words
 from rope_ext.command.method_options import UNPATCHED, built
 from rope_ext.command.terminal import unused, wide_console
 from rope_ext.engines import engines_for
@@ -284,21 +283,29 @@ class Report:
         if all(system.method == UNPATCHED for system in self.plan.systems):
             trained = max(system.trained for system in self.plan.systems)
             longer = max(4 * trained, *settings.lengths)
-            return ["rope-ext", "recommend", model, "--length", str(longer)]
+            return command_words("recommend", model, length=longer)
         return self._comparing(model, settings.lengths, "--output", unused("compared"))
 
     def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> list[str]:
         """The command that measures the same methods by perplexity and passkeys."""
         settings = self.plan.settings
-        words = ["rope-ext", "compare", "--model", model, "--methods", ",".join(settings.methods)]
-        words += ["--factor", f"{settings.factor:g}", "--lengths", ",".join(map(str, lengths))]
-        words += given
-        words += ["--adapter", settings.adapter] if settings.adapter else []
-        for method, chosen in settings.options.items():
-            for name, value in chosen.items():
-                words += ["--option", f"{method}.{name}={value!r}"]
-        words += ["--finetune"] if settings.finetune else []
-        return [*words, *text_words(self._texts), *self._more, *compose_words(settings.compose)]
+        words = command_words(
+            "compare",
+            model,
+            method=",".join(settings.methods),
+            factor=settings.factor,
+            lengths=",".join(map(str, lengths)),
+            adapter=settings.adapter,
+            option=[
+                f"{method}.{name}={value!r}"
+                for method, chosen in settings.options.items()
+                for name, value in chosen.items()
+            ],
+            finetune=settings.finetune,
+            text=list(self._texts),
+            compose=settings.compose,
+        )
+        return [*words, *given, *self._more]
 
     def _calibrating(self, model: str, method: str, finetune: bool) -> list[str]:
         more = [*text_words(self._texts), *self._more, *(["--finetune"] if finetune else [])]
@@ -333,7 +340,7 @@ class Report:
                 engines = engines_of(patched, *given)
                 found = recommend(table, ours[0].trained, engines)
                 if found.broken:  # no method mends the weights
-                    words = ["rope-ext", "describe", model]
+                    words = command_words("describe", model)
                 else:
                     words = self._next(model, ours[0].trained, found.choice)
                 sentence = f"{found} Next: {shlex.join(words)}"
@@ -353,17 +360,16 @@ class Report:
                 s.method for s in self.plan.systems if s.model == model and s.label == choice.name
             )
             if settings.compose == "raise":  # which a calibration cannot
-                words = ["rope-ext", "export", model, "--method", method, "--compose", "raise"]
-                words += ["--factor", f"{settings.factor:g}"]
-                return [*words, "--engine", next(iter(choice.engines), "transformers")]
+                engine = next(iter(choice.engines), "transformers")
+                patch = {"method": method, "factor": settings.factor, "compose": "raise"}
+                return command_words("export", model, **patch, engine=engine)
             return self._calibrating(model, method, finetune=False)
         target = reach(settings.factor, trained)
         tasks = self.plan.tasks
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
         if max(settings.lengths) <= trained or enough:
-            tuned = ["--finetune"] if max(settings.lengths) > trained else []
-            words = ["rope-ext", "recommend", model, "--length", str(target), *tuned]
-            return [*words, *text_words(self._texts)]
+            tuned, text = max(settings.lengths) > trained, list(self._texts)
+            return command_words("recommend", model, length=target, finetune=tuned, text=text)
         asked = [word for name, value in _MORE.items() for word in (f"--{name}", str(value))]
         longest = [max(settings.lengths)]
         return self._comparing(model, longest, *asked, "--output", unused("more"))
@@ -487,14 +493,14 @@ class Report:
         return Table("", header, tuple(rows))
 
     def print(self) -> None:
-        """Print the tables, their definitions and the recommendation.
-
-        A terminal too narrow for all columns gets several tables; a file gets long lines.
-        """
+        """Print the tables, their definitions and the recommendation; a file gets long lines."""
         console = wide_console(80)
         for section in self.sections:
-            for shown in fitting(console, section.name, section.tables[0]):
-                console.print(shown)
+            table = _rich(section.name, section.tables[0])
+            if not console.is_terminal:
+                whole = console.options.update(max_width=10**4)
+                console.width = max(console.width, Measurement.get(console, whole, table).maximum)
+            console.print(table)
             console.print(f"{section.definition}.\n", style="dim", highlight=False)
         for part in self.essentials:
             console.print(part, style="dim", highlight=False, markup=False)
@@ -799,32 +805,13 @@ def chance(count: int) -> str:
     )
 
 
-def fitting(console: Console, name: str, table: Table) -> Iterator[RichTable]:
-    """The table, in parts that are as wide as the terminal or less; whole where there is none."""
-    if not console.is_terminal:
-        console.width = max(console.width, _width(console, _rich(name, table, table.columns)))
-    columns = [0]
-    for index in table.columns[1:]:
-        more = _rich(name, table, [*columns, index])
-        if len(columns) > 1 and _width(console, more) > console.width:
-            yield _rich(name, table, columns)
-            columns = [0]
-        columns.append(index)
-    yield _rich(name, table, columns)
-
-
-def _width(console: Console, table: RichTable) -> int:
-    """Characters of a line of the table if nothing wraps."""
-    return Measurement.get(console, console.options.update(max_width=10**4), table).maximum
-
-
-def _rich(name: str, table: Table, columns: Sequence[int]) -> RichTable:
+def _rich(name: str, table: Table) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
-    for index in columns:
-        header = table.header[index].replace(" (trained)", "\n(trained)").replace(", ", ",\n")
+    for header in table.header:
+        header = header.replace(" (trained)", "\n(trained)").replace(", ", ",\n")
         shown.add_column(header, overflow="fold")
     for row in table.rows:
-        shown.add_row(*(row.cells[index].text for index in columns))
+        shown.add_row(*(cell.text for cell in row.cells))
     return shown
 
 

@@ -54,7 +54,7 @@ def estimate_perplexity(
     ends = mean_interval(losses, weights)
     if ends is None:
         return Estimate(perplexity(mean), None, None, len(losses), TOO_FEW)
-    low, high = map(perplexity, ends)
+    low, high = (perplexity(max(0.0, end)) for end in ends)  # no perplexity is below 1
     return Estimate(perplexity(mean), low, high, len(losses))
 
 

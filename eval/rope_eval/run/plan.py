@@ -17,13 +17,12 @@ from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes, req
 from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
 from rope_eval.run.served import require_server, served_identity
-from rope_eval.settings import Settings, require_seed
-from rope_eval.systems import BEFORE, System, beyond, without_before
+from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
+from rope_eval.systems import System, beyond, without_before
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.method_options import (
     ADAPTER,
-    UNPATCHED,
     built,
     checked_methods,
     label,
@@ -53,6 +52,7 @@ class Plan:
         notes: what a reader of the results should know.
         chat: whether prompts use a chat template, by model; empty where no task has prompts.
         refused: why a model cannot take a method, by the name of the system; ``run`` fills it.
+        harness: keys of what lm-evaluation-harness measured, likewise.
     """
 
     settings: Settings
@@ -64,6 +64,7 @@ class Plan:
     notes: tuple[str, ...]
     chat: Mapping[str, bool] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    harness: dict[str, list[str]] = field(default_factory=dict)
 
     def measured(self) -> Plan:
         """The plan without the refused systems, whose reasons are among its notes."""
@@ -158,6 +159,8 @@ class Plan:
                 found = _within(wholes[case.task, case.seed], case, key) if nested else done[key]
                 # A resumed run of more models, or of another factor, calls its rows otherwise.
                 outcomes.append(replace(found, system=system.name))
+            measured = (done[key] for key in self.harness.get(system.name, ()))
+            outcomes += [replace(found, system=system.name) for found in measured]
         return outcomes
 
 

@@ -7,24 +7,25 @@ not.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from rope_eval.cases import Case, Outcome, adding, read_outcomes, write_outcomes
-from rope_eval.folder import log_name, world_size, writing
+from rope_eval.folder import HIDDEN, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
-from rope_eval.run.plan import Plan, require_free
+from rope_eval.run.plan import Plan, automatic_tokens, require_free
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.run.served import Served
-from rope_eval.settings import Settings
+from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.systems import System, under
-from rope_ext.command.method_options import UNPATCHED
+from rope_eval.tasks.harness import HarnessTask, outcomes
 from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.saving import checkpoints as models
@@ -96,6 +97,7 @@ def run(
         ranks.wait()  # nobody changes the logs before everybody has read them
         if ranks.rank == 0 and plan.settings.overwrite:
             plan.folder.clear()
+            shutil.rmtree(plan.settings.output / HIDDEN / "harness", ignore_errors=True)
         ranks.wait()
         begin(sum(_work(batch) for batches in work.values() for batch in batches))
         _measure(plan, ranks, work, done, advance)
@@ -112,10 +114,11 @@ def _measure(
 ) -> None:
     """Do this process's share of the work; every outcome goes into its log and into ``done``."""
     settings = plan.settings
+    harness = [task for task in plan.tasks if isinstance(task, HarnessTask)]
     with adding(settings.output / log_name(ranks.rank)) as add:
         for name, systems in groupby(plan.systems, key=lambda system: system.model):
             # Every process asks about the same systems, so that all know the same refusals.
-            systems = [system for system in systems if plan.left(system)]
+            systems = [system for system in systems if harness or plan.left(system)]
             if not systems:
                 continue
             runner = _measurer(name, settings, ranks.device)
@@ -123,7 +126,7 @@ def _measure(
                 if _refused(plan, runner, system):
                     advance(sum(map(_work, work[system])))
             for system in systems:
-                if system.name in plan.refused or not work[system]:
+                if system.name in plan.refused:
                     continue
                 with runner.applied(system):
                     for results in runner.results(system, work[system]):
@@ -133,7 +136,33 @@ def _measure(
                                 add(outcome)
                                 done[outcome.key] = outcome
                         advance(_work([case for case, _ in results]))
+                    if harness and ranks.rank == 0:
+                        for outcome in _harnessed(plan, cast(Runner, runner), system, harness):
+                            plan.harness.setdefault(system.name, []).append(outcome.key)
+                            if outcome.key not in done:
+                                add(outcome)
+                                done[outcome.key] = outcome
             del runner  # before the next one is loaded
+
+
+def _harnessed(
+    plan: Plan, runner: Runner, system: System, tasks: Sequence[HarnessTask]
+) -> Iterator[Outcome]:
+    """What lm-evaluation-harness measures of ``system`` at every length."""
+    size = plan.settings.batch_size
+    for length in plan.lengths:
+        yield from outcomes(
+            tasks,
+            runner.model,
+            runner.tokenizer,
+            length=length,
+            batch_size=size or max(1, automatic_tokens(plan.settings) // length),
+            chat=plan.chat[system.model],
+            seed=plan.settings.seed,
+            cache=plan.settings.output / HIDDEN / "harness",
+            system=system.name,
+            identity=system.identity,
+        )
 
 
 def _refused(plan: Plan, runner: Measurer, system: System) -> bool:

@@ -20,6 +20,7 @@ from rope_eval.data.prompts import Frame, beginning, encode
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
+from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, OptionError, first_line
 from rope_ext.saving import checkpoints as models
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 KEY = "OPENAI_API_KEY"
 """Environment variable with the key of the server, if it wants one."""
+_ROUNDING = 1e-3  # of a log-probability of 0 in 16 bits
 
 
 def require_server(settings: Settings) -> None:
@@ -89,6 +91,10 @@ def served_identity(settings: Settings) -> dict[str, Any]:
     return {"url": settings.url, "served_as": settings.served_model_name, "api": settings.api}
 
 
+class UnusableAnswer(Exception):
+    """An answer with status 200 that is none, or that cannot be true."""
+
+
 class Served:
     """Models behind OpenAI-compatible servers, each a system.
 
@@ -111,6 +117,7 @@ class Served:
     def applied(self, system: System) -> Iterator[None]:
         """Ask the server of this system."""
         self.server = self.servers[system.label]
+        self.others: set[str] = set()
         self.client = self.openai.OpenAI(
             base_url=self.server.url,
             api_key=os.environ.get(KEY) or "none",
@@ -128,9 +135,10 @@ class Served:
         """The results of all cases, each as soon as it is there.
 
         Raises:
-            MeasureError: the server is gone or refuses all requests, at once; or some requests
-                failed, after all others are done.
+            MeasureError: the server is gone, has too short a context or refuses all requests, at
+                once; or some requests failed, after all others are done.
         """
+        self._check_context([case for batch in batches for case in batch])
         failed: list[str] = []
         pool = ThreadPoolExecutor(self.settings.concurrency)
         waiting = {pool.submit(self._result, case): case for batch in batches for case in batch}
@@ -138,7 +146,7 @@ class Served:
             for done in as_completed(waiting):
                 try:
                     result = done.result()
-                except self.openai.OpenAIError as error:
+                except (self.openai.OpenAIError, UnusableAnswer, ValueError) as error:
                     if self._is_final(error):
                         raise self._gone(error) from error
                     case = waiting[done]
@@ -152,6 +160,21 @@ class Served:
                 f"{len(failed)} of {len(waiting)} requests failed; the first: {failed[0]}. The "
                 f"others are finished and kept; when the server is well, --resume asks for the rest"
             )
+
+    def _check_context(self, cases: Sequence[Case]) -> None:
+        """Raise MeasureError if the server says that it takes fewer tokens than a case has."""
+        try:
+            listed = self.client.with_options(max_retries=0).models.list().data
+        except (self.openai.OpenAIError, AttributeError, ValueError):
+            return  # few servers must have this list
+        longest = max((case.tokens for case in cases), default=0)
+        for model in listed or ():
+            most = getattr(model, "max_model_len", None)  # vLLM and SGLang
+            if model.id == self.server.served_model_name and type(most) is int and most < longest:
+                raise MeasureError(
+                    f"{self.server.url} takes {most} tokens, and a prompt has {longest} with its "
+                    f"answer; start the server with a longer context, or give shorter --lengths"
+                )
 
     def _is_final(self, error: Exception) -> bool:
         """Whether every other request would fail, too."""
@@ -189,8 +212,54 @@ class Served:
         if self.settings.api == "chat":
             messages, extra = self._messages(ids)
             answer = self.client.chat.completions.create(messages=messages, extra_body=extra, **how)
-            return answer.choices[0].message.content or ""
-        return self.client.completions.create(prompt=self._prompt(ids), **how).choices[0].text
+            message = getattr(self._choice(answer, ids, count), "message", None)
+            text = getattr(message, "content", None)
+        else:
+            answer = self.client.completions.create(prompt=self._prompt(ids), **how)
+            text = getattr(self._choice(answer, ids, count), "text", None)
+        if not isinstance(text, str):
+            raise UnusableAnswer("the answer has no text")
+        prompt = self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
+        if prompt and prompt in text:
+            raise UnusableAnswer("the answer repeats the prompt")
+        tokens = len(encode(self.tokenizer, text))
+        if tokens > 2 * count + 16:  # a text may be read as more tokens than it was written in
+            raise UnusableAnswer(f"{tokens} tokens are too many for an answer of {count}")
+        return text
+
+    def _choice(self, answer: Any, ids: Sequence[int], count: int) -> Any:
+        """The first choice of an answer that agrees with what was sent.
+
+        Raises:
+            UnusableAnswer: there is none, or the server read or wrote other numbers of tokens.
+        """
+        if isinstance(answer, str):
+            raise UnusableAnswer(f"the answer is not JSON but {answer[:60]!r}")
+        error = getattr(answer, "error", None)
+        choices = getattr(answer, "choices", None)
+        if error or not isinstance(choices, list) or not choices:
+            raise UnusableAnswer(f"the answer has no choices: {error or answer!r}")
+        name = getattr(answer, "model", None)
+        if name and name != self.server.served_model_name and name not in self.others:
+            self.others.add(name)
+            tell(
+                f"note: {self.server.url} answers as {name!r}, not as "
+                f"{self.server.served_model_name!r}",
+                "yellow",
+            )
+        usage = getattr(answer, "usage", None)
+        read, written = (
+            getattr(usage, f"{kind}_tokens", None) for kind in ("prompt", "completion")
+        )
+        if read and read != len(ids):
+            raise UnusableAnswer(
+                f"the server says that it read {read} tokens, and {len(ids)} were sent"
+            )
+        if written and written > count:
+            raise UnusableAnswer(
+                f"the server says that it wrote {written} tokens, and {count} were asked for"
+            )
+        return choices[0]
 
     def _losses(self, case: Case) -> torch.Tensor:
         """Negative log likelihoods of all tokens but the first, float64, nats."""
@@ -207,15 +276,21 @@ class Served:
             echo=True,
             logprobs=1,
         )
-        logprobs = getattr(answer.choices[0], "logprobs", None)
-        found = getattr(logprobs, "token_logprobs", None) or []
-        found = found[1 : len(case.ids)]
+        logprobs = getattr(self._choice(answer, case.ids, 1), "logprobs", None)
+        given = getattr(logprobs, "token_logprobs", None) or []
+        found = given[1 : len(case.ids)]
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
             raise MeasureError(
                 f"{self.server.url} does not return the log-probabilities of a prompt "
                 f"(echo=True with logprobs=1), which {case.task} needs; leave "
                 f"{case.task} out for this server"
             )
+        if len(given) > len(case.ids) + 1:  # that of the token which it writes is the last
+            raise UnusableAnswer(f"{len(given)} log-probabilities for {len(case.ids)} tokens")
+        if not all(type(value) in (int, float) for value in found):
+            raise UnusableAnswer("the log-probabilities are not numbers")
+        if max(found, default=0) > _ROUNDING:
+            raise UnusableAnswer(f"a log-probability of {max(found):g} is above 0")
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def _prompt(self, ids: Sequence[int]) -> Any:

@@ -17,23 +17,15 @@ from rope_eval.tasks.longppl import LongPPL
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.needle import Needle
 from rope_eval.tasks.ruler import Ruler
-from rope_eval.tasks.babilong import Babilong
 from rope_eval.tasks.mrcr import Mrcr
 from rope_eval.tasks.hops import Hops
 from rope_eval.tasks.nolima import NoLiMa
 from rope_eval.tasks.helmet import Helmet
-from rope_eval.tasks.longbench import LongBench
-from rope_eval.tasks.longbench_v1 import LongBenchV1
-from rope_eval.tasks.infinitebench import InfiniteBench
 # isort: on
 
 __all__ = [
-    "Babilong",
     "Helmet",
     "Hops",
-    "InfiniteBench",
-    "LongBench",
-    "LongBenchV1",
     "LongPPL",
     "Mrcr",
     "Needle",

@@ -7,6 +7,8 @@ methods, so every method gets identical questions.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib.util
 import sys
 import types
@@ -220,7 +222,20 @@ class Option:
         shown = f"; default: {self.default}" if self.default or self.default == 0 else ""
         how = "append" if isinstance(self.default, tuple) else "store"
         help = f"{self.help}{shown}".replace("%", "%%")
-        return {"action": how, "type": self.read, "help": help}
+        return {"action": how, "type": _told(self.read), "help": help}
+
+
+def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``read`` as a type of argparse, which shows no other error's message."""
+
+    @functools.wraps(read)
+    def made(text: str) -> Any:
+        try:
+            return read(text)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return made
 
 
 def options(cls: type[Task]) -> list[Option]:

@@ -13,18 +13,17 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from rope_eval.cases import Questions
-from rope_eval.data.prompts import Frame
-from rope_eval.data.rows import Row, read_rows
-from rope_eval.data.text import load_datasets
+from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.data.prompts import Frame, encode, joined
+from rope_eval.data.rows import Row, load_datasets, read_rows
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, answer_tokens, drawn, option, register
-from rope_eval.tasks.benchmark import Asked, Benchmark
-from rope_eval.tasks.scoring import normalized
+from rope_eval.tasks.haystack import too_long
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
@@ -104,7 +103,7 @@ SETS = {
 
 _JUDGED = "its answers are judged by GPT-4o"
 _CITED = "its citations are judged by a model of entailment"
-_ELSEWHERE = "its texts are cut with Llama 2's tokenizer; the task infinitebench has these data"
+_ELSEWHERE = "its texts are cut with Llama 2's tokenizer; infinitebench of lm-eval has these data"
 REFUSED = {
     "narrativeqa": _JUDGED,
     "infbench_sum": _JUDGED,
@@ -118,6 +117,14 @@ REFUSED = {
 
 
 # Scores
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, articles and spare blanks, as SQuAD has it."""
+    plain = text.lower().translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
 
 
 def parsed(text: str, lead: str) -> str:
@@ -208,18 +215,111 @@ def _gain(grades: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class Rows(Benchmark):
-    """The rows of one data set.
+class Asked:
+    """A row as a prompt.
 
     Args:
+        before, context, after: the prompt in three parts; the second may be cut at its end.
+        answers: right answers, for the results.
+        judge: scores a text.
+    """
+
+    before: str
+    context: str
+    after: str
+    answers: tuple[str, ...]
+    judge: Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class Rows(Task):
+    """The rows of one data set, each asked at every length.
+
+    A prompt is tokenized as a whole. If it does not fit the length, less the template and the
+    answer, the end of its context is left out. Shorter rows are not changed.
+
+    Args:
+        name: of the task.
+        rows: of the data.
+        tokens: maximum answer length in tokens; part of the length.
+        samples: questions to ask, sampled at random; None: as many as the authors ask.
         shape: the data set.
         demos: rows to sample demonstrations from.
         shots: number of demonstrations; for ``icl``, by length.
     """
 
-    shape: Shape = field(kw_only=True)
+    kind: ClassVar[Kind] = "rate"
+
+    name: str
+    rows: Sequence[Row]
+    tokens: int
+    samples: int | None
+    shape: Shape
     demos: Sequence[Row] = ()
     shots: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(new_tokens=self.tokens, samples=self.samples)
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """All rows at every length.
+
+        Raises:
+            MeasureError: a row lacks something.
+            OptionError: a length cannot hold a prompt.
+        """
+        cases, shortened = [], dict.fromkeys(lengths, 0)
+        around = len(frame.head) + len(frame.tail) + self.tokens
+        rows = self.chosen(seed)
+        for number, row in enumerate(rows):
+            asked = self.asked(row, bool(frame.tail), seed)
+            whole = encode(frame.tokenizer, asked.before + asked.context + asked.after)
+            for length in lengths:
+                ids = whole
+                if len(whole) + around > length:
+                    shortened[length] += 1
+                    ids = self._cut(frame.tokenizer, asked, whole, length, length - around)
+                cases.append(
+                    Case(
+                        task=self.name,
+                        length=length,
+                        seed=number,
+                        mode="write",
+                        count=self.tokens,
+                        ids=joined(frame.head, ids, frame.tail),
+                        answers=asked.answers,
+                        judge=asked.judge,
+                    )
+                )
+        cases.sort(key=lambda case: case.length)  # stable
+        definition = (
+            f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
+            f"{len(rows)} prompts, exact intervals"
+        )
+        counts = ", ".join(f"{count} at {length}" for length, count in shortened.items() if count)
+        if counts:
+            definition += (
+                f"; the end of the context is left out where a prompt is too long ({counts})"
+            )
+        return Questions(cases, definition)
+
+    def _cut(
+        self, tokenizer: Any, asked: Asked, whole: Sequence[int], length: int, room: int
+    ) -> Sequence[int]:
+        """At most ``room`` tokens of the prompt."""
+        ends = _ends(tokenizer, asked.context)
+        keep = len(ends)
+        ids = whole
+        for _ in range(16):  # cut text may be tokenized otherwise: by a token or two
+            keep -= len(ids) - room
+            if keep < 0:
+                break
+            text = asked.before + asked.context[: ends[keep - 1] if keep else 0] + asked.after
+            ids = encode(tokenizer, text)
+            if len(ids) <= room:
+                return ids
+        least = length - room + len(encode(tokenizer, asked.before + asked.after))
+        raise too_long(self.name, least, length)
 
     def chosen(self, seed: int) -> Sequence[Row]:
         """The rows that the authors' code draws with this seed."""
@@ -240,6 +340,7 @@ class Rows(Benchmark):
         return rows[:samples]
 
     def asked(self, row: Row, chat: bool, seed: int) -> Asked:
+        """The prompt of a row, without the beginning of the answer for a chat model."""
         words, lead, answers = getattr(self, f"_{self.shape.format}")(row, seed)
         template = {"ruler": _RULER, "kv": _KV, "qa": _QA, "rank": _RANK, "icl": _ICL}
         before, _, after = template[self.shape.format].partition("{context}")
@@ -340,6 +441,17 @@ class Rows(Benchmark):
             f"{self.name} has {len(found)} other questions to show, {self.shots} are asked for; "
             f"give {DEMOS} more of them, or --shots {len(found)}"
         )
+
+
+def _ends(tokenizer: Any, text: str) -> list[int]:
+    """Where each token of a text ends, characters."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise MeasureError(
+            "this tokenizer does not say which text a token stands for, so that no context can be "
+            "cut; give longer --lengths, or a model with a fast tokenizer"
+        )
+    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [end for _, end in made["offset_mapping"]]
 
 
 def _popular(shape: Shape, row: Row) -> bool:
@@ -524,8 +636,6 @@ class Helmet(Task):
                 rows=read_rows(source, OPTION),
                 tokens=shape.tokens if self.new_tokens is None else self.new_tokens,
                 samples=self.samples,
-                about=f"score of HELMET's {name}, as its authors compute it",
-                cut="end",
                 shape=shape,
                 demos=shown,
                 shots=self.shots,

@@ -25,19 +25,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
-
 from rope_eval.cases import Questions, require_positive
 from rope_eval.data.prompts import Frame, beginning
-from rope_eval.forward import score
-from rope_eval.settings import Settings
-from rope_eval.systems import BEFORE, under
+from rope_eval.settings import BEFORE, UNPATCHED, Settings
 from rope_eval.tasks.base import option, register
 from rope_eval.tasks.perplexity import Stretches, Windows
 from rope_ext.command.arguments import parse_length
-from rope_ext.command.method_options import UNPATCHED, checked_methods
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.saving import checkpoints as models
 
 VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
 VARIANTS = tuple(VARIANT_NAMES)
@@ -138,6 +132,8 @@ class LongPPL(Stretches):
 
     def parts(self, settings: Settings) -> Sequence[Stretches]:
         """With its texts, and with the model that chooses the key tokens."""
+        from rope_ext.saving import checkpoints as models  # torch: not for --help
+
         if self.opened is not None:
             return super().parts(settings)
         names = [name for name in settings.methods if name not in (UNPATCHED, BEFORE)]
@@ -153,6 +149,10 @@ class LongPPL(Stretches):
 
     @contextmanager
     def _open(self, given: Settings, names: Sequence[str]) -> Iterator[Any]:
+        from rope_eval.systems import under
+        from rope_ext.command.method_options import checked_methods
+        from rope_ext.saving import checkpoints as models
+
         if self.evaluator is not None:
             yield models.load_model(
                 self.evaluator, given.dtype, given.device, given.attn, as_saved=True
@@ -257,6 +257,8 @@ class LongPPL(Stretches):
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
         """Places of the key tokens in ``text``."""
+        from rope_eval.forward import score
+
         row = [*bos, *text]
         tail = len(row) - 1
         long = score(model, [row], tail)[0][0]
@@ -271,4 +273,4 @@ class LongPPL(Stretches):
             count = end - begin
             short[begin - 1 : end - 1] = score(model, [window], count)[0][0]
         key = (short - long > GAIN) & (-long > LEAST)
-        return {int(place) + 1 - len(bos) for place in torch.nonzero(key).flatten()}
+        return {int(place) + 1 - len(bos) for place in key.nonzero().flatten()}

@@ -12,17 +12,15 @@ questions come with Python or are made up here, unless you pass their files.
 
 from __future__ import annotations
 
+import math
 import random
 import string
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
-
-import torch
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Frame, encode, longest
@@ -288,6 +286,9 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
+ZETA_2 = math.pi**2 / 6  # of the exponent 2, as in RULER
+
+
 @dataclass(frozen=True)
 class FrequentWords(Synthetic):
     """Coded words with frequencies from a zeta distribution: asks for the three most frequent."""
@@ -296,7 +297,6 @@ class FrequentWords(Synthetic):
     about: ClassVar[str] = "share of the 3 most frequent words of a coded text"
 
     tokens: int = 50
-    alpha: float = 2.0
 
     def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
         size = max(5, (length - self.tokens) // 50)  # different words, as in RULER
@@ -331,12 +331,7 @@ class FrequentWords(Synthetic):
         return counts[3] > counts[4]
 
     def _counts(self, ranks: int, words: int) -> list[int]:
-        return [int(words * rank**-self.alpha / _zeta(self.alpha)) for rank in range(1, ranks + 1)]
-
-
-@cache
-def _zeta(alpha: float) -> float:
-    return float(torch.special.zeta(torch.tensor(alpha, dtype=torch.float64, device="cpu"), 1.0))
+        return [int(words / (rank**2 * ZETA_2)) for rank in range(1, ranks + 1)]
 
 
 Given = Mapping[str, Any]

@@ -1,0 +1,239 @@
+"""Tasks of lm-evaluation-harness: its prompts and scores, our patches and our report.
+
+    rope-ext eval MODEL --tasks longbench,babilong --method yarn --factor 4 --lengths 16k
+
+At each length the harness gets a window of that many tokens, the same for every method, and leaves
+out the beginning of a prompt that is longer. A task counts by its first metric that is a mean of
+values from 0 to 1. For its other metrics there is ``python -m rope_ext.lm_eval``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rope_eval.cases import Outcome, Questions, digest, require_positive
+from rope_eval.data.prompts import Frame
+from rope_eval.settings import Settings
+from rope_eval.tasks.base import Kind, Task, all_tasks, option, register
+from rope_ext.command.arguments import split
+from rope_ext.errors import MeasureError, OptionError, first_line, nearest
+
+
+def _read_metadata(text: str | None) -> dict[str, Any]:
+    try:
+        data = json.loads(text or "{}")
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise OptionError(f'--metadata {text!r} is not a JSON object, such as {{"name": 1}}')
+    return data
+
+
+@register
+@dataclass(frozen=True)
+class Harness(Task):
+    """Tasks and groups of lm-evaluation-harness.
+
+    Args:
+        harness_tasks: comma-separated names.
+        limit: number of documents of each task; None: all.
+        num_fewshot: number of examples before each question; None: as the task has it.
+        include_path: folder with further tasks.
+        metadata: for the tasks, such as ``{"max_seq_lengths": "16k"}`` for babilong.
+    """
+
+    name: ClassVar[str] = "lm-eval"
+    kind: ClassVar[Kind] = "rate"
+
+    harness_tasks: str = option("", "names of the harness; --tasks takes them, too")
+    limit: int | None = option(None, "number of documents of each task; default: all")
+    num_fewshot: int | None = option(None, "examples before a question; default: of the task")
+    include_path: str | None = option(None, "directory with further tasks of the harness")
+    metadata: dict[str, Any] | None = option(  # noqa: RUF009
+        None, 'JSON for its tasks, such as {"max_seq_lengths": "16k"}', _read_metadata
+    )
+
+    def __post_init__(self) -> None:
+        require_positive(limit=self.limit)
+
+    @cached_property
+    def manager(self) -> Any:
+        """The tasks that the harness knows.
+
+        Raises:
+            MeasureError: it is not installed.
+        """
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError:
+            raise MeasureError(
+                f"unknown task {self.harness_tasks!r}{self._nearest or '.'} Tasks: "
+                f"{', '.join(all_tasks())}; those of lm-evaluation-harness need: "
+                f'pip install "rope-ext[harness]"'
+            ) from None
+        return TaskManager(include_path=self.include_path, metadata=self.metadata or {})
+
+    @property
+    def _nearest(self) -> str:
+        return nearest(self.harness_tasks, all_tasks())
+
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """Every task, with the group that it is averaged in.
+
+        Raises:
+            OptionError: the harness does not know a task, or has no mean of it.
+            MeasureError: it is not installed, or data cannot be read.
+        """
+        if settings.url is not None:
+            raise OptionError(
+                "tasks of lm-evaluation-harness need the model in this process; leave them out "
+                "with --url, or run `lm_eval --model local-completions`"
+            )
+        made: dict[str, Task] = {}
+        for name in split(self.harness_tasks):
+            if not self.manager.match_tasks([name]):
+                raise OptionError(
+                    f"unknown task {name!r}{nearest(name, all_tasks()) or '.'} Tasks: "
+                    f"{', '.join(all_tasks())}, and those that `lm_eval ls tasks` lists"
+                )
+            try:
+                found = self.manager.load([name])
+            except Exception as error:  # of whatever reads its data
+                raise MeasureError(
+                    f"cannot read the data of {name} ({type(error).__name__}: {first_line(error)})"
+                ) from None
+            suite = name if len(found["tasks"]) > 1 else None
+            for own, task in found["tasks"].items():
+                given = {field.name: getattr(self, field.name) for field in fields(Harness)}
+                made.setdefault(
+                    own, HarnessTask(**given, name=own, metric=_mean(own, task), suite=suite)
+                )
+        return list(made.values())
+
+
+def _mean(name: str, task: Any) -> str:
+    """The first metric of a task that is averaged over its documents."""
+    from lm_eval.api.metrics import mean
+
+    means = (metric for metric, how in task.aggregation().items() if how is mean)
+    metric = next(means, None)
+    if metric is None:
+        raise OptionError(
+            f"the task {name} has no metric that is a mean over its documents; measure it with "
+            f"python -m rope_ext.lm_eval"
+        )
+    return metric
+
+
+@dataclass(frozen=True)
+class HarnessTask(Harness):
+    """One task of the harness, which has the questions.
+
+    Args:
+        name: of the task.
+        metric: what counts.
+        suite: the group that it is averaged in.
+    """
+
+    name: str = ""
+    metric: str = ""
+    suite: str | None = None
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        """None: the harness asks its own."""
+        return Questions(
+            (),
+            f"mean of {self.metric} as lm-evaluation-harness computes it, exact intervals; the "
+            f"beginning of a prompt that is longer than the window is left out",
+        )
+
+
+def outcomes(
+    tasks: Sequence[HarnessTask],
+    model: Any,
+    tokenizer: Any,
+    length: int,
+    batch_size: int,
+    chat: bool,
+    seed: int,
+    cache: Path,
+    system: str,
+    identity: str,
+) -> Iterator[Outcome]:
+    """What the harness makes of ``tasks`` in a window, a document each.
+
+    Args:
+        tasks: of one ``Harness``.
+        model: under its patch.
+        tokenizer: of the model.
+        length: window, tokens.
+        batch_size: documents per forward.
+        chat: whether to use the chat template.
+        seed: of examples and samples.
+        cache: directory for answers, from which an interrupted run goes on.
+        system: name, for the outcomes.
+        identity: of the system; what its answers depend on.
+
+    Raises:
+        MeasureError: a value is not within 0 and 1.
+    """
+    import lm_eval
+    from lm_eval.models import huggingface
+
+    harness: Any = lm_eval  # whose decorators hide its types
+    made: Any = huggingface
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is meant here
+    tokenizer.model_max_length = max(length, tokenizer.model_max_length)
+    window = made.HFLM(
+        pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=batch_size
+    )
+    first = tasks[0]
+    found = harness.simple_evaluate(
+        window,
+        tasks=[task.name for task in tasks],
+        task_manager=first.manager,
+        num_fewshot=first.num_fewshot,
+        limit=first.limit,
+        use_cache=str(cache / digest(identity, length)),
+        bootstrap_iters=0,
+        apply_chat_template=chat,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+        metadata=first.metadata,
+    )
+    for task in tasks:
+        samples: Sequence[Mapping[str, Any]] = found["samples"][task.name]
+        for sample in samples:
+            if sample["filter"] != samples[0]["filter"]:
+                continue
+            value, number = float(sample[task.metric]), sample["doc_id"]
+            if not 0 <= value <= 1:
+                raise MeasureError(
+                    f"{task.metric} of {task.name} is {value:g}, not within 0 and 1; measure it "
+                    f"with python -m rope_ext.lm_eval"
+                )
+            prompt = sample["prompt_hash"][:16]
+            yield Outcome(
+                key=digest(identity, task.name, length, number, prompt),
+                system=system,
+                task=task.name,
+                length=length,
+                bin=None,
+                depth=None,
+                seed=number,
+                prompt=prompt,
+                answers=(str(sample["target"]),),
+                group=number,
+                value=value,
+                tokens=1,
+                written=str(sample["filtered_resps"][0]),
+            )

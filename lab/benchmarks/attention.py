@@ -30,7 +30,7 @@ from lab.benchmarks.measuring import (
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import reference
-from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, each_table
 from rope_ext.methods.geometry import ChunkGap, Distance
 
 HEADS = 8
@@ -113,6 +113,21 @@ def native(
     )
 
 
+def ranges_of(call: Call, queries: int, keys: int, device: torch.device) -> decode_kernel.Ranges:
+    """What the last of consecutive tokens see, for the decode kernel."""
+    at = torch.arange(keys - queries, keys, device=device)[None]
+    found = [
+        RotatedBand(
+            band.geometry,
+            each_table(band.query, lambda x: x.float().expand(queries, -1)[None]),
+            each_table(band.key, lambda x: x.float().expand(keys, -1)),
+        )
+        for band in call.bands
+    ]
+    origin = torch.zeros(1, dtype=torch.long, device=device)
+    return decode_kernel.ranges_of(found, at, origin, at[0, :1])
+
+
 def attend(
     variant: str,
     query: torch.Tensor,
@@ -133,7 +148,7 @@ def attend(
     asked = bands(of_method, queries, keys, window, columns, query.device)
     call = Call(asked, halves(columns), columns**-0.5)
     if kernel == "decode":
-        ranges = decode_kernel.ranges_of(call, queries, keys, query.device)
+        ranges = ranges_of(call, queries, keys, query.device)
         return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
     if variant == "dense":
         return functools.partial(reference.attend, query, key, value, call)

@@ -183,7 +183,7 @@ def _exact(
 
     def decoded(*given: Any) -> torch.Tensor:
         *qkv, call = given
-        seen = decode_kernel.ranges_of(call, queries, keys, torch.device(run.device))
+        seen = bands.ranges_of(call, queries, keys, torch.device(run.device))
         return decode_kernel.attend(*qkv, call, seen)
 
     truth = results(torch.float64, reference.attend)

@@ -17,7 +17,10 @@ from rope_ext.methods.geometry import Geometry
 __all__ = ["Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores"]
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
-"""Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing."""
+"""Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing.
+
+Plain operations of torch take ``[rows or 1, 1, tokens or 1, pairs]`` as well.
+"""
 
 
 def each_table(rotation: Rotation, function: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
@@ -27,7 +30,7 @@ def each_table(rotation: Rotation, function: Callable[[torch.Tensor], torch.Tens
 
 def rows_of(table: torch.Tensor, tokens: slice) -> torch.Tensor:
     """The rows of some tokens; a table with a single row serves all tokens."""
-    return table if table.shape[0] == 1 else table[tokens]
+    return table if table.shape[-2] == 1 else table[..., tokens, :]
 
 
 def part_of(rotation: Rotation, tokens: slice) -> Rotation:
@@ -72,11 +75,17 @@ class Pairs:
             return False
         return first.stop == second.start and {first.step, second.step} <= {None, 1}
 
-    def rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """``x`` (``[..., tokens, columns]``) rotated; computed in the dtype of the rotation."""
+    def rotate(
+        self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """``x`` (``[..., tokens, columns]``) rotated; computed in the dtype of the rotation.
+
+        ``dtype``: of the result; None: that of ``x``. What is not rotated is not cast.
+        """
         if rotation is None:
             return x
         cos, sin = rotation
+        to = x.dtype if dtype is None else dtype
         first, second = self.first, self.second
         a, b = x[..., first], x[..., second]
         wide = torch.promote_types(x.dtype, cos.dtype)
@@ -84,15 +93,15 @@ class Pairs:
             out = x.to(wide, copy=True)
             out[..., first] = a * cos - b * sin
             out[..., second] = b * cos + a * sin
-            return out.to(x.dtype)
+            return out.to(to)
         if torch.compiler.is_compiling() and self.halves:  # inductor turns slice writes into masks
             before, after = x[..., : first.start], x[..., second.stop :]
             parts = (before, a * cos - b * sin, b * cos + a * sin, after)
-            return torch.cat([part.to(wide) for part in parts], dim=-1).to(x.dtype)
+            return torch.cat([part.to(wide) for part in parts], dim=-1).to(to)
         out = x.to(wide, copy=True)
         out[..., first].mul_(cos).addcmul_(b, sin, value=-1)
         out[..., second].mul_(cos).addcmul_(a, sin)
-        return out.to(x.dtype)
+        return out.to(to)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, Pairs, Rotation, each_table
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.extent import positions_seen
 
-QUERIES = 16
-"""The most queries of a call."""
 NOTHING = 2**30
 """The first slot of a query that sees none: it widens no range."""
 MOST_COLUMNS = 256
@@ -54,34 +52,47 @@ class Ranges:
     temperature: torch.Tensor | None
 
 
-def ranges_of(call: Call, queries: int, keys: int, device: torch.device) -> Ranges:
-    """What the last of consecutive tokens see, with the bands and the temperature of a call."""
+def ranges_of(
+    bands: Sequence[RotatedBand],
+    t: torch.Tensor,
+    origin: torch.Tensor,
+    filled: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+) -> Ranges:
+    """What queries at ``t`` see in each band.
+
+    Args:
+        bands: with rotations of queries, ``[rows or 1, queries, pairs]``, and of keys by position,
+            ``[positions, pairs]``, float32.
+        t: positions of the queries, int64, ``[rows or 1, queries]``.
+        origin: slot of position 0, int64, ``[rows or 1]``.
+        filled: slot of the first query, int64, ``[1]``.
+        temperature: see :class:`Ranges`.
+    """
     # Those that rotate keys come first; the order of bands does not matter otherwise.
-    bands = sorted(call.bands, key=lambda band: band.key is None)
-    t = torch.arange(call.start + keys - queries, call.start + keys, device=device)
+    bands = sorted(bands, key=lambda band: band.key is None)
     low, high = [], []
     for band in bands:
         first, end = positions_seen(band.geometry, t)
-        first = (first - call.start).clamp(min=0)
-        end = end - call.start
-        low.append(torch.where(end > first, first, NOTHING))
-        high.append(torch.where(end > first, end, 0))
-    temperature = None if call.temperature is None else call.temperature.float()[None]
-    by_query = [each_table(x.query, lambda table: table.float().expand(queries, -1)) for x in bands]
-    by_key = [each_table(x.key, lambda table: table.float().expand(keys, -1)) for x in bands]
+        first, end = first.clamp(min=0) + origin[:, None], end + origin[:, None]
+        if t.shape[1] > 1:  # one that sees no key must not widen the range of the others
+            seen = end > first
+            first, end = torch.where(seen, first, NOTHING), torch.where(seen, end, 0)
+        low.append(first)
+        high.append(end)
     return Ranges(
-        torch.stack(low)[:, None].int(),
-        torch.stack(high)[:, None].int(),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        t[:1].int() - call.start,
-        each_table(stacked(by_query), lambda table: table[:, None]),
+        torch.stack(low).int(),
+        torch.stack(high).int(),
+        origin.int(),
+        filled.int(),
+        _stacked([band.query for band in bands]),
         sum((band.query is not None) << number for number, band in enumerate(bands)),
-        stacked([x for x in by_key if x is not None]),
+        _stacked([band.key for band in bands if band.key is not None]),
         temperature,
     )
 
 
-def stacked(rotations: list[Rotation]) -> Rotation:
+def _stacked(rotations: list[Rotation]) -> Rotation:
     """Rotations of several bands, ``[bands, ...]``; nobody reads what stands for a None."""
     some = next((x for x in rotations if x is not None), None)
     if some is None:
@@ -200,7 +211,7 @@ def _launch(
     temperature: torch.Tensor | None,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
-    columns: Sequence[int],
+    columns: list[int],
     query_rotated: int,
     scale: float,
     softcap: float | None,
@@ -253,29 +264,7 @@ def _by_row(x: torch.Tensor, dim: int) -> int:
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
-@torch.library.custom_op("rope_ext::decode", mutates_args=())
-def _operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    origin: torch.Tensor,
-    filled: torch.Tensor,
-    query_rotation: list[torch.Tensor],
-    key_rotation: list[torch.Tensor],
-    temperature: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    columns: list[int],
-    query_rotated: int,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    return _launch(
-        query, key, value, low, high, origin, filled, query_rotation, key_rotation, temperature,
-        sinks, bias, columns, query_rotated, scale, softcap,
-    )  # fmt: skip
+_operator = torch.library.custom_op("rope_ext::decode", _launch, mutates_args=())
 
 
 @_operator.register_fake

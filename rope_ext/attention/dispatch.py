@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from rope_ext.attention import cards, decode, flash, flex, fused
+from rope_ext.attention import cards, flash, flex, fused
 from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Rotation, Scores
 from rope_ext.errors import OptionError, nearest
 
@@ -49,12 +49,6 @@ def attend(
                 f"kernel='auto'"
             )
         return flash.attend_plainly(query, key, value, call)
-    if kernel == "auto" and device == "cuda" and query.shape[2] <= decode.QUERIES:
-        inputs = (query, key, value, call.sinks, call.bias)
-        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        if not learns and decode.refusal(query, value, call.pairs) is None:
-            seen = decode.ranges_of(call, query.shape[2], key.shape[2], query.device)
-            return decode.attend(query, key, value, call, seen)
     card = cards.card(query.device) if device == "cuda" and kernel != "reference" else None
     if kernel == "auto":
         kernel, why = chosen(query, value, call, card)
@@ -107,12 +101,6 @@ def refusal(
     if kernel == "flash":
         return flash.refusal(query, value, call, card)
     return None if card is None else flex.refusal(query, value, call, card)
-
-
-def takes(kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
-    """Whether ``"flash"`` or ``"flex"`` can have a call on the device of its tensors."""
-    card = cards.card(query.device) if query.is_cuda else None
-    return refusal(kernel, query, value, call, card) is None
 
 
 @functools.cache

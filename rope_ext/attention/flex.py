@@ -60,11 +60,6 @@ def _options(
     return cards.options(card, heads, learns)
 
 
-def takes(query: torch.Tensor, value: torch.Tensor, call: Call) -> bool:
-    """Whether the fused kernel supports a call on the GPU of its tensors."""
-    return refusal(query, value, call, cards.card(query.device)) is None
-
-
 def _read(options: str) -> Any:
     """Options of the kernel, written as ``"name=number name=number"``."""
     return {name: int(x) for name, x in (one.split("=") for one in options.split())}
@@ -214,12 +209,8 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     call: Call,
-    merged: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention as :class:`Call` describes it.
-
-    ``merged``: output and log-sum-exp of keys that are in no band.
-    """
+    """Attention as :class:`Call` describes it."""
     (batch, heads, queries, _), (kv_heads, keys) = query.shape, key.shape[1:3]
     query = call.scale_query(query)
     scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
@@ -249,9 +240,6 @@ def attend(
         out, aux = fused.run(_masked, *tensors, *given, kind=kind, unfused=False)
         outs.append(out)
         logs.append(aux.lse)
-    if merged is not None:
-        outs.append(merged[0])
-        logs.append(merged[1])
     if not outs:
         return value.new_zeros(batch, heads, queries, value.shape[-1])
     if len(outs) == 1 and call.sinks is None:

@@ -37,13 +37,11 @@ def logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
     Args:
         query: ``[rows, heads, queries, columns]``.
-        key: ``[rows, heads, keys, columns]``, of the same dtype.
+        key: ``[rows, heads, keys, columns]``.
     """
     to = wide(query)
     with without_autocast(query):
-        if query.dtype == to:
-            return product(query, key.mT)
-        if query.device.type == "cuda" and not torch.is_grad_enabled():
+        if query.is_cuda and query.dtype == key.dtype != to and not torch.is_grad_enabled():
             # Tensor cores accumulate in float32 anyway; this has no gradient, and no CPU kernel.
             # The number of keys is not the distance of two rows in memory, since an odd one would
             # cost ten times as long.
@@ -62,11 +60,3 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
     parts = (x.flatten(0, 1) for x in (nothing, a, b))
     return torch.baddbmm(*parts, beta=0).view(nothing.shape)
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with rows that begin at multiples of 16 bytes, as fast products on GPUs need them."""
-    columns, each = x.shape[-1], 16 // x.element_size()
-    if columns % each == 0:
-        return x
-    return x.new_empty(*x.shape[:-1], -(-columns // each) * each)[..., :columns].copy_(x)

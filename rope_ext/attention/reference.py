@@ -6,11 +6,13 @@ It also computes attention weights where a forward returns them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_ext.attention import products
 from rope_ext.attention.call import Block, Call
+from rope_ext.methods.geometry import Geometry
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,17 +20,25 @@ class Places:
     """Positions of queries and keys that do not simply follow one another, and what is hidden.
 
     Args:
-        query: positions of the queries, int64, ``[queries]``, in any order and with any gaps.
-        key: positions of the keys, ``[keys]``.
+        query: positions of the queries, int64, ``[queries]`` or ``[batch, queries]``, in any order
+            and with any gaps.
+        key: positions of the keys, ``[keys]`` or ``[batch, keys]``.
         mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides. None hides nothing.
         newest: index of the last key that a query sees, ``[queries]``: later keys are hidden even
             if they have the same position. None: positions alone decide.
+        made: where to keep what queries see, for several calls with the same places; None: nowhere.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     mask: torch.Tensor | None = None
     newest: torch.Tensor | None = None
+    made: dict[Any, Any] | None = None
+
+    def sees(self, geometry: Geometry, queries: slice) -> torch.Tensor:
+        """Whether these queries see the keys in a band, ``[queries, keys]``, or by row and head."""
+        seen = geometry.sees(self.query[..., queries, None], self.key[..., None, :])
+        return seen[:, None] if seen.dim() == 3 else seen
 
     def visible(self, queries: slice) -> torch.Tensor | None:
         """What these queries see as far as ``mask`` and ``newest`` know; None: everything."""
@@ -37,9 +47,15 @@ class Places:
             mask = mask[..., queries, :]
         if self.newest is None:
             return mask
-        index = torch.arange(len(self.key), device=self.key.device)
+        index = torch.arange(self.key.shape[-1], device=self.key.device)
         before = index <= self.newest[queries][:, None]
         return before if mask is None else mask & before
+
+    def biased(self, bias: torch.Tensor, queries: slice, keys: slice) -> torch.Tensor:
+        """``bias`` (see :class:`Call`) by distance, ``[heads, queries, keys]``, or by row."""
+        apart = self.query[..., queries, None] - self.key[..., None, keys]
+        found = bias[:, apart.clamp(0, bias.shape[1] - 1)]
+        return found.movedim(1, 0) if found.dim() == 4 else found
 
     @classmethod
     def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
@@ -76,22 +92,22 @@ def _weighed(
     query = call.scale_query(query)
     logits = query.new_zeros((*query.shape[:3], key.shape[2]))
     visible = torch.zeros(logits.shape[2:], dtype=torch.bool, device=query.device)
+    every = slice(None)
     for band in call.bands:
-        seen = band.geometry.sees(places.query[:, None], places.key)
+        seen = places.sees(band.geometry, every)
         rotated = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
         logits = torch.where(seen, products.logits(*rotated) * call.scale, logits)
         visible = visible | seen
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    shown = places.visible(slice(None))
+    shown = places.visible(every)
     visible = visible if shown is None else visible & shown
     block = Block(query, key, logits, places.query, places.key, visible, call.scale)
     if call.scores is not None:
         with products.without_autocast(query):
             logits = call.scores.logits(block)
     if call.bias is not None:
-        distance = (places.query[:, None] - places.key).clamp(0, call.bias.shape[1] - 1)
-        logits = logits + call.bias[:, distance]
+        logits = logits + places.biased(call.bias, every, every)
     # The lowest finite number, not -inf: a row without any key has no weights, but no NaN either.
     logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     if call.sinks is not None:

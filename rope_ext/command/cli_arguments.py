@@ -79,7 +79,8 @@ class Commands(TyperGroup):
             if described is None or not standalone_mode:
                 raise
             context = getattr(error, "ctx", None)
-            name = "rope-ext" if context is None else context.command_path
+            path = "" if context is None else context.command_path
+            name = f"rope-ext {path.partition(' ')[2]}".rstrip()
             message = " ".join(described().split()).rstrip(".")
             tell(f"error: {message}; see {name} --help", "red")
             sys.exit(2)

@@ -26,7 +26,7 @@ class Family:
         stretched: vLLM: its YaRN computes the ramp from this many times the trained length.
         own_share: SGLang: it reads ``partial_rotary_factor`` from a field next to
             ``rope_parameters``.
-        backend: vLLM: it uses transformers' model, with its rotary module.
+        unrun: vLLM: why only its rotary classes are tested; ``""``: the engine itself runs.
         inside: mlx-lm: it reads ``rope_parameters`` instead of the older fields.
         name: llama.cpp: name of the architecture.
         interleaved: llama.cpp: it rotates neighboring columns where transformers rotates the halves
@@ -42,7 +42,7 @@ class Family:
     usual: bool = False
     stretched: int = 1
     own_share: bool = False
-    backend: bool = False
+    unrun: str = ""
     inside: bool = False
     name: str = ""
     interleaved: bool = False

@@ -45,6 +45,11 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
     if family.own_share and "partial_rotary_factor" in parameters:
         fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if engine == "vllm" and "llama_4_scaling_beta" in parameters:  # models/mistral.py, line 106
+        fields["llama_4_scaling"] = {
+            "beta": parameters["llama_4_scaling_beta"],
+            "original_max_position_embeddings": parameters["original_max_position_embeddings"],
+        }
     path = path_to_text(served_config(state.outermost))
     if engine == "sglang" and len(path) > 1:
         raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")

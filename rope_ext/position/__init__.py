@@ -5,11 +5,10 @@ one, so the model's own code and its own caches do the work. The attention funct
 queries, and the few near keys, from there to the position that each band asks for.
 
 From the bottom: ``layers`` finds where rotary pairs lie, ``tables`` and ``map`` say what rotates
-them, ``cache`` what a cache records of its keys, ``masks`` and ``segments`` which tokens see each
-other, ``attend`` chooses how a layer attends, ``tensors`` attends by tensors alone, as graphs do,
-and ``install`` puts it all on a model. What is known of one forward is in ``forward``.
+them, ``forward`` which slots hold tokens and their positions, ``masks`` which tokens see each
+other, ``attend`` chooses how a layer attends, ``tensors`` has what few queries and graphs share in
+one forward, and ``install`` puts it all on a model.
 
-What one forward needs to know travels with its attention mask, a :class:`segments.BatchMask`: it
-reaches every layer of every family, also when gradient checkpointing runs a layer again. The
-positions of cached keys are kept on the cache itself.
+What one forward needs to know travels with its attention mask, a :class:`masks.BatchMask`: it
+reaches every layer of every family, also when gradient checkpointing runs a layer again.
 """

@@ -16,18 +16,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import dispatch as attention
-from rope_ext.attention import placed, reference
+from rope_ext.attention import reference, runs
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
-from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.position import bias, head_positions, head_scales, tensors, windows
-from rope_ext.position.forward import PositionForward
+from rope_ext.position import bias, head_positions, head_scales, tensors
+from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import PositionMap
-from rope_ext.position.segments import BatchMask, RotatedSegment, shown
+from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
@@ -35,12 +33,6 @@ from rope_ext.rotary.sites import text_config
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 LAYER = "_rope_ext_layer"  # attribute of an attention module: its AttentionLayer
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
-_FORWARD_AGAIN = {  # what to do if positions decrease
-    "document": "give packed documents no attention mask and use_cache=False, so that "
-    "transformers keeps them apart, or rows of their own if the model never does (gpt_oss)",
-    "padding": "it is padded on the right, behind which generation goes on; pad on the left "
-    "(padding_side='left' of the tokenizer)",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,56 +41,46 @@ class AttentionLayer:
 
     Args:
         map: the map.
-        window: tokens that it attends to; None: those that its mask shows.
     """
 
     map: PositionMap
-    window: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class MappedLayer(AttentionLayer):
-    """An attention layer whose positions the map changes.
+    """An attention layer whose positions the map changes, or which gets a window.
 
     Args:
         layout: how the layer rotates its queries and keys.
         rotated: the rotations of that layout.
         biased: the module that has the bias of this layer; None: no bias.
+        window: tokens that a layer attends to whose positions stay; None: positions change.
     """
 
     layout: Layout
     rotated: tensors.LayoutRotations
     biased: nn.Module | None = None
+    window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # rotations hold functions, which do not pickle
         return {**self.__dict__, "rotated": self.rotated.number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rotations = state["map"].rotations(state["layout"])
-        rotated = tensors.LayoutRotations(state["rotated"], rotations)
+        rotated = tensors.rotations_of(
+            state["map"], state["rotated"], state["layout"], state["window"]
+        )
         self.__dict__.update(state, rotated=rotated)
 
-    def adding(self, call: Call, distances: int | torch.Tensor, like: torch.Tensor) -> Call:
-        """``call`` with the bias or the scores of this layer.
-
-        ``distances``: number of distances from 0 on, or the positions of all tokens, ``[tokens]``.
-        """
+    def adding(self, call: Call, distances: int, like: torch.Tensor) -> Call:
+        """``call`` with the bias or the scores of this layer at all distances below some."""
         if self.biased is None:
             return call
-        if isinstance(distances, torch.Tensor):
-            distances = int(distances.max() - distances.min()) + 1
         return replace(call, **self._added(self.biased, distances, like)._asdict())
 
     @staticmethod
     def _added(owner: nn.Module, distances: int, like: torch.Tensor) -> bias.Added:
         module = getattr(owner, bias.NAME)  # looked up each time: peft may have wrapped it
         return module(distances, like.device, _table_dtype(like), owner)
-
-    @property
-    def scored(self) -> bool:
-        """Whether an encoding changes its logits by more than a bias."""
-        encoding = self.map.encoding
-        return self.biased is not None and encoding is not None and encoding.scored()
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,14 +182,15 @@ def _mask(**arguments: Any) -> Any:
     """Mask function under :data:`NAME`."""
     context = _innermost()
     if context is not None and context.traced:
-        return tensors.batch_mask(arguments)
+        given = arguments.get("attention_mask")
+        return given if isinstance(given, BatchMask) else BatchMask(None, arguments)
     return _mask_eagerly(**arguments)
 
 
 def _innermost() -> PositionForward | None:
     """The innermost forward in progress under any position map."""
     for context in reversed(forward_context.stack):
-        if context.logs_positions:
+        if isinstance(context, PositionForward):
             return context
     return None
 
@@ -266,8 +249,9 @@ class Asked(NamedTuple):
     @property
     def call(self) -> Call:
         """The call for a kernel, without bands, bias and temperature."""
-        layer = self.layer
-        pairs = layer.layout.pairs if isinstance(layer, MappedLayer) else _NO_PAIRS
+        layer, pairs = self.layer, _NO_PAIRS
+        if isinstance(layer, MappedLayer) and layer.window is None:
+            pairs = layer.layout.pairs
         return Call((), pairs, self.factor, softcap=self.softcap, sinks=self.sinks)
 
     @property
@@ -302,111 +286,139 @@ def _attend(
     context = None if layer is None else current(layer.map)
     if layer is None or context is None or not context.traced:
         return _attend_eagerly(asked)
-    if isinstance(layer, MappedLayer):
-        _refuse_dropout(layer, module, dropout)
-        asked = _head_scaled(asked, context)
-    return _WAYS[way_in_graph(layer, context)](asked, context), None
+    return _by_way(asked, context), None
 
 
 @run_eagerly(tensors.WHY)
 def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer, forward = asked.layer, getattr(asked.mask, "owner", None)
+    if isinstance(layer, MappedLayer):
+        mask = _batch_mask(layer.map, asked.mask)
+        if layer.window is not None:  # its cache may have kept the last tokens only
+            mask = mask.behind(max(0, mask.forward.room - asked.key.shape[2]))
+        asked, forward = asked._replace(mask=mask), mask.forward
+        if layer.map.computes_positions:
+            query, key = head_positions.rotated(asked.module, asked.query, asked.key)
+            asked = asked._replace(query=query, key=key)
+    out = _by_way(asked, forward)
+    watched = forward_context.look is not None or (forward is not None and forward.weights)
+    return out, _watched_weights(asked, forward) if watched else None
+
+
+def _by_way(asked: Asked, forward: Any) -> torch.Tensor:
+    """Attention of a layer, ``[rows, queries, heads, columns of value]``."""
     layer = asked.layer
     if not isinstance(layer, MappedLayer):
-        weights = _watched_weights(asked, getattr(asked.mask, "owner", None))
-        return _unmapped(asked, asked.mask), weights
-    mask = _batch_mask(layer.map, asked.mask)
+        return _unmapped(asked, forward)
     _refuse_dropout(layer, asked.module, asked.dropout)
-    if layer.map.computes_positions:
-        query, key = head_positions.rotated(asked.module, asked.query, asked.key)
-        asked = asked._replace(query=query, key=key)
-    asked = _head_scaled(asked, mask.forward)
-    way = way_of(asked, layer, mask)
-    weights = None
-    if forward_context.look is not None or mask.forward.weights:
-        weights = _watched_weights(asked._replace(mask=mask), mask.forward)
-    where = mask.forward.on(asked.query.device) if way == "few" else mask
-    return _WAYS[way](asked, where), weights
+    asked = _head_scaled(asked, forward)
+    if way_of(layer, forward, asked.mask) == "few":
+        return _few(asked, forward)
+    return _many_in_graph(asked, forward) if forward.traced else _many(asked, asked.mask)
+
+
+def way_of(layer: AttentionLayer | None, forward: PositionForward, mask: Any) -> str:
+    """How a layer attends.
+
+    Returns:
+        ``"native"``: as transformers does, in layers that the map leaves alone. ``"few"``: few
+        queries on all slots, which are known by tensors. ``"many"``: by a kernel for each run of
+        consecutive tokens, or densely under masks that are not causal.
+    """
+    if not isinstance(layer, MappedLayer):
+        return "native"
+    if forward.regular or forward.tokens > min(FEW, layer.map.reach or FEW):
+        return "many"
+    if not forward.traced:
+        bands = clipped(layer.rotated.rotations, mask.window)
+        if layer.map.kernel == "reference" or bands is None:
+            return "many"
+        if forward.documents is not None or not mask.causal:
+            return "many"
+    return "few"
 
 
 def _head_scaled(asked: Asked, forward: PositionForward) -> Asked:
     """The same with queries times what their heads have learned as temperature, if they have."""
     temperature = asked.mapped.map.learned_temperature
-    if temperature is None:
+    if temperature is None or not asked.mapped.rotated.tempered:
         return asked
     query = asked.query
     growth = forward.on(query.device).growth(temperature, _table_dtype(query))
     return asked._replace(query=getattr(asked.module, head_scales.NAME)(query, growth))
 
 
-def way_in_graph(layer: AttentionLayer, context: PositionForward) -> str:
-    """How a layer attends in a forward that is traced: a name in :data:`_WAYS`."""
-    if not isinstance(layer, MappedLayer):
-        return "unmapped"
-    if context.regular:
-        return "first tokens"
-    if context.tokens > placed.FEW:
-        return "many"
-    return "scored" if layer.scored else "few"
+def _few(asked: Asked, forward: PositionForward) -> torch.Tensor:
+    """Few queries on all slots, with what all layers of the layout share."""
+    forward, layer = forward.on(asked.query.device), asked.mapped
+    offset, window = (0, None) if forward.traced else (asked.mask.offset, asked.mask.window)
+    query, key, value = _of_one_dtype(asked, None if forward.traced else forward.room - offset)
+    call = layer.adding(asked.call, forward.room, query)
+    step = tensors.step_of(forward, layer.rotated, offset, window)
+    return step.attend(query, key, value, call).transpose(1, 2).contiguous()
 
 
-def way_of(asked: Asked, layer: MappedLayer, mask: BatchMask) -> str:
-    """How a mapped layer attends where values can be read: a name in :data:`_WAYS`."""
-    query = asked.query
-    if _by_products(asked, layer, mask):
-        return "few"
-    segments = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
-    return "dense" if segments is None else "segments"
-
-
-def _by_products(asked: Asked, layer: MappedLayer, mask: BatchMask) -> bool:
-    """Whether few queries attend by the products of all rows at once.
-
-    Rows that are padded differently would otherwise be separate calls in every layer. On a GPU,
-    FlexAttention reads all keys of a band in one block of threads for each head.
-    """
-    if layer.scored or layer.map.kernel == "reference" or not mask.few:
-        return False
-    if mask.padded_rows:
-        return True
-    return not torch.is_grad_enabled()
-
-
-def _segments(asked: Asked, mask: BatchMask) -> torch.Tensor:
-    """Every segment of consecutive tokens by the kernel for these."""
+def _many_in_graph(asked: Asked, forward: PositionForward) -> torch.Tensor:
+    """Many queries in a graph."""
     layer = asked.mapped
-    query, key, value = _of_one_dtype(asked, mask.keys)
-    rotated = mask.rotated_segments(layer.layout, query.device, _table_dtype(query))
-    assert rotated is not None, "way_of has found segments"
-    call = layer.adding(asked.call, mask.keys, query)
-    out = _regular(rotated, query, key, value, call, layer.map.kernel)
+    query, key, value = _of_one_dtype(asked, forward.tokens if forward.regular else None)
+    call = layer.adding(asked.call, forward.room, query)
+    out = tensors.many(forward, layer.rotated, query, key, value, call)
     return out.transpose(1, 2).contiguous()
 
 
-def _dense(asked: Asked, mask: BatchMask) -> torch.Tensor:
-    """Row by row with dense logits."""
+def _many(asked: Asked, mask: BatchMask) -> torch.Tensor:
+    """Every run of consecutive tokens by a kernel, or row by row with dense logits."""
+    layer = asked.mapped
     query, key, value = _of_one_dtype(asked, mask.keys)
-    out = [
-        _irregular(asked, mask, row, query, key).attend(one)
-        for row, one in enumerate(value.split(1))
+    rotations = clipped(layer.rotated.rotations, mask.window)
+    if rotations is None or not mask.causal:
+        out = [
+            _irregular(asked, mask, row, query, key).attend(one)
+            for row, one in enumerate(value.split(1))
+        ]
+        return torch.cat(out).transpose(1, 2).contiguous()
+    name = layer.rotated.number, query.device, _table_dtype(query)
+    if name not in mask.made:
+        found = runs.within(mask.runs(), layer.map.reach)
+        mask.made[name] = [(run, *_rotated(run, layer, rotations, *name[1:])) for run in found]
+    widest = max((int(run.places.max() - run.places.min()) for run in mask.runs()), default=0)
+    call = layer.adding(asked.call, max(widest + 1, mask.keys), query)
+    calls = [
+        (run, replace(call, bands=bands, temperature=temperature))
+        for run, bands, temperature in mask.made[name]
     ]
-    return torch.cat(out).transpose(1, 2).contiguous()
+    return runs.attend(query, key, value, calls, layer.map.kernel).transpose(1, 2).contiguous()
 
 
-def _in_tensors(kernel: Callable[..., torch.Tensor], asked: Asked, context: Any) -> torch.Tensor:
-    """With tensors alone; ``kernel`` is a method of :class:`tensors.InTensors`."""
-    query, key, value = _of_one_dtype(asked, None if context.traced else context.room)
-    layer = asked.mapped
-    call = layer.adding(asked.call, context.room, query)
-    out = kernel(tensors.InTensors(context, layer.rotated), query, key, value, call)
-    return out.transpose(1, 2).contiguous()
+def _rotated(
+    run: runs.Run,
+    layer: MappedLayer,
+    rotations: BandRotations,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[list[RotatedBand], torch.Tensor | None]:
+    """The bands of a run, and the factors of its queries."""
+    count = run.queries_count
+    queries = run.places[len(run.places) - count :].to(device)
+    middle = int(queries[0] + queries[-1]) // 2 if layer.map.reach else 0
+
+    def at(by: RotationTable | Decay, t: torch.Tensor) -> Rotation:
+        if not run.steady:
+            return by.about(middle).at(t.to(device), dtype)
+        return by.about(middle).between(int(t[0]), int(t[-1]) + 1, device, dtype)
+
+    bands = [
+        RotatedBand(geometry, at(of_query, queries), at(of_key, run.places))
+        for geometry, of_query, of_key in rotations
+    ]
+    return bands, layer.rotated.temperature(layer.map, queries, dtype)
 
 
 def _unmapped(asked: Asked, where: Any) -> torch.Tensor:
-    """A layer that the map leaves alone; ``where`` is its mask, or the forward of a graph."""
+    """A layer that the map leaves alone; ``where`` is its forward, if that is known."""
     mask = asked.mask
-    if asked.layer is not None and asked.layer.window is not None:
-        return _windowed(asked, asked.layer, asked.layer.window, where)
-    if isinstance(where, PositionForward):
+    if where is not None and where.traced:
         mask = tensors.dense_mask(where, mask) if isinstance(mask, BatchMask) else mask
     elif isinstance(mask, BatchMask):
         mask = mask.dense_on(asked.query.device)
@@ -429,44 +441,6 @@ def _natively(asked: Asked, mask: torch.Tensor | None) -> torch.Tensor:
     return _as_it_was(asked, mask).attend(asked.value).transpose(1, 2).contiguous()
 
 
-def _windowed(asked: Asked, layer: AttentionLayer, window: int, where: Any) -> torch.Tensor:
-    """A layer that the map leaves alone, within a window of its own."""
-    forward, given = where, None
-    if not isinstance(where, PositionForward):
-        forward, given = _behind(layer, where)
-
-    def by(queries: slice, keys: slice, seen: torch.Tensor | None) -> torch.Tensor:
-        part = _part_of(asked, queries, keys)
-        return _natively(part, None if seen is None else seen.to(part.query.device))
-
-    return windows.attend(forward, window, asked.key.shape[2], given, by)
-
-
-def _behind(layer: AttentionLayer, mask: Any) -> tuple[PositionForward, torch.Tensor | None]:
-    """The forward that a mask belongs to, and what it shows if it is not causal."""
-    of_batch = _batch_mask(layer.map, mask)
-    causal = of_batch.causal or of_batch.dense is None
-    return of_batch.forward, None if causal else shown(not_none(of_batch.dense))
-
-
-def _part_of(asked: Asked, queries: slice, keys: slice) -> Asked:
-    """The same for some queries and keys."""
-    query, key, value = asked.query, asked.key, asked.value
-    return asked._replace(query=query[:, :, queries], key=key[:, :, keys], value=value[:, :, keys])
-
-
-_WAYS: dict[str, Callable[[Asked, Any], torch.Tensor]] = {
-    "unmapped": _unmapped,
-    "segments": _segments,
-    "dense": _dense,
-    "few": partial(_in_tensors, tensors.InTensors.few),
-    "first tokens": partial(_in_tensors, tensors.InTensors.first_tokens),
-    "many": partial(_in_tensors, tensors.InTensors.many),
-    "scored": partial(_in_tensors, tensors.InTensors.scored),
-}
-"""How a layer attends, by what :func:`way_of` and :func:`way_in_graph` choose."""
-
-
 def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Tensor | None:
     """Pass the layer's dense attention to the observer, and return its weights if needed."""
     look, layer = forward_context.look, asked.layer
@@ -476,11 +450,6 @@ def _watched_weights(asked: Asked, forward: PositionForward | None) -> torch.Ten
         return None
     if not isinstance(layer, MappedLayer):
         mask = asked.mask
-        if layer is not None and layer.window is not None:
-            of_layer, given = _behind(layer, mask)
-            keys = asked.key.shape[2]
-            *part, mask = windows.everything(of_layer, layer.window, keys, given)
-            asked = _part_of(asked, *part)
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         every = [_as_it_was(asked, mask)]
     else:
@@ -548,54 +517,19 @@ def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None
     return BatchMask(forward, arguments)
 
 
-def _regular(
-    rotated_segments: list[RotatedSegment],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    kernel: str,
-) -> torch.Tensor:
-    """Every segment by the kernel for consecutive tokens."""
-    out = None
-    for segment, bands, temperature in rotated_segments:
-        whole = len(rotated_segments) == 1 and segment.rows is None
-        q, k, v = (
-            x if whole else x[slice(None) if segment.rows is None else segment.rows][:, :, at]
-            for x, at in ((query, segment.queries), (key, segment.keys), (value, segment.keys))
-        )
-        of_segment = replace(call, bands=bands, start=segment.start, temperature=temperature)
-        part = attention.attend(q, k, v, of_segment, kernel)
-        if whole:
-            return part
-        if out is None:
-            out = part.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
-        rows = torch.arange(len(query), device=query.device)
-        rows = (rows if segment.rows is None else rows[segment.rows]).unsqueeze(1)
-        at = torch.arange(query.shape[2], device=query.device)[segment.queries]
-        out[rows, at] = part.transpose(1, 2)
-    if out is None:  # nothing but padding
-        return query.new_zeros(*query.shape[:3], value.shape[-1])
-    return out.transpose(1, 2)
-
-
 def _irregular(
     asked: Asked, mask: BatchMask, row: int, query: torch.Tensor, key: torch.Tensor
 ) -> Dense:
     """One row with dense logits."""
     layer = asked.mapped
     position_map = layer.map
-    back = mask.goes_back(row)
-    if back is not None:
-        raise UnsupportedModelError(
-            f"the position ids of row {row} go back within one sequence, where "
-            f"{position_map.method.name} would have to attend to the future; {_FORWARD_AGAIN[back]}"
-        )
+    if mask.given is None:
+        mask.runs()  # raises where positions go back
     places = mask.positions[row if len(mask.positions) > 1 else 0]
     t = places.to(query.device)
     dense = mask.dense_on(query.device)
     of_queries = Places.in_order(t[-query.shape[2] :], t)
-    rotations = position_map.rotations(layer.layout)
+    rotations = layer.rotated.rotations
     if dense is not None:
         dense = shown(dense[row if len(dense) > 1 else 0, :, :, : len(t)])
         of_queries = replace(of_queries, mask=dense, newest=None)
@@ -603,9 +537,9 @@ def _irregular(
     return Dense(
         query[row : row + 1],
         key[row : row + 1],
-        layer.adding(asked.call, places, query),
+        layer.adding(asked.call, int(places.max() - places.min()) + 1, query),
         rotations,
-        position_map.temperature,
+        partial(layer.rotated.temperature, position_map),
         of_queries,
         position_map.reach,
     )

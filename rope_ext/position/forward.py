@@ -1,35 +1,84 @@
-"""One forward under a position map: which slots hold tokens, and their positions."""
+"""One forward under a position map: which slots hold tokens, and their positions.
+
+No log of positions is kept. The tokens of a cache count one by one, so the position of a cached key
+is the number of tokens before it in the attention mask. Position ids that do not count are followed
+within their own forward, and refused in the next one with the same cache.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.cache_utils import Cache
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, StaticLayer
 
-from rope_ext.attention import placed
-from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
-from rope_ext.position.cache import KeyPositions, keep, kept, whole
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.context import ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
+FEW = 16
+"""The most queries of a forward whose logits on all slots are computed at once."""
 FRACTIONS = (
     "position ids have to be whole numbers of tokens under this patch, and these have fractions; "
     "round them"
 )
+BACK = (
+    "the position ids go back within one row, where a position method would have to attend to the "
+    "future; give it one sequence in each row, padded on the left"
+)
+COUNTED = (
+    "with a cache, position ids have to count the tokens of the attention mask one by one under "
+    "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
+    "on the left (padding_side='left' of the tokenizer)"
+)
+_KEYS = "_rope_ext_keys"  # attribute of a cache: its CachedKeys
+
+
+@dataclass(frozen=True)
+class CachedKeys:
+    """What is known of the keys in a cache; the same for all rows, so that rows may be moved.
+
+    Args:
+        patch: what must match for the cache to be continued, see :attr:`PositionMap.key`.
+        counted: number of slots up to which tokens count one by one; None: all.
+        apart: whether there may be padding between tokens of a row.
+    """
+
+    patch: tuple[Any, ...]
+    counted: int | None = None
+    apart: bool = False
+
+
+def keys_of(cache: Cache | None) -> CachedKeys | None:
+    """What is known of the keys in a cache; None: they were put there without a position map."""
+    return getattr(cache, _KEYS, None)
+
+
+def whole(cache: Any) -> StaticLayer | None:
+    """The first layer of a static cache that keeps every token; None for other caches."""
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, StaticLayer) and not layer.is_sliding:
+            return layer
+    return None
+
+
+def reads_freely(device: torch.device) -> bool:
+    """Whether reading a value of a tensor waits for nothing."""
+    return device.type == "cpu"
 
 
 class PositionForward(ForwardContext):
     """One forward of a decoder under a position map.
 
     Eager and traced forwards keep positions in the same tensors. An eager forward also reads
-    values: to reject invalid input early, and to keep a single row where all rows are equal.
+    values, unless that would make every step of decoding wait for a GPU.
 
     Args:
         patch: the position map in force.
@@ -37,17 +86,19 @@ class PositionForward(ForwardContext):
         mask: ``[rows, slots]``, zero where there is no token; None: no padding.
         weights: whether layers also return their attention weights (``output_attentions``).
         room: number of slots that the layers see; None: those filled after this forward.
-        known: positions of the keys in a static cache; given in traced forwards only.
         regular: whether a graph may assume that every row holds tokens 0, 1, 2, ... of a sequence.
+        shown: a mask of one's own, bool, ``[rows or 1, heads or 1, tokens, keys]``: its tokens may
+            be a tree of drafts, with any positions behind those of the cache.
 
     Attributes:
         query: positions of the queries, int64, ``[rows or 1, tokens]``, counted from the first
             real token of each sequence; negative for padding before it. Set by :meth:`locate`.
         key: the same for all slots, ``[rows or 1, room]``. Set by :meth:`locate`.
         located: whether they are set.
+        reads: whether values may be read.
+        apart: whether there may be padding between the tokens of a row.
     """
 
-    logs_positions = True
     query: torch.Tensor
     key: torch.Tensor
 
@@ -63,51 +114,60 @@ class PositionForward(ForwardContext):
         *,
         weights: bool = False,
         room: int | None = None,
-        known: KeyPositions | None = None,
         regular: bool = False,
+        shown: torch.Tensor | None = None,
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.map, self.weights, self.known, self.regular = patch, weights, known, regular
+        self.map, self.weights, self.regular, self.shown = patch, weights, regular, shown
         self.room: int = self.filled_count + tokens if room is None else room
-        self.located = False
-        self.new_known: torch.Tensor | None = None  # new position ids on the CPU, read once
-        self.places_known: torch.Tensor | None = None  # those of all slots on the CPU
+        self.begins = isinstance(filled, int) and filled == 0
+        self.located, self.reads, self.apart = False, False, False
         self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
-        self.padding_known: torch.Tensor | None = None  # the same on the CPU, read once
         self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
         self.entering: torch.Tensor | None = None  # what an input encoding adds, for all layers
-        self.made: dict[Any, Any] = {}  # tensors shared by all layers, keyed by the code they serve
+        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
         if mask is not None:
             self.pad(mask)
+        elif shown is not None and not self.begins:  # cached tokens that nobody sees are padding
+            seen = shown[..., : self.filled_count].flatten(1, -2).any(1)
+            self.pad(F.pad(seen, (0, tokens), value=True))
 
     def pad(self, mask: torch.Tensor) -> None:
         """Record the padding."""
-        if self.traced:
-            self.padding = nn.functional.pad(mask != 0, (0, self.room - mask.shape[1]))
-            return
-        padding = mask[:, : self.room].bool()
-        padding = nn.functional.pad(padding, (0, self.room - padding.shape[1]))
-        known = padding.cpu()  # read once, since reading waits for a GPU
-        if not bool(known.all()):
-            self.padding, self.padding_known = padding, known
+        mask = mask[:, : self.room] != 0
+        self.padding = F.pad(mask, (0, self.room - mask.shape[1]))
+
+    def split(self, documents: torch.Tensor) -> None:
+        """Record the documents that transformers keeps apart, int64, ``[rows, keys]``."""
+        self.documents = documents
+        if self.located:
+            self._begin(self._given)
 
     def locate(self, positions: torch.Tensor) -> None:
         """Record the position ids that the model itself uses; sets ``query`` and ``key``."""
         if self.located:
             return
+        self.located, self.device = True, positions.device
+        known = keys_of(self.cache)
+        self.apart = known is not None and known.apart
+        in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
+        self.reads = not self.traced and (not in_step or reads_freely(self.device))
+        if self.padding is not None:
+            self.padding = self.padding.to(self.device)
+            if self.reads and bool(self.padding.all()):
+                self.padding = None
         positions = self._checked(positions)
-        places = self._log(positions) if self.traced else self._log_eagerly(positions)
-        self._count(positions, places)
-        if self.traced and not self.regular and self.tokens <= placed.FEW:
-            future = self.visible() & (self.key[:, None] > self.query[:, :, None])
-            self.require(~future.any(), UnsupportedModelError, placed.BACK)
-
-    def split(self, documents: torch.Tensor) -> None:
-        """Record the documents that transformers keeps apart, int64, ``[rows, keys]``."""
-        self.documents = documents
-        if self.located and self.known is not None:
-            places = self.known.positions
-            self._count(places[:, self.filled_count :], places)
+        if self.regular:
+            self.query = self.key = torch.arange(self.tokens, device=self.device)[None]
+        elif self.begins:
+            self._begin(positions)
+        else:
+            self._continue(positions)
+        if self.reads and self.padding is not None:
+            together = self.counted() == self.slots() - self.origin()
+            self.apart = not bool((together | ~self.real()).all())
+        if self.cache is not None:
+            self.note(self.cache)
 
     def _checked(self, positions: torch.Tensor) -> torch.Tensor:
         """Position ids on one axis, int64, ``[rows or 1, tokens]``."""
@@ -125,130 +185,110 @@ class PositionForward(ForwardContext):
             whole_numbers = (positions == positions.floor()).all()
             self.require(whole_numbers, UnsupportedModelError, message)
         positions = positions.reshape(-1, positions.shape[-1]).long()
-        if not self.traced:
-            known = positions.cpu()
-            if len(known) > 1 and bool((known == known[:1]).all()):
-                positions, known = positions[:1], known[:1]
-            self.new_known = known
+        if self.reads and len(positions) > 1 and bool((positions == positions[:1]).all()):
+            positions = positions[:1]
         return positions
 
-    def _log_eagerly(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions of all slots, which are recorded on the cache."""
-        places, self.places_known = positions, self.new_known
-        if self.filled:
-            known = self._continued()
-            places = _joined(known.positions[:, : self.filled_count].to(positions.device), places)
-            assert self.new_known is not None, "an eager forward has read them"
-            self.places_known = _joined(known.on_host(self.filled_count), self.new_known)
-        self.known = KeyPositions(self.map.key, places, self.places_known)
-        if self.cache is not None:
-            keep(self.cache, self.known, self.rows)
-        return places
-
-    def _log(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same in a graph, which writes the new positions to the log of a static cache."""
-        if self.cache is None or whole(self.cache) is None:
-            self.known = KeyPositions(self.map.key, positions)
-            return positions
-        slots = self.filled + torch.arange(self.tokens, device=positions.device)
-        if calls.is_exporting():
-            return self._counted(positions, slots)
-        if self.known is None:
-            empty = torch.zeros(self.rows, self.room, dtype=torch.long, device=positions.device)
-            self.known = KeyPositions(self.map.key, empty)
-        places = self.known.positions
-        places.index_copy_(1, slots, positions.expand(self.rows, -1))
-        return places
-
-    def _count(self, positions: torch.Tensor, places: torch.Tensor) -> None:
-        """Set ``query`` and ``key``, counted from the first token of each sequence."""
-        device, self.located = positions.device, True
-        if self.regular:
-            self.query = self.key = torch.arange(self.tokens, device=device)[None]
-            return
+    def _begin(self, positions: torch.Tensor) -> None:
+        """Positions of the first tokens of their sequences, as they are given."""
+        self._given = positions
         # Not always the first slot: under a mask of one's own, a suffix may precede its prefix.
-        first = of_queries = places[:, :1] if self.traced else places.amin(1, keepdim=True)
+        first = positions[:, :1] if self.traced else positions.amin(1, keepdim=True)
         if self.padding is not None:
-            padding = self.padding.to(device)
-            places = places.expand(len(padding), -1)  # a single row if no positions were given
-            first = of_queries = places.gather(1, padding.int().argmax(1, keepdim=True))
+            positions = positions.expand(len(self.padding), -1)
+            first = positions.gather(1, self.origin().clamp(max=self.tokens - 1))
         elif self.documents is not None:
-            documents = self.documents.to(device)
-            places = places.expand(len(documents), -1)
+            documents = self.documents.to(self.device)
+            positions = positions.expand(len(documents), -1)
             # Each document counts from its own beginning.
-            first = places.gather(1, torch.searchsorted(documents, documents))
-            of_queries = first[:, self.filled_count :]
-        self.query, self.key = positions - of_queries, places - first
+            first = positions.gather(1, torch.searchsorted(documents, documents))
+        self.query = self.key = positions - first
+        if self.room > self.tokens:
+            self.key = F.pad(self.key, (0, self.room - self.tokens))
+        if self.traced and self.cache is not None:  # what continues the cache relies on it
+            torch._assert_async(self._counts(), COUNTED)
+        elif self.traced and self.tokens <= FEW:
+            future = self.visible() & (self.key[:, None] > self.query[:, :, None])
+            torch._assert_async(~future.any(), BACK)
+
+    def _continue(self, positions: torch.Tensor) -> None:
+        """Positions behind those of a cache: they count the tokens of its rows, or the slots."""
+        self.key = self.counted()
+        new = self.filled + torch.arange(self.tokens, device=self.device)
+        self.query = new[None] if self.padding is None else self.key.index_select(1, new)
+        if self.shown is not None:  # perhaps a tree of drafts
+            self.query, key = positions, self.key.expand(max(len(self.key), len(positions)), -1)
+            self.key = key.index_copy(1, new, positions.expand(len(key), -1))
+            return
+        counts = positions == self.query
+        if self.padding is not None:
+            by_slot = positions == self.query + self.origin()
+            counts = counts | by_slot | ~self.padding.index_select(1, new)
+        if self.reads:
+            self.require(counts.all(), UnsupportedModelError, COUNTED)
+        else:
+            torch._assert_async(counts.all(), COUNTED)
+
+    def _counts(self) -> torch.Tensor:
+        """Whether the tokens of every row count one by one, bool, no dimensions."""
+        return ((self.key == self.counted()) | ~self.real()).all()
+
+    def note(self, cache: Cache) -> None:
+        """Record on a cache what is known of its keys."""
+        if self.exported or not self.located:
+            return
+        behind = not self.begins and self.shown is None
+        counts = behind or not self.reads or bool(self._counts())
+        new = CachedKeys(self.map.key, None if counts else self.filled_count, self.apart)
+        if keys_of(cache) != new:
+            setattr(cache, _KEYS, new)
+
+    def slots(self) -> torch.Tensor:
+        """Numbers of all slots, int64, ``[room]``."""
+        return torch.arange(self.room, device=self.device)
+
+    def origin(self) -> torch.Tensor:
+        """Slot of the first token of every row, int64, ``[rows or 1, 1]``."""
+        if "origin" not in self.made:
+            origin = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            if self.padding is not None:
+                origin = self.padding.int().argmax(1, keepdim=True)
+            self.made["origin"] = origin
+        return self.made["origin"]
+
+    def counted(self) -> torch.Tensor:
+        """Number of tokens before each slot that has one, int64, ``[rows or 1, room]``."""
+        if self.padding is None:
+            return self.slots()[None]
+        if "counted" not in self.made:
+            self.made["counted"] = self.padding.long().cumsum(1) - 1
+        return self.made["counted"]
 
     def real(self) -> torch.Tensor:
         """Which slots hold a token, bool, ``[rows or 1, room]``."""
         if "real" not in self.made:
-            slots = torch.arange(self.room, device=self.key.device)
-            real = (slots < self.filled + self.tokens)[None]
-            if self.padding is not None:
-                real = real & self.padding.to(self.key.device)
-            self.made["real"] = real
+            real = (self.slots() < self.filled + self.tokens)[None]
+            self.made["real"] = real if self.padding is None else real & self.padding
         return self.made["real"]
 
     def visible(self) -> torch.Tensor:
         """Which slots each of few queries sees, bool, ``[rows or 1, tokens, room]``."""
         if "visible" not in self.made:
-            slots = torch.arange(self.room, device=self.key.device)
-            new = self.filled + torch.arange(self.tokens, device=self.key.device)
-            self.made["visible"] = (slots <= new[:, None]) & self.real()[:, None]
+            new = self.filled + torch.arange(self.tokens, device=self.device)
+            self.made["visible"] = (self.slots() <= new[:, None]) & self.real()[:, None]
         return self.made["visible"]
 
     def on(self, device: torch.device) -> PositionForward:
         """The same forward for layers on another device, copied there once for all of them."""
-        if self.key.device == device:
+        if self.device == device:
             return self
         if ("on", device) not in self.made:
             moved = copy.copy(self)
-            moved.query, moved.key, moved.made = self.query.to(device), self.key.to(device), {}
+            moved.query, moved.key = self.query.to(device), self.key.to(device)
+            moved.padding = None if self.padding is None else self.padding.to(device)
+            moved.device, moved.made = device, {}
             self.made["on", device] = moved
         return self.made["on", device]
-
-    def _counted(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of all slots in an exported program, which cannot keep a log on the cache.
-
-        Slots are counted without padding, and the given positions of the new tokens, which are in
-        ``slots``, determine where the count starts.
-        """
-        real = torch.ones(1, self.room, dtype=torch.bool, device=positions.device)
-        if self.padding is not None:
-            real = self.padding.to(positions.device)
-        counted = real.long().cumsum(1) - 1
-        new = real.index_select(1, slots)
-        apart = positions - counted.index_select(1, slots)
-        first = torch.where(new, apart, apart.new_full((), -(2**62))).amax(1, keepdim=True)
-        torch._assert_async(((apart == first) | ~new).all(), placed.COUNTED)
-        return counted + first
-
-    def _continued(self) -> KeyPositions:
-        """The positions recorded on the cache."""
-        known, filled = kept(self.cache), self.filled_count
-        if known is None or known.positions.shape[1] < filled:
-            raise CacheError(
-                f"this cache was begun before the model was patched with "
-                f"{self.map.method.name} (or by prefix tuning), so its keys carry other "
-                f"rotations; start with an empty cache, or use a frequency method such as 'yarn'"
-            )
-        if known.key != self.map.key:
-            raise CacheError(
-                f"this cache was begun under another patch ({known.key[0]}) than the one in force "
-                f"({self.map.key[0]}); start with an empty cache"
-            )
-        return known
-
-    def key_known(self) -> torch.Tensor:
-        """:attr:`key` of an eager forward on the CPU, from what was read already."""
-        if self.documents is not None or self.places_known is None:
-            return self.key.cpu()
-        places, first = self.places_known, self.places_known.amin(1, keepdim=True)
-        if self.padding_known is not None:
-            places = places.expand(len(self.padding_known), -1)
-            first = places.gather(1, self.padding_known.int().argmax(1, keepdim=True))
-        return places - first
 
     def growth(self, temperature: SSMax, dtype: torch.dtype) -> torch.Tensor | None:
         """The growth of a temperature, ``[rows or 1, 1, tokens, 1]``; None: 0 everywhere."""
@@ -272,19 +312,6 @@ class PositionForward(ForwardContext):
                 made = held[0] if alone else tuple(held)
             self.made[key] = made
         return self.made[key]
-
-
-def _joined(before: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Positions of the keys in a cache, and of new tokens; a single row stands for all."""
-    if len(before) != len(new):
-        rows = max(len(before), len(new))
-        if min(len(before), len(new)) != 1:
-            raise CacheError(
-                f"this cache was begun with {len(before)} rows and is continued with {len(new)}; "
-                f"start again with an empty cache"
-            )
-        before, new = before.expand(rows, -1), new.expand(rows, -1)
-    return torch.cat((before, new), 1)
 
 
 def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:

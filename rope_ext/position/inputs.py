@@ -18,7 +18,7 @@ from rope_ext.methods import Rope
 from rope_ext.position.bias import Learning, like_weights
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import PositionMap
-from rope_ext.position.segments import BatchMask
+from rope_ext.position.masks import BatchMask
 from rope_ext.rotary.context import current, run_eagerly
 from rope_ext.rotary.sites import evaluating, input_device, vocabulary_of
 from rope_ext.rotary.zero3 import size

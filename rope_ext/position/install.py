@@ -13,8 +13,7 @@ from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.position import bias, head_positions, head_scales, inputs, tensors
 from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
-from rope_ext.position.cache import keep, note
-from rope_ext.position.forward import PositionForward
+from rope_ext.position.forward import PositionForward, keys_of, whole
 from rope_ext.position.layers import (
     KeyProjection,
     LayerInput,
@@ -26,10 +25,9 @@ from rope_ext.position.layers import (
     layer_number,
 )
 from rope_ext.position.map import PositionMap
-from rope_ext.position.segments import BatchMask
-from rope_ext.position.window_cache import shorten
+from rope_ext.position.masks import BatchMask, shown
+from rope_ext.position.window_cache import SPARE, shorten
 from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.caches import watch
 from rope_ext.rotary.context import (
     cache_among,
     caches_in,
@@ -53,7 +51,6 @@ def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
         UnsupportedModelError: the layers do not allow it.
     """
     installed = Installed(decoder, position_map)
-    watch()
     try:
         installed.put(decoder)
         if position_map.computes_positions:
@@ -105,6 +102,7 @@ class Installed:
                 f"rotation, and none is left for the window; choose another every= or start=, or "
                 f"patch with 'nope' for no positions at all"
             )
+        self._stay = {module: rotated[module] for module in self.kept}
         self.layouts = {**layouts, **dict.fromkeys(self.kept)}
         self._names = calls.parameters(type(decoder))
         self._projections: dict[nn.Module, KeyProjection] = {}
@@ -123,15 +121,17 @@ class Installed:
         self.handles += hooks.keep_native(decoder, self.kept)
         distinct = list(dict.fromkeys(self.layouts.values()))
         for module, layout in self.layouts.items():
-            layer = AttentionLayer(self.map, self.map.window if module in self.kept else None)
+            layer, window = AttentionLayer(self.map), self.map.window
             if layout is not None:
-                rotated = tensors.LayoutRotations(
-                    distinct.index(layout), self.map.rotations(layout)
-                )
+                rotated = tensors.rotations_of(self.map, distinct.index(layout), layout)
                 biased = self._biased(module, layout)
-                layer = MappedLayer(self.map, None, layout, rotated, biased)
+                layer = MappedLayer(self.map, layout, rotated, biased)
                 if self.map.learned_temperature is not None:
                     head_scales.add(module, self.map.learned_temperature, layout.heads.count)
+            elif window is not None and module in self.kept:
+                stays = self._stay[module]
+                rotated = tensors.rotations_of(self.map, len(distinct), stays, window)
+                layer = MappedLayer(self.map, stays, rotated, window=window)
             module.__dict__[LAYER] = layer
         self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
         self.handles.append(
@@ -202,7 +202,7 @@ class Installed:
         if self.map.window is not None:
             notes.append(
                 f"windows: {len(self.kept)} layers attend to the last {self.map.window} tokens, "
-                f"and a DynamicCache keeps no others of them"
+                f"and a DynamicCache keeps {SPARE} others of them"
             )
         added = self.map.encoding
         if added is not None and added != self.map.method:
@@ -281,35 +281,66 @@ class Installed:
             raise CacheError(self.unbatched())
         tokens: Any = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
-        mask = given.get("attention_mask")
+        mask, weights = given.get("attention_mask"), bool(given.get("output_attentions"))
         if isinstance(mask, dict):  # one per kind of layer, made before the forward
             mask = next(iter(mask.values()), None)
         made = mask if isinstance(mask, BatchMask) else None
-        mask = mask if made is None else made.padding
-        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-            mask = None
+        padding: Any = mask if made is None else made.padding
+        dimensions = padding.ndim if isinstance(padding, torch.Tensor) else 0
+        own = shown(padding) if dimensions == 4 else None
+        rows, length = tokens.shape[:2]
         filled = 0 if cache is None else int(cache.get_seq_length())
         if not filled:
             self._shorten(cache)
-        rows, length = tokens.shape[:2]
-        weights = bool(given.get("output_attentions"))
+        if cache is not None:
+            self._require(cache, filled, length)
+        padding = padding if dimensions == 2 else None
         forward = PositionForward(
-            self.map, rows, length, filled, cache, False, mask, weights=weights
+            self.map, rows, length, filled, cache, False, padding, weights=weights, shown=own
         )
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
         enter(forward)
 
+    def _require(self, cache: Cache, filled: int, tokens: int) -> None:
+        """Raise CacheError unless a cache can be continued by so many tokens."""
+        layer, known = whole(cache), keys_of(cache)
+        if layer is not None and filled + tokens > layer.max_cache_len:
+            raise CacheError(
+                f"this static cache has room for {layer.max_cache_len} tokens, and with those of "
+                f"this forward there would be {filled + tokens}; make one with a larger "
+                f"max_cache_len"
+            )
+        if not filled:
+            return
+        if known is None:
+            raise CacheError(
+                f"this cache was begun before the model was patched with {self.map.method.name} "
+                f"(or by prefix tuning), so its keys carry other rotations; start with an empty "
+                f"cache, or use a frequency method such as 'yarn'"
+            )
+        if known.patch != self.map.key:
+            raise CacheError(
+                f"this cache was begun under another patch ({known.patch[0]}) than the one in "
+                f"force ({self.map.key[0]}); start with an empty cache"
+            )
+        if known.counted is not None and filled > known.counted:
+            raise CacheError(
+                f"the position ids of the tokens in this cache did not count one by one, so "
+                f"{self.map.method.name} cannot continue it; start with an empty cache, or run "
+                f"all tokens in one forward"
+            )
+
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: records positions on a cache that the decoder created, too."""
+        """Decoder hook: notes on a cache that the decoder created, too, what its keys are."""
         context = current(self.map)
         if context is None or not context.traced:
             self._end(output)
             return
         leave(context)
         for cache in caches_in(output):
-            if isinstance(cache, Cache) and context.known is not None:
-                note(cache, context.known)
+            if isinstance(cache, Cache):
+                context.note(cache)
 
     @run_eagerly(tensors.WHY)
     def _end(self, output: Any) -> None:
@@ -318,9 +349,8 @@ class Installed:
             return
         leave(forward)
         for cache in caches_in(output):
-            new = isinstance(cache, Cache) and cache is not forward.cache
-            if new and forward.known is not None:
-                keep(cache, forward.known, forward.rows)
+            if isinstance(cache, Cache) and cache is not forward.cache:
+                forward.note(cache)
                 self._shorten(cache)
 
     def _shorten(self, cache: Any) -> None:

@@ -1,4 +1,6 @@
-"""Recognises the mask functions of transformers by their closures.
+"""The attention mask of a forward, and how it is read.
+
+The mask functions of transformers are recognised by their closures.
 
 transformers combines simple functions of batch, head, query and key into one, and passes only the
 result. The only way to tell them apart is ``__qualname__`` and the closure, which are not public:
@@ -10,10 +12,18 @@ but slow. Packed documents that are not recognized raise an error, since their p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from rope_ext.attention import runs
+from rope_ext.errors import UnsupportedModelError
+from rope_ext.methods.geometry import Distance
+from rope_ext.position.forward import PositionForward
+from rope_ext.position.tables import BandRotations
 
 CHECKED = ("5.17", "5.23")
 """The first and the last version of transformers on which this was checked."""
@@ -73,3 +83,192 @@ def _is(function: Callable, *made_by: str) -> bool:
     """Whether ``function`` was defined by transformers within one of the functions ``made_by``."""
     its = getattr(function, "__module__", None) == causal_mask_function.__module__
     return its and getattr(function, "__qualname__", "").startswith(made_by)
+
+
+class BatchMask:
+    """The attention mask of one forward under a position map.
+
+    Args:
+        owner: the forward; None where generation makes the mask of a static cache before it.
+        arguments: arguments with which transformers requested a mask; None: it was given ready.
+        given: that mask, bool or additive, ``[rows, 1, queries, keys]``.
+
+    Attributes:
+        plain: whether it is causal, as far as a compiled forward needs to know.
+    """
+
+    ndim = 4  # transformers then takes it for a mask that is already prepared
+
+    def __init__(
+        self,
+        owner: PositionForward | None,
+        arguments: dict[str, Any] | None = None,
+        given: torch.Tensor | None = None,
+    ) -> None:
+        self.owner, self.arguments, self.given = owner, arguments, given
+        self.valid: torch.Tensor | None = None
+        self.ready: torch.Tensor | None = None
+        self.plain = True
+        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
+        self._moved: dict[torch.device, torch.Tensor] = {}
+        self._of: BatchMask | None = None  # a mask of more keys
+
+    @property
+    def forward(self) -> PositionForward:
+        """The forward that the mask belongs to."""
+        assert self.owner is not None, "generation made this mask, and no forward has used it yet"
+        return self.owner
+
+    def contiguous(self) -> BatchMask:
+        """Called by generation on a mask that is already prepared."""
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the tensor that transformers would make."""
+        if self.given is not None:
+            return tuple(self.given.shape)
+        names = ("batch_size", "q_length", "kv_length")
+        rows, *rest = (cast("dict[str, Any]", self.arguments)[name] for name in names)
+        return rows, 1, *rest
+
+    @functools.cached_property
+    def causal(self) -> bool:
+        """Whether transformers asked for a causal mask, perhaps in a window or by document."""
+        return self.arguments is not None and is_plain(self.arguments["mask_function"])
+
+    def belong_to(self, forward: PositionForward) -> None:
+        """Set the forward, of a mask that was made before it or in it."""
+        self.owner = forward
+        documents = documents_of(self.arguments["mask_function"]) if self.arguments else None
+        if documents is not None:
+            forward.split(documents)
+
+    def prepare(self) -> None:
+        """Prepare what a compiled forward needs of a mask that is made before it.
+
+        Sets ``valid``, the padding of all slots, whose shape then stays the same (``[rows,
+        slots]``), and for a single query ``ready``, the mask itself; for several, ``plain``.
+        """
+        padding, arguments = self.padding, self.arguments or {}
+        if padding is not None:
+            slots = arguments["kv_length"]
+            self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
+        if arguments.get("q_length") == 1:
+            self.ready = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+        elif arguments:
+            self.plain = self.causal and documents_of(arguments["mask_function"]) is None
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """The two-dimensional mask that it was made from."""
+        return None if self.arguments is None else self.arguments.get("attention_mask")
+
+    @functools.cached_property
+    def dense(self) -> torch.Tensor | None:
+        """The mask for layers that the map leaves alone; None: causal."""
+        if self._of is not None:
+            whole = self._of.dense
+            return None if whole is None else whole[..., self.offset - self._of.offset :]
+        return self.given if self.arguments is None else sdpa_mask(**self.arguments)
+
+    def behind(self, offset: int) -> BatchMask:
+        """The mask of a layer whose cache has no slots before ``offset``."""
+        if offset == self.offset:
+            return self
+        name = "behind", offset
+        if name not in self.made:
+            made = BatchMask(self.owner, self.arguments, self.given)
+            made._of, made.offset = self, offset
+            self.made[name] = made
+        return self.made[name]
+
+    def dense_on(self, device: torch.device) -> torch.Tensor | None:
+        """:attr:`dense` on the device of a layer, moved there once for all layers."""
+        if self.dense is None or self.dense.device == device:
+            return self.dense
+        if device not in self._moved:
+            self._moved[device] = self.dense.to(device)
+        return self._moved[device]
+
+    @functools.cached_property
+    def ahead(self) -> list[int]:
+        """How far queries see beyond themselves at most, tokens, by row; 0: the mask is causal."""
+        forward = self.forward
+        if self.causal or self.dense is None:
+            return [0] * forward.rows
+        visible = shown(self.dense[..., : self.keys])
+        t = self.positions.to(visible.device).expand(forward.rows, -1)[:, None]
+        newest = [  # position of the newest key that a query sees; [rows, heads, queries]
+            torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in visible.split(256, 2)
+        ]
+        after = torch.cat(newest, 2) - t[..., -forward.tokens :]
+        # What padding sees does not matter; transformers shows it nothing, or everything.
+        seen = visible[..., -1:, -forward.tokens :].squeeze(2)
+        after = after.where(seen | ~visible.all(-1), 0)
+        if forward.padding is not None:
+            after = after * forward.padding[:, None, -forward.tokens :].to(after.device)
+        return after.clamp(min=0).amax((1, 2)).tolist()
+
+    @functools.cached_property
+    def offset(self) -> int:
+        """Index of the first key in the sequence; above 0 in sliding caches."""
+        return 0 if self.arguments is None else self.arguments["kv_offset"]
+
+    @property
+    def keys(self) -> int:
+        """Number of filled keys; a static cache has room for more."""
+        return self.forward.filled_count + self.forward.tokens - self.offset
+
+    @functools.cached_property
+    def positions(self) -> torch.Tensor:
+        """Position of every key, ``[rows or 1, keys]``."""
+        return self.forward.key[:, self.offset :]
+
+    @functools.cached_property
+    def window(self) -> int | None:
+        """Window to which the mask limits every token."""
+        return None if self.arguments is None else self.arguments.get("local_size")
+
+    def runs(self) -> list[runs.Run]:
+        """The batch as runs of consecutive tokens; raises where positions go back."""
+        if "runs" not in self.made:
+            forward, first = self.forward, self.offset
+            sequences = forward.documents
+            if sequences is None:
+                sequences = forward.real().long() - 1
+            new = self.keys - forward.tokens
+            given = self.positions, sequences[:, first:], forward.rows, new
+            self.made["runs"] = runs.runs(*given)
+        return self.made["runs"]
+
+
+def shown(mask: torch.Tensor) -> torch.Tensor:
+    """The visible keys of a mask, bool or additive.
+
+    Raises:
+        UnsupportedModelError: it is a bias, which does more than hide keys.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= -1e4
+    if not bool((hidden | (mask == 0)).all()):
+        raise UnsupportedModelError(
+            "an attention mask that adds to the logits instead of hiding tokens is not known to "
+            "position methods; pass a mask of True and False, or use a frequency method"
+        )
+    return ~hidden
+
+
+def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
+    """The bands within a window; None if only a dense mask can express that."""
+    if window is None:
+        return bands
+    clipped = []
+    for geometry, *rotations in bands:
+        if not isinstance(geometry, Distance):
+            return None
+        last = window if geometry.last is None else min(window, geometry.last)
+        if geometry.first < last:
+            clipped.append((Distance(geometry.first, last), *rotations))
+    return clipped

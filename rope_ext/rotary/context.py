@@ -13,6 +13,11 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers.cache_utils import Cache
 
+UNKNOWN = (
+    "this cache was taken for an empty one, and it has tokens that were put there without this "
+    "patch, so its keys carry other rotations; start with an empty cache"
+)
+"""Error of a graph that starts with a static cache of which nothing is known."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -31,7 +36,6 @@ class ForwardContext:
             decide what to do.
     """
 
-    logs_positions = False  # whether it records the positions of keys on caches
     exported = False  # whether torch.export is tracing it
 
     def __init__(

@@ -7,17 +7,21 @@ fixed, because the keys and values of earlier tokens were computed with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from rope_ext.methods import FrequencyMethod
 from rope_ext.methods.temperature import SSMax, Temperature
-from rope_ext.rotary.caches import CacheWithMetadata, Move, attach
 from rope_ext.rotary.context import ForwardContext
 from rope_ext.rotary.sites import RotarySite
+from rope_ext.rotary.swapping import swap, take_back
 
+# A mixin: swapping.swap puts it in front of whatever class of cache an object has.
+_CacheMixin = Cache if TYPE_CHECKING else object
 STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 
@@ -44,11 +48,6 @@ class Started:
     made: dict[tuple, Any] = field(default_factory=dict)
     begun: bool = True
 
-    @property
-    def kind(self) -> type[CacheWithMetadata] | None:
-        """Class that a cache with it needs: sequences that differ by row must follow the rows."""
-        return CacheWithMetadata if len(self.lengths) > 1 else None
-
     def first_on(self, device: torch.device) -> torch.Tensor:
         """``first`` on a device, copied there once: a CPU tensor keeps a graph from CUDA graphs."""
         key = ("first", device)
@@ -57,14 +56,40 @@ class Started:
                 self.made[key] = self.first.to(device)
         return self.made[key]
 
-    def moved(self, move: Move) -> Started:
-        """The sequences after rows were moved."""
-        if len(self.lengths) == 1:
-            return self
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Started:
+        """The sequences after rows were moved; ``move`` takes and returns ``[rows]``."""
         return replace(self, lengths=move(self.lengths), first=move(self.first), made={})
 
-    def emptied(self) -> None:
-        """Nothing remains when a cache is reset."""
+    def keep(self, cache: Cache) -> None:
+        """Put it on a cache, whose class changes where sequences have to follow its rows."""
+        setattr(cache, STARTED, self)
+        if len(self.lengths) > 1:
+            swap(cache, CacheOfSequences)
+
+
+class CacheOfSequences(_CacheMixin):
+    """Mixin for caches with different sequences in their rows, which follow when rows are moved."""
+
+    def _move(self, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        setattr(self, STARTED, getattr(self, STARTED).moved(move))
+
+    def reorder_cache(self, beam_idx: Any) -> Any:  # int64, [rows]; annotated LongTensor there
+        self._move(lambda rows: rows[beam_idx.to(rows.device)])
+        return super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> Any:
+        self._move(lambda rows: rows[indices.to(rows.device)])
+        return super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> Any:
+        self._move(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        return super().batch_repeat_interleave(repeats)
+
+    def reset(self) -> Any:
+        result = super().reset()
+        delattr(self, STARTED)
+        take_back(self)
+        return result
 
 
 class SequenceForward(ForwardContext):
@@ -117,7 +142,7 @@ class SequenceForward(ForwardContext):
             self.started = self._start(positions)
         if not self.traced:
             if self.cache is not None:
-                attach(self.cache, STARTED, self.started)
+                self.started.keep(self.cache)
             self.mask = self.cache = None  # autograd may keep this object alive for long
 
     def _start(self, positions: torch.Tensor) -> Started:

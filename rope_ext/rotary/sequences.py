@@ -19,7 +19,6 @@ from torch import nn
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.buffers import Changes
-from rope_ext.rotary.caches import UNKNOWN, attach, watch
 from rope_ext.rotary.calls import (
     is_exporting,
     is_sharded,
@@ -30,6 +29,7 @@ from rope_ext.rotary.calls import (
     runs_layers_again,
 )
 from rope_ext.rotary.context import (
+    UNKNOWN,
     cache_among,
     caches_in,
     current,
@@ -45,7 +45,7 @@ from rope_ext.rotary.third_party import refuse_rerotation
 
 _logger = logging.getLogger("rope_ext")
 _FILLED = (
-    "the layers of this cache were reset one by one: use its own reset(), or begin again with a "
+    "a cache that was reset has no sequence for a compiled step to continue; begin again with a "
     "forward that is not compiled"
 )
 
@@ -282,7 +282,7 @@ class Sequences:
         if forward.started is None or output is None:
             return
         for cache in caches_in(output):
-            attach(cache, STARTED, forward.started)
+            forward.started.keep(cache)
         hidden = output[0]
         if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
@@ -342,7 +342,6 @@ def _announced(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor | None, 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Make ``sequences`` follow everything that ``decoder`` or ``model.generate`` runs."""
-    watch()
     sequences.names = parameters(type(decoder))
     sequences.layers = [
         m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)

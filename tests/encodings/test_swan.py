@@ -8,12 +8,15 @@ from torch import nn
 from transformers import DynamicCache
 
 import rope_ext
+from rope_ext.position.window_cache import SPARE
 from tests.helpers.encodings import ALL
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, logits
 from tests.helpers.promises import decodes_as_it_reads
 
 GIVEN, WINDOW = ALL["swan"].options, 7
+
+KEPT = WINDOW - 1 + SPARE  # keys of a layer with a window
 
 
 def swan(**options: object) -> nn.Module:
@@ -36,7 +39,7 @@ def test_a_cache_keeps_the_window_of_layers_that_have_one(ids) -> None:
         with torch.no_grad():
             cache = model(ids, past_key_values=cache).past_key_values
         kept = [layer.keys.shape[2] for layer in cache.layers]
-        assert kept == [90, WINDOW - 1, 90, WINDOW - 1]
+        assert kept == [90, KEPT, 90, KEPT]
         assert cache.get_seq_length() == 90
         cache.reset()  # and what is empty may be used without the patch
         if cache.get_seq_length():  # transformers 5.17 fills it with zeros instead
@@ -53,7 +56,7 @@ def test_memory_of_what_left_the_window_is_free(ids) -> None:
     with torch.no_grad():
         cache = model(ids).past_key_values
     held = [layer.keys.untyped_storage().nbytes() for layer in cache.layers]
-    assert held[1] * 90 == held[0] * (WINDOW - 1)
+    assert held[1] * 90 == held[0] * KEPT
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -69,24 +72,25 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
         assert torch.equal(model.generate(prompt, **NEW, assistant_model=assistant), right)
 
 
-def test_a_cache_without_a_past_takes_nothing_back(ids) -> None:
-    model, cache = swan(), DynamicCache()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    cache.crop(0)
-    assert cache.get_seq_length() == ids.shape[1]
-    with pytest.raises(rope_ext.CacheError, match="3 of them cannot be taken back"):
-        cache.crop(-3)
+def test_more_tokens_than_are_spare_are_not_taken_back(ids) -> None:
+    model, cache, other = swan(), DynamicCache(), DynamicCache()
+    right = logits(model, ids, past_key_values=other)
+    logits(model, ids, past_key_values=cache)
+    with pytest.raises(rope_ext.CacheError, match=f"{SPARE + 1} of them cannot be taken back"):
+        other.crop(-SPARE - 1)
+    cache.crop(-SPARE)
+    cached = logits(model, ids[:, -SPARE:], past_key_values=cache)
+    torch.testing.assert_close(cached, right[:, -SPARE:], **EXACT)
 
 
-def test_drafts_beside_a_cache_that_the_model_starts_anew_are_refused(ids) -> None:
+def test_drafts_beside_a_cache_that_the_model_starts_anew(ids) -> None:
     """Phi-3 does so where its short frequencies would give way to its long ones."""
     model = FAMILIES["phi3"].model()
     model.config.original_max_position_embeddings = LENGTH
     rope_ext.patch(model, "swan", every=2, window=WINDOW)
     prompt = ids[:1, : LENGTH - 2]
-    with pytest.raises(rope_ext.CacheError, match="generate without drafts"):
-        model.generate(prompt, **NEW, assistant_model=tiny_llama())
+    right = model.generate(prompt, **NEW, use_cache=False)
+    assert torch.equal(model.generate(prompt, **NEW, assistant_model=tiny_llama()), right)
 
 
 @pytest.mark.slow

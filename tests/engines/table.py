@@ -27,22 +27,24 @@ HEAD = """\
 Every method that each engine computes as transformers does, by `model_type` of the language model:
 another *base* (`ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables*, which carry every other
 frequency method. For anything else `rope_ext.export` raises an error with the reason. A question
-mark is a family that was not checked, † one that vLLM runs with transformers' model.
+mark is a family that was not checked, † one of which only the engine's rotary classes ran.
 
-llama.cpp and mlx-lm ran beyond the trained length (`tests/engines/test_families.py`), vLLM and
-SGLang with their rotary classes (`tests/engines/test_servers.py`): vLLM 0.33.0, SGLang 0.5.23,
-xllamacpp 2026.10.11549, mlx-lm 0.32.2. `python -m tests.engines.table --write
-docs/engines/families.md` wrote this page.
+The engines ran beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
+xllamacpp 2026.10.11549 and mlx-lm 0.32.2 (`tests/engines/test_families.py`). Rotary classes (†) are
+those of vLLM 0.33.0 and SGLang 0.5.23 (`tests/engines/test_servers.py`). `python -m
+tests.engines.table --write docs/engines/families.md` wrote this page.
 """
 
 
-def cell(family: Family | None) -> str:
+def cell(engine: str, family: Family | None) -> str:
     """What one engine runs of one family."""
     if family is None:
         return "?"
+    found = ", ".join(METHODS[kind] for kind in family.kinds) or "none"
     if len(family.kinds) == len(METHODS):
-        return "all †" if getattr(family, "backend", False) else "all"
-    return ", ".join(METHODS[kind] for kind in family.kinds) or "none"
+        found = "all"
+    unrun = family.kinds and (engine == "sglang" or family.unrun)
+    return f"{found} †" if unrun else found
 
 
 def page() -> Iterator[str]:
@@ -52,7 +54,7 @@ def page() -> Iterator[str]:
     yield "| --- |" + " --- |" * len(TITLES)
     names = sorted({name for engine in TITLES for name in ENGINES[engine]})
     for name in names:
-        cells = " | ".join(cell(ENGINES[engine].get(name)) for engine in TITLES)
+        cells = " | ".join(cell(engine, ENGINES[engine].get(name)) for engine in TITLES)
         yield f"| {name} | {cells} |"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,14 @@ def test_what_mlx_would_ignore_is_refused(family: str) -> None:
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
     with pytest.raises(rope_ext.ExportError, match=r"mlx cannot run yarn: .*models/"):
         rope_ext.export(miniature.model, "mlx")
+
+
+def test_what_the_plugin_of_vllm_imports_is_there() -> None:
+    """It is imported in vLLM's environment only."""
+    file = Path(rope_ext.__file__).parent / "engines" / "vllm_plugin.py"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rope_ext"):
+            module = importlib.import_module(node.module or "")
+            for name in node.names:
+                if not hasattr(module, name.name):
+                    importlib.import_module(f"{node.module}.{name.name}")

@@ -13,12 +13,7 @@ from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 import rope_ext
-from rope_ext.attention import placed, reference
-from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.attention.reference import Places
-from rope_ext.errors import UnsupportedModelError
-from rope_ext.methods.geometry import Distance
-from rope_ext.position.cache import kept
+from rope_ext.attention import runs
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
 from rope_ext.rotary.context import forward_context
@@ -96,64 +91,39 @@ def test_padding_in_tensors(name: str, side: str, ids, in_tensors) -> None:
     pieces_of_rows_are_as_alone(model, rows, side, steps, static(model))
 
 
-def test_the_positions_of_a_static_cache_stay_at_one_address(ids) -> None:
-    model, cache = patch(tiny_llama()), static(tiny_llama())
-    addresses = set()
-    for piece in ids.split([40, 30, 1, 1, 18], dim=1):
-        logits(model, piece, past_key_values=cache)
-        addresses.add((kept(cache).positions.data_ptr(), kept(cache).positions.shape))
-    assert len(addresses) == 1
-    cache.reset()
-    right = logits(model, ids[:, :30])
-    torch.testing.assert_close(logits(model, ids[:, :30], past_key_values=cache), right, **EXACT)
-    assert kept(cache).positions.data_ptr() == addresses.pop()[0]
-
-
-def test_padding_between_the_tokens_of_a_row_is_refused_when_the_graph_runs(ids, in_tensors):
-    """Behind a prompt that is padded on the right: near keys lie further back than their window."""
+def test_tokens_behind_padding_on_the_right_count_without_it(ids, in_tensors) -> None:
     model, cache = patch(tiny_llama()), static(tiny_llama())
     mask = torch.ones(2, 51, dtype=torch.long)
     mask[1, 30:50] = 0
-    logits(model, ids[:2, :50], attention_mask=mask[:, :50], past_key_values=cache)
-    positions = mask.sum(1, keepdim=True) - 1
-    with pytest.raises(RuntimeError, match=r"padding between the tokens of a row.*on the left"):
-        logits(
-            model,
-            ids[:2, 50:51],
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-        )
+    logits(model, ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
+    given = {"position_ids": mask.sum(1, keepdim=True) - 1, "past_key_values": cache}
+    said = logits(model, ids[:, 50:51], attention_mask=mask, **given)
+    for row in range(2):
+        alone = logits(model, ids[row, :51][mask[row].bool()][None])
+        torch.testing.assert_close(said[row, -1], alone[0, -1], **EXACT)
 
 
 @pytest.mark.parametrize("tokens", [30, 4])
-def test_positions_that_go_back_are_refused_when_the_graph_runs(tokens: int, ids, in_tensors):
+def test_positions_that_do_not_count_are_refused_when_the_graph_runs(tokens, ids, in_tensors):
     model, cache = patch(tiny_llama()), static(tiny_llama())
     logits(model, ids[:, :40], past_key_values=cache)
-    positions = torch.arange(tokens)[None]
-    with pytest.raises((UnsupportedModelError, RuntimeError), match="go back within one row"):
-        logits(model, ids[:, :tokens], past_key_values=cache, position_ids=positions)
+    for positions in (torch.arange(tokens), torch.arange(50, 50 + tokens), torch.arange(99) // 2):
+        given = {"position_ids": positions[None, :tokens], "past_key_values": cache}
+        with pytest.raises(RuntimeError, match="count the tokens of the attention mask"):
+            logits(model, ids[:, :tokens], **given)
     assert forward_context.stack == []
 
 
+@pytest.mark.parametrize("tokens", [60, 12])
 @pytest.mark.parametrize("name", ["rerope", "alibi"])
-def test_tokens_at_the_same_position_in_tensors(name: str, ids, in_tensors, request) -> None:
-    """They are as in the eager path, but few beside a window are refused when the graph runs."""
+def test_tokens_at_the_same_position_in_tensors(name: str, tokens: int, ids, in_tensors) -> None:
     model = rope_ext.patch(tiny_llama(), name, factor=4)
-    positions = (torch.arange(60) // 2)[None]
-    given = {"position_ids": positions, "attention_mask": torch.ones(1, 60)}
-    said = logits(model, ids[:1, :60], **given)
-    other = ids[:1, :60].clone()
-    other[0, 41:] = ids[1, 41:60]
-    torch.testing.assert_close(logits(model, other, **given)[:, :41], said[:, :41], **EXACT)
-    cache = static(model)
-    logits(model, ids[:1, :50], position_ids=positions[:, :50], past_key_values=cache)
-    of_few = {"position_ids": positions[:, 50:], "past_key_values": cache}
-    if name == "rerope":
-        with pytest.raises(RuntimeError, match=r"its position ids repeat.*ids that count"):
-            logits(model, ids[:1, 50:60], **of_few)
-        return
-    torch.testing.assert_close(logits(model, ids[:1, 50:60], **of_few), said[:, 50:], **EXACT)
+    given = {"position_ids": (torch.arange(tokens) // 2)[None], "use_cache": False}
+    given["attention_mask"] = torch.ones(1, tokens)
+    row, other = ids[:1, :tokens], ids[:1, :tokens].clone()
+    other[0, 9:] = ids[1, 9:tokens]
+    said = logits(model, row, **given)
+    torch.testing.assert_close(logits(model, other, **given)[:, :9], said[:, :9], **EXACT)
 
 
 def test_fractions_of_tokens_are_refused_when_the_graph_runs(ids, in_tensors) -> None:
@@ -162,31 +132,15 @@ def test_fractions_of_tokens_are_refused_when_the_graph_runs(ids, in_tensors) ->
         logits(model, ids, position_ids=halves, attention_mask=torch.ones_like(ids))
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_a_query_that_sees_no_key_gets_nothing(with_sinks: bool) -> None:
-    make = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 6, 4, generator=make) for heads in (4, 2, 2))
-    query, pairs = query[:, :, :3], Pairs(slice(0, 2), slice(2, 4))
-    sinks = torch.randn(4, generator=make) if with_sinks else None
-    call = Call([RotatedBand(Distance(0, None), None, None)], pairs, 0.5, sinks=sinks)
-    seen = torch.tensor([[True] * 6, [False] * 6, [False, True] * 3])
-    hidden = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
-    few = placed.Few([placed.Part(hidden, None, None, None, None)], seen.any(-1)[None])
-    out = placed.attend_few(query, key, value, call, few)
-    places = Places(torch.tensor([5, 5, 5]), torch.arange(6), seen)
-    torch.testing.assert_close(out, reference.attend(query, key, value, call, places))
-    assert not out[:, :, 1].any()
-
-
 @pytest.mark.slow
 def test_the_operator_keeps_what_torch_asks_of_one() -> None:
     make = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 8, 4, generator=make) for heads in (4, 2, 2))
-    places, real = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
+    places, sequences = torch.arange(8)[None], torch.zeros(1, 8, dtype=torch.long)
     plan = [1, 0, 0, 2**62, 0, 0, 1, 0, 2, 1, 1, 2, 4, 1]  # all keys, nothing turned
-    slots = (places, real, torch.tensor(0))
+    slots = (places, sequences, torch.tensor(0))
     given = (query, key, value, None, None, [], plan, *slots, 0.5, None, "auto")
-    torch.library.opcheck(placed.operator, given)
+    torch.library.opcheck(runs.operator, given)
 
 
 class _Reads(TorchDispatchMode):
@@ -353,7 +307,7 @@ def test_a_program_refuses_positions_that_do_not_count_one_by_one(ids, in_a_prog
     model, cache = patch(tiny_llama(num_hidden_layers=1)), static(tiny_llama())
     logits(model, ids[:, :20], past_key_values=cache)
     places = torch.tensor([[20, 21, 30, 31]])
-    with pytest.raises(RuntimeError, match="do not count one by one"):
+    with pytest.raises(RuntimeError, match="count the tokens"):
         logits(model, ids[:, 20:24], past_key_values=cache, position_ids=places)
 
 

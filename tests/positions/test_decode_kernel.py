@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 import rope_ext
-from rope_ext.attention import decode, placed, reference
+from rope_ext.attention import bands as plain
+from rope_ext.attention import decode, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.extent import positions_seen
 from rope_ext.attention.reference import Places
@@ -47,34 +48,15 @@ def ranges(
     bands: list[RotatedBand], t: torch.Tensor, origin: torch.Tensor, slots: int, temperature=None
 ) -> decode.Ranges:
     """For queries at ``t``, ``[rows, queries]``, and rotations by position."""
-    bands = sorted(bands, key=lambda band: band.key is None)
-    low, high = [], []
-    for band in bands:
-        first, end = positions_seen(band.geometry, t)
-        first = torch.as_tensor(first).clamp(min=0).expand_as(end)
-        low.append(torch.where(end > first, first + origin[:, None], 2**30))
-        high.append(torch.where(end > first, end + origin[:, None], 0))
 
-    def stacked(tables: list, places: torch.Tensor) -> tuple | None:
-        if all(x is None for x in tables):
-            return None
-        like = next(x for x in tables if x is not None)
-        each = [
-            [y[places.clamp(0)] if len(y) > 1 else y.expand(*places.shape, -1) for y in x or like]
-            for x in tables
-        ]
-        return tuple(torch.stack(x).contiguous() for x in zip(*each, strict=True))
+    def at(rotation, places: torch.Tensor):
+        return rotation and tuple(
+            x[places.clamp(0)] if len(x) > 1 else x.expand(*places.shape, -1) for x in rotation
+        )
 
-    return decode.Ranges(
-        torch.stack(low).int(),
-        torch.stack(high).int(),
-        origin.int(),
-        (origin + t[:, 0])[:1].int(),
-        stacked([band.query for band in bands], t),
-        sum((band.query is not None) << i for i, band in enumerate(bands)),
-        stacked([b.key for b in bands if b.key is not None], torch.arange(slots)),
-        temperature,
-    )
+    every = torch.arange(slots)
+    found = [RotatedBand(x.geometry, at(x.query, t), at(x.key, every)) for x in bands]
+    return decode.ranges_of(found, t, origin, (origin + t[:, 0])[:1], temperature)
 
 
 def check(
@@ -173,7 +155,7 @@ def test_models_decode_by_it(name: str, traced: bool, ids, interpreted, request,
     """Padded and unpadded, in a growing and in a static cache, one and several tokens at a time."""
     if traced:
         request.getfixturevalue("in_tensors")
-    monkeypatch.setattr(placed, "attend_few", None)
+    monkeypatch.setattr(plain, "attend", None)
     model = rope_ext.patch(tiny_llama(num_hidden_layers=1), name, factor=4)
     cache = static(model) if traced else None
     right = logits(model, ids[:, :60])

@@ -71,12 +71,6 @@ def test_tokens_at_the_same_position_do_not_see_those_after_them(name: str, ids)
     said = logits(model, row, **given)
     torch.testing.assert_close(logits(model, other, **given)[:, :61], said[:, :61], **EXACT)
     assert (logits(model, other, **given) - said)[:, 61:].abs().max() > 0.01
-    cache = DynamicCache(config=model.config)  # and alike in two chunks
-    parts = [
-        logits(model, row[:, at], position_ids=positions[:, at], past_key_values=cache)
-        for at in (slice(0, 50), slice(50, 90))
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), said, **EXACT)
 
 
 def test_tokens_at_the_same_position_are_as_unpatched_within_the_window(ids) -> None:
@@ -113,12 +107,19 @@ def test_positions_that_jump_are_the_papers_distances(kind: str, name: str, ids)
         right = logits(model, ids, **given)
     patch(model, name, temperature=1)
     torch.testing.assert_close(logits(model, ids, **given), right, **EXACT)
-    cache = DynamicCache(config=model.config)  # and the same in two chunks
-    parts = [
-        logits(model, ids[:, at], position_ids=positions[:, at], past_key_values=cache)
-        for at in (slice(0, 50), slice(50, 90))
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), right, **EXACT)
+
+
+@pytest.mark.parametrize("step", [1, 40])
+@pytest.mark.parametrize("gap", ["within the cache", "behind it"])
+def test_a_cache_is_not_continued_with_positions_that_jump(gap: str, step: int, ids) -> None:
+    """The positions of cached keys are those of their tokens in the mask."""
+    model, positions = patch(tiny_llama()), torch.arange(90)[None]
+    positions = positions + 30 * (positions >= (20 if gap == "within the cache" else 50))
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :50], position_ids=positions[:, :50], past_key_values=cache)
+    given = {"position_ids": positions[:, 50 : 50 + step], "past_key_values": cache}
+    with pytest.raises(rope_ext.RopeExtError, match="one by one"):
+        logits(model, ids[:, 50 : 50 + step], **given)
 
 
 def test_masks_of_ones_own_are_followed(ids) -> None:

@@ -11,8 +11,7 @@ import torch
 from transformers import masking_utils
 
 import rope_ext
-from rope_ext.position.masks import CHECKED, documents_of, is_plain
-from rope_ext.position.segments import BatchMask
+from rope_ext.position.masks import CHECKED, BatchMask, documents_of, is_plain
 from tests.families.images import kinds, with_image
 from tests.families.zoo import TEXT_VOCAB, tiny_model
 from tests.helpers.models import tiny_llama
@@ -51,7 +50,7 @@ def test_the_masks_of_the_installed_version_are_read(installed: str) -> None:
     packed = asked_for(position_ids=PACKED)
     assert is_plain(packed.arguments["mask_function"])
     assert torch.equal(documents_of(packed.arguments["mask_function"]), DOCUMENTS)
-    runs = [(segment.queries, segment.keys, segment.start) for segment in packed.segments]
+    runs = [(run.queries, run.keys, int(run.places[0])) for run in packed.runs()]
     assert runs == [(slice(a, b), slice(a, b), 0) for a, b in ((0, 4), (4, 7), (7, 8))]
     window = masking_utils.sliding_window_causal_mask_function(5)
     assert is_plain(window) and documents_of(window) is None

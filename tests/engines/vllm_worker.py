@@ -1,0 +1,76 @@
+"""Runs models in vLLM one after the other: reads a job in each line, and answers it in a line.
+
+A job names a folder, the settings of the engine, and prompts of token IDs. The answer holds the
+log-probability of every token of every prompt but the first, and the tokens that follow with
+theirs, or the error.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+NEW = 6  # tokens after each prompt
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the engine prints
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
+
+registry._run_in_subprocess = lambda look: look()  # a process for each architecture
+gc.freeze()  # the engine collects nine times for each model
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """What the engine computes for the prompts of a job."""
+    given = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**27}
+    llm = None
+    try:
+        llm = LLM(
+            job["folder"],
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            **{**given, **job["settings"]},
+        )
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+        more = SamplingParams(
+            temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        # Apart, since what returns log-probabilities of prompts reads no cached prefixes.
+        every = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        rows, added = [], []
+        for made in llm.generate(prompts, every, use_tqdm=False):
+            rows.append(values(made.prompt_token_ids[1:], made.prompt_logprobs[1:]))
+        for made in llm.generate(prompts, more, use_tqdm=False):
+            (out,) = made.outputs
+            added.append([list(out.token_ids), values(out.token_ids, out.logprobs)])
+        return {"rows": rows, "added": added}
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def values(tokens: Any, found: Any) -> list[float]:
+    return [entries[token].logprob for token, entries in zip(tokens, found, strict=True)]
+
+
+for line in sys.stdin:
+    try:
+        answer = run(json.loads(line))
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer), file=answers, flush=True)

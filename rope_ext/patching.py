@@ -231,11 +231,13 @@ def patch(
             "(lab/surgery.py)",
             *(method.name, type(decoder).__name__, encoding.name),
         )
-    if earlier is None and any(name in sys.modules for name in _REFERENCES):
+    folder = getattr(unwrap(model).config, "name_or_path", None)
+    loaded = folder and not next(decoder.parameters()).is_meta
+    if earlier is None and loaded and any(name in sys.modules for name in _REFERENCES):
         _logger.warning(
             "rope_ext: trainers of TRL load their reference model from %r without this patch; "
             "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
-            getattr(unwrap(model).config, "name_or_path", None),
+            folder,
         )
     # Only where plain transformers computes something else without an error is anything lost.
     prefix = "sequences: " if state.native else "saving: "

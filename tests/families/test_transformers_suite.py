@@ -26,7 +26,6 @@ POSITION = {
     "test_model_rope_scaling_from_config_1_dynamic": "AlreadyScaledError: .* frequencies change",
     # The attention of a mapped model is rope_ext's own, and rotates keys.
     "test_can_set_attention_dynamically": "AssertionError: False is not true",
-    "test_sdpa_can_dispatch_non_composite_models": "AssertionError: False is not true",
     "test_attention_outputs": "ValueError: The `output_attentions` attribute is not supported",
     "test_retain_grad_hidden_states_attentions": "OptionError: config.output_attentions=True",
     # How a model rotates cannot be probed without weights.
@@ -39,7 +38,11 @@ CANNOT: dict[str | None, dict[str, str]] = {
     None: {},
     "yarn": {**FREQUENCY, EAGER: "UnsupportedModelError: .* every layer .* limited window"},
     "dynamic_ntk": FREQUENCY,
-    "rerope": {**POSITION, EAGER: "UnsupportedModelError: the attention implementation was set to"},
+    "rerope": {
+        **POSITION,
+        EAGER: "UnsupportedModelError: the attention implementation was set to",
+        "test_sdpa_can_dispatch_non_composite_models": "AssertionError: False is not true",
+    },
     "self_extend": POSITION,
 }
 """Of each method the tests that fail, and the last line of what they raise."""

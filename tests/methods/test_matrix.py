@@ -33,6 +33,8 @@ from tests.helpers.promises import (
 from tests.methods.cases import CASES, LEARNING, ONE_OF_EACH, PAIRS, Case
 
 STEPS = (40, 1, 1, 30, 1, 1, 1, 15)
+EAGER = ("repo", "learned", "deberta, absolute")
+"""They change what enters the layers, or compute positions from it, and break the graph."""
 
 
 def test_every_method_and_encoding_is_here() -> None:
@@ -147,7 +149,7 @@ def test_compiled_it_gives_the_same(key: str, ids, no_graphs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ONE_OF_EACH)
+@pytest.mark.parametrize("key", [key for key in ONE_OF_EACH if key not in EAGER])
 def test_decoding_in_a_static_cache_is_one_graph(key: str, ids, no_graphs) -> None:
     model = CASES[key].patched()
     tokens, mask, _ = padded([ids[0, :60], ids[1, :49]], "left")

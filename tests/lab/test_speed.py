@@ -73,4 +73,5 @@ def test_a_window_in_most_layers_saves_memory(capsys: pytest.CaptureFixture[str]
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
     mib = {row[1].strip(): float(row[2]) for row in rows if len(row) == 8}
     assert mib["nope, every 4th layer"] == mib["native"]
-    assert 0.35 < mib["swan"] / mib["native"] < 0.45  # of five layers, two keep all tokens
+    # Of five layers, two keep all tokens; the others keep a window and 64 tokens to go back by.
+    assert 0.4 < mib["swan"] / mib["native"] < 0.5

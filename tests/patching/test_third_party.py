@@ -155,5 +155,8 @@ def test_with_a_trainer_that_loads_its_reference_again_a_patch_warns(
     rope_ext.unpatch(rope_ext.patch(model, "yarn", factor=4))
     assert "ref_model" not in caplog.text
     monkeypatch.setitem(sys.modules, "trl.trainer.dpo_trainer", None)
+    rope_ext.unpatch(rope_ext.patch(model, "yarn", factor=4))
+    assert "ref_model" not in caplog.text, "a model that came from no folder has no reference"
+    model.config._name_or_path = "folder"
     rope_ext.patch(model, "yarn", factor=4)
     assert "ref_model=copy.deepcopy(model)" in caplog.text

@@ -271,6 +271,8 @@ def _saving(method: Method) -> str:
 def _engines(method: Method) -> str:
     found = {engine.title: how for engine, how in _served(method).items()}
     runs = [title for title, how in found.items() if how != REFUSED and title != "transformers"]
+    if not runs and method.kind == "position":
+        return "vLLM, on CPUs, by a [plugin](../engines/index.md#vllm-and-sglang)"
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
 
 

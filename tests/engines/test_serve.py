@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.checkpoint import TRAINED
-from tests.helpers.transformers_serve import WAIT, saved, served
+from tests.helpers.servers import WAIT, running
+from tests.helpers.transformers_serve import command, saved
 
 TEXT = "one of two and another, " * 30
 
@@ -46,7 +47,7 @@ def generated(folder: Path, text: str) -> str:
 @pytest.mark.slow
 def test_a_served_folder_answers_as_its_model_does(tmp_path: Path) -> None:
     folder = saved(tmp_path / "yarn", "yarn", factor=4)
-    with served(folder, tmp_path / "log") as address:
+    with running(command(folder), tmp_path / "log") as address:
         asked = {"model": str(folder), "max_tokens": 16, "temperature": 0.0}
         plain = post(f"{address}/v1/completions", asked | {"prompt": TEXT})
         messages = [{"role": "user", "content": TEXT}]

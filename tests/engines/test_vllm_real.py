@@ -10,12 +10,8 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ from rope_ext.cli import app
 from rope_ext.engines.families import VLLM
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 from tests.helpers import pretrained
+from tests.helpers.servers import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 ROOT = Path(__file__).parents[2]
@@ -263,44 +260,16 @@ def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:
     assert "Unknown RoPE scaling type rope_ext: unknown to plain" in found["error"]
 
 
-@contextmanager
-def serving(command: str, log: Path) -> Iterator[str]:
-    """The address of vLLM's server, started by a command that was printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = shlex.split(command)
-    assert words[:2] == ["vllm", "serve"]
-    flags = ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [python(), *SERVE, *words[2:], *flags],
-            stdout=out,
-            stderr=out,
-            env={**os.environ, **environment},
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(500):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 def test_verify_asks_a_server(tmp_path: Path) -> None:
     model, small = str(ROOT / "checkpoints" / "tiny-512"), tmp_path / "small"
     verify = ["verify", model, "--engine", "vllm", "--method", "yarn", "--factor"]
     made = CliRunner().invoke(app, [*verify, "4", "--write", str(small)])
     (command,) = (line for line in made.stdout.splitlines() if line.startswith("vllm "))
-    with serving(command, tmp_path / "log") as address:
+    words = shlex.split(command)
+    assert words[:2] == ["vllm", "serve"]
+    started = [python(), *SERVE, *words[2:], "--dtype", "float32", "--enforce-eager"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with running(started, tmp_path / "log", **environment) as address:
         found = CliRunner().invoke(app, [*verify, "4", "--url", address])
         assert found.exit_code == 0 and f"{address}: as patched" in found.stdout, found.output
         found = CliRunner().invoke(app, [*verify, "2", "--url", address])

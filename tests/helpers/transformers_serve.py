@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +14,6 @@ from tests.helpers.checkpoint import save_checkpoint
 
 TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # the command's own
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-WAIT = 500  # seconds
 
 
 def saved(folder: Path, method: str | None, **options: Any) -> Path:
@@ -35,36 +28,9 @@ def saved(folder: Path, method: str | None, **options: Any) -> Path:
     return folder
 
 
-def command(folder: Path, port: int) -> list[str]:
+def command(folder: Path) -> list[str]:
     """The command on the page."""
     page = Path(__file__).parents[2] / "docs" / "engines" / "beside.md"
     words = re.search(r"\$ transformers (serve .*)", page.read_text(encoding="utf-8"))[1]
     given = [str(folder) if word == "FOLDER" else word for word in words.split()]
-    return [sys.executable, "-c", TRANSFORMERS, *given, "--port", str(port)]
-
-
-@contextmanager
-def served(folder: Path, log: Path) -> Iterator[str]:
-    """The address of a server, which is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            command(folder, port),
-            stdout=out,
-            stderr=out,
-        )
-    address = f"http://localhost:{port}"
-    try:
-        for _ in range(WAIT):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
+    return [sys.executable, "-c", TRANSFORMERS, *given]

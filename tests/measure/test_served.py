@@ -29,6 +29,7 @@ from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError
 from tests.helpers import transformers_serve
 from tests.helpers.openai_server import Fake, serving
+from tests.helpers.servers import running
 
 pytest.importorskip("openai")
 BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
@@ -262,7 +263,7 @@ def test_transformers_serve_answers_as_its_model_does(tmp_path: Path, api: str) 
     folder = transformers_serve.saved(tmp_path / "yarn", "yarn", factor=4)
     options = {"lengths": (400, 256), "chat": "yes" if api == "chat" else "no"}
     want = measured(local(folder, tmp_path / "here", **options), PASSKEYS[1])
-    with transformers_serve.served(folder, tmp_path / "log") as address:
+    with running(transformers_serve.command(folder), tmp_path / "log") as address:
         settings = served(folder, tmp_path / "there", f"{address}/v1", api=api, **options)
         got = measured(replace(settings, served_model_name=str(folder), concurrency=2), PASSKEYS[1])
     assert got == want and len({one[5] for one in got}) > 1

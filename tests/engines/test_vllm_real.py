@@ -54,13 +54,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
 """Fields that the engine needs, released checkpoints have, and transformers does not save."""
-POSITION_METHODS: dict[str, dict[str, Any]] = {
-    "rerope": {},
-    "leaky_rerope": {},
-    "self_extend": {},
-    "dual_chunk": {},
-    "string": {"shift": 384},
-}
+POSITION_METHODS = ("rerope", "leaky_rerope", "self_extend", "dual_chunk", "string")
 CLOSE = 1e-3  # both compute in float32; 2e-5 was seen
 ROUNDED = {"apertus": 1e-2}  # its activation is computed in another way: 1e-3 unpatched, too
 
@@ -201,6 +195,11 @@ def pretrained_model(name: str) -> Any:
     return model.eval()
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return pretrained_model("smollm2")
+
+
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> None:
     model = pretrained_model(name)
@@ -211,34 +210,44 @@ def test_pretrained_models_agree(engine: Engine, tmp_path: Path, name: str) -> N
     torch.testing.assert_close(got, log_probs(model, ids), rtol=0, atol=CLOSE)
 
 
+def options_of(method: str, trained: int) -> dict[str, int]:
+    """So that ``string`` reaches beyond twice the trained length, too."""
+    return {"shift": 3 * trained // 4} if method == "string" else {}
+
+
 @pytest.mark.parametrize("method", POSITION_METHODS)
 def test_a_folder_under_a_position_method_is_served(
     engine: Engine, tmp_path: Path, method: str
 ) -> None:
     """Requests of different lengths, in chunks, some beginning as others do, in little memory."""
-    model = rope_ext.patch(checkpoint(), method, factor=8, **POSITION_METHODS[method])
+    model = rope_ext.patch(checkpoint(), method, factor=8, **options_of(method, 512))
     model.save_pretrained(tmp_path)
     ids = tokens(4000, 2000)
-    lengths = (100, 4000, 300, 650, 1000, 1500, 2100, 128)
-    prompts = [ids[:n] if n % 100 == 0 else ids[-n:] for n in lengths]
-    settings = {"max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**25}
+    # After three more tokens, each of them needs another block of 128, and not all can have one.
+    lengths = [128 * blocks - 3 for blocks in (1, 31, 2, 5, 8, 12, 16, 3)]
+    prompts = [ids[:n] if n < 700 else ids[-n:] for n in lengths]
+    settings = {"max_num_batched_tokens": 2048, "num_gpu_blocks_override": 76}
     found = engine.answer(tmp_path, settings, prompts)
     assert "rows" in found, found["error"]
     for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
         wanted = log_probs(model, [*prompt, *more])
         got = torch.tensor([*row, *after])
         torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
+    counted = [found["counted"][f"vllm:{x}"] for x in ("prefix_cache_hits", "num_preemptions")]
+    assert min(counted) > 0, counted
 
 
+@pytest.mark.parametrize("method", POSITION_METHODS)
 def test_a_pretrained_model_is_served_under_a_position_method(
-    engine: Engine, tmp_path: Path
+    engine: Engine, smollm2: Any, tmp_path: Path, method: str
 ) -> None:
-    model = pretrained_model("smollm2")
-    rope_ext.patch(model, "self_extend", factor=4, original_max_position_embeddings=1024)
-    model.save_pretrained(tmp_path)
+    options = {"factor": 4, "original_max_position_embeddings": 1024, **options_of(method, 1024)}
     ids = tokens(2500, 4000)
+    with rope_ext.patched(smollm2, method, **options):
+        smollm2.save_pretrained(tmp_path)
+        wanted = log_probs(smollm2, ids)
     (got,) = engine.run(tmp_path, {}, [ids])
-    torch.testing.assert_close(got, log_probs(model, ids), rtol=0, atol=CLOSE)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
 
 
 def test_what_cannot_be_served_fails_at_load(engine: Engine, tmp_path: Path) -> None:

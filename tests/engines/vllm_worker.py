@@ -1,8 +1,8 @@
 """Runs models in vLLM one after the other: reads a job in each line, and answers it in a line.
 
 A job names a folder, the settings of the engine, and prompts of token IDs. The answer holds the
-log-probability of every token of every prompt but the first, and the tokens that follow with
-theirs, or the error.
+log-probability of every token of every prompt but the first, the tokens that follow with theirs,
+and what the engine counted; or the error.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ gc.freeze()  # the engine collects nine times for each model
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """What the engine computes for the prompts of a job."""
-    given = {"dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": 2**27}
+    given = {"dtype": "float32", "max_num_seqs": 8}
     llm = None
     try:
         llm = LLM(
             job["folder"],
             enforce_eager=True,
             skip_tokenizer_init=True,
-            disable_log_stats=True,
+            disable_log_stats=False,
             **{**given, **job["settings"]},
         )
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
@@ -56,7 +56,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         for made in llm.generate(prompts, more, use_tqdm=False):
             (out,) = made.outputs
             added.append([list(out.token_ids), values(out.token_ids, out.logprobs)])
-        return {"rows": rows, "added": added}
+        counted = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+        return {"rows": rows, "added": added, "counted": counted}
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

@@ -39,7 +39,7 @@ from rope_ext.methods import (
     LongRoPE as LongRoPE, LongRoPE2 as LongRoPE2, MrRoPE as MrRoPE, NTK as NTK,
     NTKByParts as NTKByParts, PI as PI, PRoPE as PRoPE, PositionMethod as PositionMethod,
     ReRoPE as ReRoPE, Resonance as Resonance, SSMax as SSMax, STRING as STRING,
-    SelfExtend as SelfExtend, Temperature as Temperature, YaRN as YaRN,
+    JetLong as JetLong, SelfExtend as SelfExtend, Temperature as Temperature, YaRN as YaRN,
     YaRNTemperature as YaRNTemperature
 )
 from rope_ext.patching import (

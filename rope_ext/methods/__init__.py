@@ -21,7 +21,7 @@ from rope_ext.methods.registry import (
 )
 from rope_ext.methods.rope import Rope, geometric, reach
 from rope_ext.methods.temperature import Llama4, LogN, SSMax, Temperature, YaRNTemperature
-from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
 from rope_ext.methods.yarn import YaRN
 from rope_ext.methods.dynamic_yarn import DynamicYaRN
 from rope_ext.methods.ntk import NTK
@@ -40,6 +40,7 @@ from rope_ext.methods.clipped import Clipped
 from rope_ext.methods.rerope import ReRoPE
 from rope_ext.methods.leaky_rerope import LeakyReRoPE
 from rope_ext.methods.self_extend import SelfExtend
+from rope_ext.methods.jet_long import JetLong
 from rope_ext.methods.dpe import DPE
 from rope_ext.methods.lampe import LaMPE
 from rope_ext.methods.dual_chunk import DualChunk
@@ -63,6 +64,7 @@ __all__ = [
     "DynamicNTK",
     "DynamicYaRN",
     "FrequencyMethod",
+    "JetLong",
     "LMInfinite",
     "LaMPE",
     "LeakyReRoPE",
@@ -77,6 +79,7 @@ __all__ = [
     "NTKByParts",
     "PRoPE",
     "PositionMethod",
+    "Queries",
     "ReRoPE",
     "Resonance",
     "Rope",

@@ -51,4 +51,18 @@ class Sinks:
         return (query - key >= self.first) & (key < self.count)
 
 
-Geometry = Distance | ChunkGap | Sinks
+@dataclass(frozen=True)
+class Queries:
+    """For the queries from ``begin`` to ``end - 1``, keys at least ``first`` tokens away."""
+
+    first: int
+    begin: int
+    end: int | None
+
+    def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """As :meth:`Distance.sees`."""
+        seen = (query - key >= self.first) & (query >= self.begin)
+        return seen if self.end is None else seen & (query < self.end)
+
+
+Geometry = Distance | ChunkGap | Sinks | Queries

@@ -23,6 +23,12 @@ def self_extend(m: int, n: int, window: int, group: int) -> float:
     return m // group + (window - window // group) - n // group
 
 
+def jet_long(m: int, n: int, window: int, step: int, factor: float = 4) -> float:
+    """As a text that ends with the query is read; groups grow up to the factor."""
+    group = min(-(-(m + 1) // step), math.ceil(factor))
+    return m - n if m - n <= window else m // group - n // group
+
+
 def dual_chunk(m: int, n: int, chunk: int, local: int) -> float:
     size = chunk - local
     place_of_query, place_of_key = m % size, n % size
@@ -72,6 +78,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "rerope": rerope,
     "leaky_rerope": leaky_rerope,
     "self_extend": self_extend,
+    "jet_long": jet_long,
     "dpe": dpe,
     "lampe": lampe,
     "dual_chunk": dual_chunk,

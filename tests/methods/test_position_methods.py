@@ -25,11 +25,9 @@ LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 
 
 def constants(method: PositionMethod) -> dict[str, Any]:
-    return {
-        k: v
-        for k, v in method.options().items()
-        if k not in ("factor", "log_n", "attention_factor", "temperature", "published")
-    }
+    others = {"log_n", "attention_factor", "temperature", "published"}
+    others |= {"factor"} if method.name != "jet_long" else set()
+    return {k: v for k, v in method.options().items() if k not in others}
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:
@@ -54,6 +52,7 @@ METHODS = st.one_of(
     st.builds(rope_ext.ReRoPE, factor=st.just(4), window=sizes),
     st.builds(rope_ext.LeakyReRoPE, factor=st.just(4), window=sizes, k=st.floats(1, 50)),
     st.builds(rope_ext.SelfExtend, factor=st.just(4), window=sizes, group=st.integers(1, 12)),
+    st.builds(rope_ext.JetLong, factor=st.floats(1.01, 9), window=sizes, step=sizes),
     st.builds(
         lambda local, more: rope_ext.DualChunk(factor=4, chunk=local + more, local=local),
         st.integers(1, 20),
@@ -101,6 +100,8 @@ def test_every_pair_is_seen_once_at_the_distance_of_the_paper(
         ("self_extend", 2, 4096, {"window": 1024, "group": 5}),  # 7168 / 1706.67 = 4.2
         ("self_extend", 8, 512, {"window": 128, "group": 19}),  # 3968 / 213.33 = 18.6
         ("self_extend", 4, 4096, {"window": 1024, "group": 10}),  # 9.0, and it is to stay below
+        ("jet_long", 4, 32768, {"factor": 4, "window": 2048, "step": 32768}),
+        ("jet_long", 2.5, 512, {"factor": 2.5, "window": 128, "step": 512}),
         # Llama 3 at its 8192: 0.7574 / (1 + exp(2.4666 - 0.8596 s)) trained lengths
         ("lampe", 4, 8192, {"length": 32768, "head": 1024, "mapped": 4501, "tail": 200}),
         ("lampe", 8, 512, {"length": 4096, "head": 64, "mapped": 383, "tail": 12}),
@@ -124,6 +125,7 @@ CAPACITY = {
     "dual_chunk": (1.01, 64.0),
     "leaky_rerope": (1.01, 64.0),
     "self_extend": (1.01, 64.0),
+    "jet_long": (1.01, 64.0),
     "string": (1.0, 1.87),
 }
 

@@ -23,8 +23,8 @@ from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import reach
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import PatchTarget, Raised, RotarySite, text_config
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
 """Methods by the ``rope_type`` whose factor can be raised."""
@@ -181,8 +181,7 @@ def finish(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> l
     for module in {site.module for site in place.scaled}:
         kind: Any = getattr(module, "rope_type", None)
         if kind == "dynamic":
-            changes.replaced.append((module, "rope_type", kind))
-            setattr(module, "rope_type", "default")  # noqa: B010
+            set_attribute(module, "rope_type", "default", changes)
     entries = [site.raised.entry for site in place.scaled if site.raised is not None]
     if not any(entry.get("mscale_all_dim") for entry in entries):
         return []
@@ -200,7 +199,6 @@ def finish(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> l
     for name, module in place.decoder.named_modules():
         old, new = module.__dict__.get("scaling"), getattr(built.get(name), "scaling", None)
         if isinstance(old, float) and isinstance(new, float) and new != old:
-            changes.replaced.append((module, "scaling", old))
-            setattr(module, "scaling", new)  # noqa: B010  # nn.Module declares tensors
+            set_attribute(module, "scaling", new, changes)
             count += 1
     return [f"softmax scale: that of the raised factor (mscale_all_dim) in {count} layers"]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.context import run_eagerly
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 
 @functools.cache
@@ -63,8 +63,7 @@ def replace_method(model: nn.Module, name: str, call: Callable[..., Any], change
     original = getattr(model, name)
     replacement: Any = functools.partial(call, original)
     replacement.__wrapped__ = original  # transformers inspects the signature of the original
-    changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
-    setattr(model, name, replacement)
+    set_attribute(model, name, replacement, changes)
 
 
 @run_eagerly()

@@ -15,10 +15,10 @@ from torch import nn
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import parameters, replace_method
 from rope_ext.rotary.context import cache_among
 from rope_ext.rotary.sites import PatchTarget, text_config
+from rope_ext.rotary.swapping import Changes
 
 _logger = logging.getLogger("rope_ext")
 
@@ -87,7 +87,7 @@ def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Change
         return
     trained, names = place.scaled[0].rope.length, parameters(type(place.decoder))
     limit = Limit(method.name, trained, target, names)
-    changes.handles.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True))
+    changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
     if hasattr(type(place.model), "generate"):
         replace_method(place.model, "generate", limit.generate, changes)
 

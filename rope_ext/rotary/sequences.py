@@ -18,7 +18,6 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import (
     is_exporting,
     is_sharded,
@@ -41,6 +40,7 @@ from rope_ext.rotary.context import (
 )
 from rope_ext.rotary.sequence_forward import STARTED, SequenceForward, Started
 from rope_ext.rotary.sites import RotarySite
+from rope_ext.rotary.swapping import Changes
 from rope_ext.rotary.third_party import refuse_rerotation
 
 _logger = logging.getLogger("rope_ext")
@@ -347,10 +347,9 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
         m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
     ]
     refuse_continuous_batching(model, sequences.unbatched(), changes)
-    changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
-    changes.handles.append(
-        decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
-    )
+    begin = decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True)
+    end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
+    changes += [begin.remove, end.remove]
     if not sequences.method.is_dynamic or not hasattr(type(model), "generate"):
         return
     calls = {

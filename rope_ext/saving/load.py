@@ -212,8 +212,6 @@ def _load(
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
     if gguf_file is not None:
         gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
-    elif record is None and kwargs.get("config") is None:
-        configuration.restore_older(_config_json(path, kwargs), model.config)
     return loaded, record
 
 

@@ -138,7 +138,7 @@ def _proposals(
     method: FrequencyMethod, scaled: list[RotarySite]
 ) -> Iterator[dict[RotarySite, dict[str, Any]]]:
     """Candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
-    raised = {site: dict(site.raised.entry) for site in scaled if site.raised is not None}
+    raised = {site: dict(site.raised[0]) for site in scaled if site.raised is not None}
     if raised:  # no other type is the checkpoint's own
         yield raised
         return

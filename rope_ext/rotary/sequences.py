@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
@@ -40,14 +38,13 @@ from rope_ext.rotary.context import (
     forward_context,
     is_paged,
     leave,
+    run,
     run_eagerly,
 )
 from rope_ext.rotary.sites import RotarySite
-from rope_ext.rotary.swapping import Changes, set_attribute, swap, take_back
+from rope_ext.rotary.swapping import Changes, set_attribute
 from rope_ext.rotary.third_party import refuse_presses
 
-# A mixin: swapping.swap puts it in front of whatever class of cache an object has.
-_CacheMixin = Cache if TYPE_CHECKING else object
 _STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
@@ -60,6 +57,8 @@ _logger = logging.getLogger("rope_ext")
 @dataclass(frozen=True)
 class Started:
     """The last sequence in each row of a batch, whose frequencies stay fixed.
+
+    It is kept on the cache, whose rows have to stay in their order, as ``generate`` leaves them.
 
     Args:
         method: the method of the patch.
@@ -77,39 +76,6 @@ class Started:
     room: int
     begun: bool = True
     made: dict[tuple, Any] = field(default_factory=dict)
-
-    def keep(self, cache: Cache) -> None:
-        """Put it on a cache, whose class changes where sequences have to follow its rows."""
-        setattr(cache, _STARTED, self)
-        if len(self.lengths) > 1:
-            swap(cache, CacheOfSequences)
-
-
-class CacheOfSequences(_CacheMixin):
-    """Mixin for caches with different sequences in their rows, which follow when rows are moved."""
-
-    def _move(self, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        old: Started = getattr(self, _STARTED)
-        moved = replace(old, lengths=move(old.lengths), first=move(old.first), made={})
-        setattr(self, _STARTED, moved)
-
-    def reorder_cache(self, beam_idx: Any) -> Any:  # int64, [rows]; annotated LongTensor there
-        self._move(lambda rows: rows[beam_idx.to(rows.device)])
-        return super().reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> Any:
-        self._move(lambda rows: rows[indices.to(rows.device)])
-        return super().batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> Any:
-        self._move(lambda rows: rows.repeat_interleave(repeats, dim=0))
-        return super().batch_repeat_interleave(repeats)
-
-    def reset(self) -> Any:
-        result = super().reset()
-        delattr(self, _STARTED)
-        take_back(self)
-        return result
 
 
 class SequenceForward(ForwardContext):
@@ -440,30 +406,23 @@ class Sequences:
         )
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: records the sequences on a cache that the decoder created, too."""
-        forward = current(self)
-        if forward is None or not forward.traced:
-            self._end(decoder, output)
-            return
-        leave(forward)
-        for cache in caches_in(output):
-            if forward.started is not getattr(cache, _STARTED, None):
-                setattr(cache, _STARTED, forward.started)
+        """Decoder hook: records the sequences on the cache, which the decoder may have created."""
+        run(self, self._end, decoder, output)
 
-    @run_eagerly()
     def _end(self, decoder: nn.Module, output: Any) -> None:
-        forward = current(self)
+        forward: SequenceForward | None = current(self)
         if forward is None:  # an error was raised before it began
             return
         leave(forward)
         if forward.started is None or output is None:
             return
         for cache in (forward.cache, *caches_in(output)):
-            if cache is not None:
-                forward.started.keep(cache)
+            if cache is not None and getattr(cache, _STARTED, None) is not forward.started:
+                setattr(cache, _STARTED, forward.started)
         forward.mask = forward.cache = None  # autograd may keep this object alive for long
         hidden = output[0]
-        if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
+        if trains and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
             hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.config.entries import METHODS, method_of
+from rope_ext.config.settings import METHODS, method_of
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, method_class
 from rope_ext.methods.checked import not_none

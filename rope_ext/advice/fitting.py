@@ -180,8 +180,9 @@ def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None
     tensor = isinstance(input_ids, torch.Tensor)
     shape = list(input_ids.shape) if tensor and not input_ids.is_floating_point() else []
     if len(shape) != 2 or not 2 <= shape[1] <= state.length or not shape[0]:
+        shown = list(input_ids.shape) if tensor else brief(input_ids)
         raise OptionError(
-            f"input_ids={list(input_ids.shape) if tensor else brief(input_ids)} is not valid; it must be a tensor of token ids, [rows, tokens], "
+            f"input_ids={shown} is not valid; it must be a tensor of token ids, [rows, tokens], "
             f"with 2 to {state.length} tokens, the trained length"
         )
     if whole_number(steps, minimum=1) is None:

@@ -124,7 +124,7 @@ def _json(path: Path, option: str) -> list[Any]:
                 data += [json.loads(line)] if line.strip() else []
             return data
         data = json.loads(content)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise MeasureError(
             f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
             f"published"

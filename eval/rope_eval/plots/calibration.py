@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rope_eval.plots.style import bare, figure_of, legend_below, style_of, ticker
+from rope_eval.plots.style import bare, figure_of, legend_below, log_axis, style_of, ticker
 from rope_ext.config.record import option_texts
 
 SCALAR = "attention_factor"
@@ -54,9 +54,7 @@ def draw(choices: Sequence[Any], trained: int, target: int, path: Path | BinaryI
         axes.set_xlabel("attention factor (on cos and sin)")
         bare(axes)
     grid[0].set_yscale("log")
-    grid[0].yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
-    grid[0].yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
-    grid[0].minorticks_off()
+    log_axis(grid[0])
     if panels == 2:
         grid[1].set_ylim(-0.04, 1.04)
         grid[1].yaxis.set_major_formatter(ticker().PercentFormatter(1))

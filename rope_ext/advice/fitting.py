@@ -24,8 +24,9 @@ from rope_ext.errors import NotPatchedError, OptionError, brief
 from rope_ext.methods import Method, Rope, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
-from rope_ext.position import bias
-from rope_ext.position.attend import LAYER, Dense, MappedLayer, watched
+from rope_ext.position.attend import LAYER, Layer, watched
+from rope_ext.position.learned import BIAS, Added, DistanceBias
+from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
 QUERIES = 64
@@ -50,13 +51,13 @@ class Observed:
     weights: torch.Tensor
     owner: nn.Module
 
-    def loss(self, part: bias.DistanceBias, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, part: DistanceBias, values: dict[str, torch.Tensor]) -> torch.Tensor:
         """Cross entropy of the weights under the encoding ``part`` with ``values``, nats."""
         key = self.dense.key
         given = (key.shape[2], key.device, key.dtype, self.owner)
-        added: bias.Added = functional_call(part, values, given)
+        added: Added = functional_call(part, values, given)
         call = replace(self.dense.call, **added._asdict())
-        found = replace(self.dense, call=call).weights(self.queries)
+        found = self.dense._replace(call=call).weights(self.queries)
         least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
         return -(self.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
 
@@ -94,19 +95,18 @@ def fit(
         raise NotPatchedError("this model is not patched; call rope_ext.patch(model, 't5') first")
     _check(state, input_ids, steps, learning_rate)
     decoder = text_decoder(model)
-    layers: dict[nn.Module, MappedLayer] = {
+    layers: dict[nn.Module, Layer] = {
         module: module.__dict__[LAYER]
         for module in decoder.modules()
-        if isinstance(module.__dict__.get(LAYER), MappedLayer)
+        if getattr(module.__dict__.get(LAYER), "biased", None) is not None
     }
-    seen: dict[bias.DistanceBias, list[list[Observed]]] = {}
+    seen: dict[DistanceBias, list[list[Observed]]] = {}
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
         for module, layer in layers.items():
-            assert layer.biased is not None, "checked above: the encoding learns in every layer"
-            part = getattr(layer.biased, bias.NAME)
-            if not isinstance(part, bias.DistanceBias):
+            part = getattr(layer.biased, BIAS)
+            if not isinstance(part, DistanceBias):
                 raise OptionError(
                     "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
                     "adapter is added"
@@ -131,7 +131,7 @@ def supported() -> list[str]:
 
 
 def fit_to(
-    part: bias.DistanceBias,
+    part: DistanceBias,
     layers: Sequence[Sequence[Observed]],
     steps: int = 300,
     learning_rate: float = 0.05,
@@ -164,14 +164,14 @@ def fit_to(
 
 
 def _observe(
-    decoder: nn.Module, layers: dict[nn.Module, MappedLayer], row: torch.Tensor
+    decoder: nn.Module, layers: dict[nn.Module, Layer], row: torch.Tensor
 ) -> dict[nn.Module, Observed]:
     """The attention of ``decoder``, not patched, over a row in each of the layers."""
     found: dict[nn.Module, Observed] = {}
 
     def look(module: nn.Module, dense: Dense, window: int | None) -> None:
         layer = layers.get(module)
-        if layer is None or layer.biased is None:
+        if layer is None or layer.layout is None or layer.biased is None:
             return
         tokens = dense.query.shape[2]
         queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
@@ -180,7 +180,7 @@ def _observe(
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
-        bare = replace(dense, query=query, key=key)
+        bare = dense._replace(query=query, key=key)
         found[module] = Observed(bare, queries, dense.weights(queries).float(), layer.biased)
 
     with watched(decoder, look):

@@ -24,12 +24,11 @@ from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.attention.reference import Places
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance
-from rope_ext.position import head_positions, learned
+from rope_ext.position import inputs, learned
 from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
-from rope_ext.position.map import PositionMap
+from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
-from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.position.tensors import WHY, Dense, Step, dtype_of
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
@@ -196,7 +195,7 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = _batch_mask(layer.map, asked.mask)
         asked, forward = asked._replace(mask=mask), mask.forward
         if layer.map.computes_positions:
-            query, key = head_positions.rotated(asked.module, asked.query, asked.key)
+            query, key = inputs.rotated(asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
     out = _by_layer(asked, forward)
     forward = forward or (None if layer is None else current(layer.map))

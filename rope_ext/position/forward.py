@@ -8,13 +8,19 @@ within their own forward, and refused in the next one with the same cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
@@ -25,10 +31,6 @@ from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
 """The most queries of a forward whose logits on all slots are computed at once."""
-FRACTIONS = (
-    "position ids have to be whole numbers of tokens under this patch, and these have fractions; "
-    "round them"
-)
 BACK = (
     "the position ids go back within one row, where a position method would have to attend to the "
     "future; give it one sequence in each row, padded on the left"
@@ -65,14 +67,9 @@ def whole(cache: Any) -> StaticLayer | None:
     return None
 
 
-def require_room(cache: Cache, patch: PositionMap, tokens: int) -> None:
-    """Raise CacheError unless a cache can be continued by so many tokens."""
-    filled, layer, keys = int(cache.get_seq_length()), whole(cache), getattr(cache, _KEYS, None)
-    if layer is not None and filled + tokens > layer.max_cache_len:
-        raise CacheError(
-            f"this static cache has room for {layer.max_cache_len} tokens, and with those of this "
-            f"forward there would be {filled + tokens}; make one with a larger max_cache_len"
-        )
+def require_known(cache: Cache, patch: PositionMap) -> None:
+    """Raise CacheError unless a cache can be continued."""
+    filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
     if not filled:
         return
     if keys is None:
@@ -118,6 +115,65 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
     # A copy, since the layers increment it in place.
     filled = layer.cumulative_length.clone() if layer.is_initialized else 0
     return forward(filled, layer.max_cache_len)
+
+
+SPARE = 64
+"""Tokens that a layer keeps beyond its window, which take the place of drafts that are removed."""
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A layer of a growing cache that keeps the last tokens."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that are kept, with the new ones."""
+        keys, values = DynamicLayer.update(self, key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        first = -(self.sliding_window - 1 + SPARE)
+        self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back tokens, as assisted decoding does.
+
+        Raises:
+            CacheError: the tokens before them are gone.
+        """
+        count = abs(tokens_to_remove)
+        left = self.cumulative_length - count
+        kept = 0 if self.keys is None else self.keys.shape[-2] - count
+        if kept < min(left, self.sliding_window - 1):
+            raise CacheError(
+                f"this cache keeps the last {self.sliding_window} tokens of some layers and "
+                f"{SPARE} more, so {count} of them cannot be taken back; start with an empty "
+                f"cache, or generate without drafts"
+            )
+        DynamicLayer.crop(self, tokens_to_remove)
+        self.cumulative_length = left
+
+
+def shorten(cache: Any, layers: Collection[int], window: int) -> None:
+    """Make some layers of a growing cache keep the last ``window - 1`` tokens, and some spare ones.
+
+    The next token sees the former and itself. Static, quantized and offloaded caches stay as they
+    are: they keep every token, and layers attend to their window in them.
+
+    Args:
+        cache: empty, or filled by a forward under the patch.
+        layers: numbers of the layers.
+        window: tokens.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        return
+    while len(cache.layers) <= max(layers) and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    for number in layers:
+        before = cache.layers[number]
+        if type(before) is DynamicLayer:
+            made = cache.layers[number] = WindowLayer(window)
+            if before.keys is not None and before.values is not None:
+                made.update(before.keys, before.values)
 
 
 class PositionForward(ForwardContext):
@@ -225,10 +281,6 @@ class PositionForward(ForwardContext):
                     f"{self.map.named} attends by one axis only; {self.map.instead}",
                 )
             positions = positions[0]
-        if positions.is_floating_point():
-            message = f"{FRACTIONS}, or {self.map.instead}"
-            whole_numbers = (positions == positions.floor()).all()
-            self.require(whole_numbers, UnsupportedModelError, message)
         positions = positions.reshape(-1, positions.shape[-1]).long()
         if self.reads and len(positions) > 1 and bool((positions == positions[:1]).all()):
             positions = positions[:1]

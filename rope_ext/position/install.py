@@ -11,13 +11,12 @@ from transformers.cache_utils import Cache
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import head_positions, inputs, learned, tensors
+from rope_ext.position import inputs, learned, tensors
 from rope_ext.position.attend import LAYER, NAME, Layer
-from rope_ext.position.forward import PositionForward, require_room
+from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
 from rope_ext.position.layers import KeyProjection, Layout, find_key_projections, find_layouts
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
-from rope_ext.position.window_cache import SPARE, shorten
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.context import (
     cache_among,
@@ -104,8 +103,7 @@ class Installed:
             self.notes.append(inputs.enter(decoder, position_map, changes))
         if position_map.computes_positions:
             own = {module: rotated[module] for module in self.mapped}
-            head_positions.enter(decoder, position_map, own, changes)
-            head_positions.prove(decoder)
+            inputs.enter_heads(decoder, position_map, own, changes)
 
     def _give_back(self) -> None:
         if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
@@ -270,7 +268,7 @@ class Installed:
             filled = int(cache.get_seq_length())
             if not filled:
                 self._shorten(cache)
-            require_room(cache, self.map, length)
+            require_known(cache, self.map)
         forward = PositionForward(
             self.map,
             rows,

@@ -20,9 +20,8 @@ from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table, par
 from rope_ext.attention.reference import Places
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.forward import BACK, FEW, PositionForward, in_cache, once
-from rope_ext.position.map import PositionMap
+from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask
-from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary import calls
 from rope_ext.rotary.context import cache_among, forward_context, is_paged
 

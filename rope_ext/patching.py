@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
 from rope_ext.rotary import buffers
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
+from rope_ext.rotary.limits import warn_beyond
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -411,10 +411,10 @@ def _patch(
     apply: Callable[..., Applied] | None = None,
 ) -> None:
     gguf_source.adopt(model)
-    config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    tokenizer, changes = options.tokenizer, cast("Changes", [config.undo])
+    config, tokenizer = text_config(decoder), options.tokenizer
+    changes: Changes = []
     try:
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
@@ -433,7 +433,7 @@ def _patch(
             target_length=applied.target_length,
             native=applied.native,
             plain=applied.plain,
-            config=config.before(applied.values),
+            config=configuration.before(config, applied.values),
         )
         values, notes = dict(applied.values), list(applied.notes)
         if rounded:
@@ -443,18 +443,19 @@ def _patch(
             )
         if not record.plain or not configuration.reports_scaling(values, scaled):
             values[FIELD] = record.to_json()
-        if config.earlier is not None:
+        earlier = configuration.earlier_record(config)
+        if earlier is not None:
             notes.append(
-                f"the configuration was saved under another patch ({config.earlier}), whose record "
-                f"gives the trained length"
+                f"the configuration was saved under another patch ({earlier}), whose record gives "
+                f"the trained length"
             )
-        config.write(values)
-        is_dynamic = isinstance(applied.method, FrequencyMethod) and applied.method.is_dynamic
-        config.write_older(older_fields(place, applied.native, is_dynamic))
+        with configuration.written(place, values, changes) as configs:
+            older = older_fields(place, applied.native, applied.method.is_dynamic)
+            for each in configs:
+                configuration.write_older(each, older)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         warn_beyond(place, applied.method, applied.target_length, changes)
-        warn_of_adapters(place, record, changes)
     except BaseException:
         undo(changes)
         raise

@@ -98,30 +98,15 @@ def _write(
     """Give every site its frequencies and scaling, and a hook where that is not enough."""
     for site, (inv_freq, scaling) in targets.items():
         native = keep and site.shared
-        following = sequences is not None and bool(method.is_dynamic or method.start_tokens)
         hooked = precise or native or sequences is not None
         if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
             buffers.write(site, site.loaded, site.scaling, hooked, changes)
         else:
             buffer = built.get(site, inv_freq.float())
             buffers.write(site, buffer, scaling, hooked, changes)
-        rotating = None
-        if precise or native or following:
-            rotating = hooks.RotaryHook(
-                site,
-                inv_freq,
-                scaling,
-                precise,
-                sequences if following else None,
-                native,
-                method.start_tokens,
-            )
-        locating = None
-        if sequences is not None and not following:
-            locating = hooks.Locating(site, sequences)
-        for hook in (rotating, locating):
-            if hook is not None:
-                changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
+        if hooked:
+            hook = hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native)
+            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
 
 
 def _grow(place: PatchTarget, name: str, native: bool, changes: Changes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,19 +50,11 @@ def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) 
     """
     name = "init_continuous_batching"  # called by all of its entry points
     if hasattr(type(model), name):
-        replace_method(model, name, functools.partial(_refuse, reason), changes)
+        set_attribute(model, name, functools.partial(_refuse, reason), changes)
 
 
 def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
     raise CacheError(reason)
-
-
-def replace_method(model: nn.Module, name: str, call: Callable[..., Any], changes: Changes) -> None:
-    """Make ``model.name(...)`` return ``call(original, ...)`` until the changes are undone."""
-    original = getattr(model, name)
-    replacement: Any = functools.partial(call, original)
-    replacement.__wrapped__ = original  # transformers inspects the signature of the original
-    set_attribute(model, name, replacement, changes)
 
 
 @run_eagerly()

@@ -12,7 +12,8 @@ from typing import Any
 
 Changes = list[Callable[[], Any]]
 """Calls that undo what was changed, in the order in which it was changed."""
-_ABSENT = ...  # stays the same object when it is pickled
+ABSENT = ...
+"""The value of an attribute that is not there; the same object after pickling."""
 _PLAIN = "_rope_ext_plain"  # on a class made here: the original class
 
 
@@ -30,16 +31,17 @@ def set_attribute(holder: Any, name: str, value: Any, changes: Changes) -> None:
 
 def keep_attributes(holder: Any, names: tuple[str, ...], changes: Changes) -> None:
     """Restore attributes of an object to what they are now when ``changes`` are undone."""
-    own = {name: vars(holder).get(name, _ABSENT) for name in names}
-    changes.append(functools.partial(_restore, holder, own))
+    own = {name: vars(holder).get(name, ABSENT) for name in names}
+    changes.append(functools.partial(restore, holder, own))
 
 
-def _restore(holder: Any, own: dict[str, Any]) -> None:
+def restore(holder: Any, own: dict[str, Any]) -> None:
+    """Set attributes of an object; remove those that are ``ABSENT``."""
     for name, value in own.items():
-        if value is _ABSENT:
+        if value is ABSENT:
             vars(holder).pop(name, None)
         else:
-            setattr(holder, name, value)
+            vars(holder)[name] = value
 
 
 def swap(instance: Any, parent: type) -> None:

@@ -46,17 +46,11 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """What is known of the keys in a cache; the same for all rows, so that rows may be moved.
+    """What is known of the keys in a cache; the same for all rows, so that rows may be moved."""
 
-    Args:
-        patch: what must match for the cache to be continued, see :attr:`PositionMap.key`.
-        counted: number of slots up to which tokens count one by one; None: all.
-        apart: whether there may be padding between tokens of a row.
-    """
-
-    patch: tuple[Any, ...]
-    counted: int | None = None
-    apart: bool = False
+    patch: tuple[Any, ...]  # what must match for the cache to be continued
+    counted: int | None = None  # number of slots up to which tokens count one by one; None: all
+    apart: bool = False  # whether there may be padding between tokens of a row
 
 
 def whole(cache: Any) -> StaticLayer | None:
@@ -158,11 +152,6 @@ def shorten(cache: Any, layers: Collection[int], window: int) -> None:
 
     The next token sees the former and itself. Static, quantized and offloaded caches stay as they
     are: they keep every token, and layers attend to their window in them.
-
-    Args:
-        cache: empty, or filled by a forward under the patch.
-        layers: numbers of the layers.
-        window: tokens.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         return

@@ -37,14 +37,7 @@ from rope_ext.rotary.third_party import refuse_presses
 class Installed:
     """A position map on a decoder: its hooks around a forward.
 
-    Args:
-        decoder: the decoder.
-        position_map: the map that rotates its tokens.
-        changes: get everything that is changed.
-
-    Attributes:
-        mapped: the attention layers that it changes.
-        notes: sentences for ``describe``.
+    ``mapped`` are the attention layers that it changes, ``notes`` sentences for ``describe``.
 
     Raises:
         OptionError: the configuration does not allow it.
@@ -212,10 +205,6 @@ class Installed:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
-        if torch.is_grad_enabled() and getattr(self.map.encoding, "bounds", None):
-            for part in decoder.modules():  # an optimizer step may have left the bounds
-                if isinstance(part, learned.Learning):
-                    part.clamp()
         forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
@@ -246,11 +235,9 @@ class Installed:
             )
         if calls.is_exporting():
             raise UnsupportedModelError(
-                f"an exported program cannot hold this call of {name}: position methods are "
-                f"exported with an empty cache or a StaticCache, with an attention mask under "
-                f"torch.no_grad() only, and encodings that do more than add by distance for a few "
-                f"tokens at a time, or not at all (docs/limits.md); use a frequency method such "
-                f"as 'yarn'"
+                f"an exported program cannot hold this call of {name}, only some with an empty "
+                f"cache or a StaticCache under torch.no_grad() (docs/limits.md); use a frequency "
+                f"method such as 'yarn'"
             )
         cache = cache_among(given)
         if cache is not None and not isinstance(cache, Cache):

@@ -45,25 +45,15 @@ _ROUNDED = 3e-2  # of what a quantized linear layer returns
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an attention layer rotates its queries and keys.
+    """How an attention layer rotates its queries and keys."""
 
-    Args:
-        site: the rotary site whose frequencies it uses.
-        pairs: columns of each pair in a head.
-        pair: index of each pair in the frequencies of the site, int64, ``[pairs]``.
-        local: whether the layer sees a limited window only.
-        heads: number of query heads, and columns of heads.
-        key_heads: number of key heads.
-        inputs: columns of the hidden states that are its first argument; None: it gets others.
-    """
-
-    site: RotarySite
-    pairs: Pairs
-    pair: torch.Tensor
-    local: bool
+    site: RotarySite  # whose frequencies it uses
+    pairs: Pairs  # columns of each pair in a head
+    pair: torch.Tensor  # index of each pair in the frequencies of the site, int64, [pairs]
+    local: bool  # whether it sees a limited window only
     heads: Heads
     key_heads: int
-    inputs: int | None
+    inputs: int | None  # columns of the hidden states; None: they are not its first argument
 
 
 def find_layouts(
@@ -132,17 +122,10 @@ def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class KeyProjection:
-    """The part of a linear layer that makes the keys of an attention layer.
+    """The part of a linear layer that makes the keys of an attention layer."""
 
-    Args:
-        name: of the linear layer in the attention module.
-        rows: rows of its weight, one for each column of the keys of all heads.
-        heads: number of key heads.
-        inputs: columns of its input.
-    """
-
-    name: str
-    rows: slice | torch.Tensor
+    name: str  # of the linear layer in the attention module
+    rows: slice | torch.Tensor  # of its weight, one for each column of the keys of all heads
     heads: int
     inputs: int
 

@@ -120,33 +120,19 @@ BandRotations = list[tuple[Geometry, RotationTable | Decay, RotationTable | Deca
 
 @dataclass(frozen=True, eq=False)
 class PositionMap:
-    """A method with the frequencies that it rotates by.
+    """A method with the frequencies that it rotates by."""
 
-    Args:
-        method: the position method, fully resolved.
-        rope: the trained embedding, after the frequency method if there is one.
-        frequencies: inverse frequencies (float64) and scaling of each site.
-        label: the full description of the patch.
-        precise: compute angles in float64 instead of float32, which transformers uses.
-        kernel: see :func:`rope_ext.attention.attend`.
-        include_sliding: also patch layers with sliding-window attention.
-        encoding: adds a bias to the logits; None for no bias.
-        layers: see :class:`rope_ext.options.Options`; None for all layers with RoPE.
-        named: a short name of the patch, such as "yarn with layers=".
-        instead: advice for errors: how to patch and keep the model's own attention function.
-    """
-
-    method: PositionMethod
-    rope: Rope
-    frequencies: dict[RotarySite, tuple[torch.Tensor, float]]
-    label: str
-    precise: bool
+    method: PositionMethod  # resolved
+    rope: Rope  # the trained embedding, after the frequency method if there is one
+    frequencies: dict[RotarySite, tuple[torch.Tensor, float]]  # float64, and scaling
+    label: str  # the full description of the patch
+    precise: bool  # compute angles in float64 instead of float32, which transformers uses
     kernel: str
-    include_sliding: bool
-    encoding: Encoding | None = None
+    include_sliding: bool  # also patch layers with sliding-window attention
+    encoding: Encoding | None = None  # of the method, or of ``bias=``
     layers: tuple[int, ...] | str | None = None
-    named: str = ""
-    instead: str = "use a frequency method such as 'yarn'"
+    named: str = ""  # a short name of the patch, such as "yarn with layers="
+    instead: str = "use a frequency method such as 'yarn'"  # keeps the model's own attention
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -172,7 +172,7 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = _batch_mask(layer.map, asked.mask)
         asked, forward = asked._replace(mask=mask), mask.forward
         if layer.map.computes_positions:
-            query, key = inputs.rotated(asked.module, asked.query, asked.key)
+            query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
     out = _by_layer(asked, forward)
     forward = forward or (None if layer is None else current(layer.map))

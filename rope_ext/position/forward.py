@@ -171,27 +171,19 @@ class PositionForward(ForwardContext):
     Eager and traced forwards keep positions in the same tensors. An eager forward also reads
     values, unless that would make every step of decoding wait for a GPU.
 
-    Args:
-        patch: the position map in force.
-        rows, tokens, filled, cache, traced: see :class:`ForwardContext`.
-        mask: ``[rows, slots]``, zero where there is no token; None: no padding.
-        weights: whether layers also return their attention weights (``output_attentions``).
-        room: number of slots that the layers see; None: those filled after this forward.
-        regular: whether a graph may assume that every row holds tokens 0, 1, 2, ... of a sequence.
-        shown: a mask of one's own, bool, ``[rows or 1, heads or 1, tokens, keys]``: its tokens may
-            be a tree of drafts, with any positions behind those of the cache.
-
-    Attributes:
-        query: positions of the queries, int64, ``[rows or 1, tokens]``, counted from the first
-            real token of each sequence; negative for padding before it. Set by :meth:`locate`.
-        key: the same for all slots, ``[rows or 1, room]``. Set by :meth:`locate`.
-        located: whether they are set.
-        reads: whether values may be read.
-        apart: whether there may be padding between the tokens of a row.
+    Positions count from the first real token of each sequence. ``mask`` is ``[rows, slots]``, zero
+    where there is no token. ``shown`` is a mask of one's own, bool, ``[rows or 1, heads or 1,
+    tokens, keys]``: its tokens may be a tree of drafts, at any positions behind the cache.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # positions of queries, int64, [rows or 1, tokens]; below 0 for padding
+    key: torch.Tensor  # the same for all slots, [rows or 1, room]
+    regular = False  # whether a graph may assume tokens 0, 1, 2, ... of one sequence in every row
+    located = False  # whether ``query`` and ``key`` are set
+    reads = False  # whether values may be read
+    apart = False  # whether there may be padding between the tokens of a row
+    padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
+    documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
 
     def __init__(
         self,
@@ -205,16 +197,12 @@ class PositionForward(ForwardContext):
         *,
         weights: bool = False,
         room: int | None = None,
-        regular: bool = False,
         shown: torch.Tensor | None = None,
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.map, self.weights, self.regular, self.shown = patch, weights, regular, shown
+        self.map, self.weights, self.shown = patch, weights, shown
         self.room: int = self.filled_count + tokens if room is None else room
         self.begins = isinstance(filled, int) and filled == 0
-        self.located, self.reads, self.apart = False, False, False
-        self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
-        self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
         if mask is not None:
             self.pad(mask)

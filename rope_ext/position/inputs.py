@@ -26,7 +26,7 @@ from rope_ext.position.layers import Layout
 from rope_ext.position.learned import INPUT, POSITIONS, HeadPositions, InputPositions, put
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask
-from rope_ext.rotary.context import current, forward_context, run_eagerly
+from rope_ext.rotary.context import current, run_eagerly
 from rope_ext.rotary.sites import evaluating, input_device, vocabulary_of
 from rope_ext.rotary.swapping import Changes
 from rope_ext.rotary.zero3 import size
@@ -164,10 +164,7 @@ def enter_heads(
         own = HeadPositions(encoding, layout.inputs, layout.key_heads, module)
         put(module, POSITIONS, own, changes)
         before = partial(_before, position_map, layout)
-        changes += [
-            module.register_forward_pre_hook(before, with_kwargs=True).remove,
-            module.register_forward_hook(_after, always_call=True).remove,
-        ]
+        changes.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     with torch.no_grad(), evaluating(decoder):
         tokens = torch.arange(4, device="cpu")[None] % vocabulary_of(decoder).num_embeddings
         decoder(input_ids=tokens.to(input_device(decoder)), use_cache=True)
@@ -209,10 +206,10 @@ class _RotatingCache:
 
 
 def rotated(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor
+    forward: PositionForward, module: nn.Module, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys of an attention module that attends, by their positions."""
-    rotation: _RotatingCache | None = forward_context.rotating.get(module)
+    rotation: _RotatingCache | None = forward.made.pop(module, None)
     if rotation is None or (rotation.cache is not None) != rotation.updated:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to keys that it did not compute and cache itself, so "
@@ -232,7 +229,7 @@ def _before(
     inv_freq = position_map.inv_freq(layout.site, z.device)[layout.pair.to(z.device)]
     wide = torch.float64 if position_map.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
-    forward_context.rotating[module] = rotation
+    forward.made[module] = rotation
 
     def rotating(value: Any) -> Any:
         if not isinstance(value, Cache):
@@ -241,9 +238,3 @@ def _before(
         return rotation
 
     return tuple(map(rotating, args)), {name: rotating(value) for name, value in kwargs.items()}
-
-
-@run_eagerly()
-def _after(module: nn.Module, args: tuple, output: Any) -> None:
-    """Hook of an attention module, also if it raises an error."""
-    forward_context.rotating.pop(module, None)

@@ -263,7 +263,7 @@ def _forward(
     handles = [part.register_forward_pre_hook(probe.called, with_kwargs=True) for part in parts]
     handles.append(site.module.register_forward_hook(rotate, with_kwargs=True))
     before = config._attn_implementation_internal
-    forward_context.probed = probe
+    look, forward_context.look = forward_context.look, probe.attends
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -278,7 +278,7 @@ def _forward(
         for handle in handles:
             handle.remove()
         config._attn_implementation_internal = before
-        forward_context.probed = None
+        forward_context.look = look
     return output[0].double()
 
 
@@ -412,9 +412,9 @@ def _look(
     """Attention function that attends to nothing, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    assert forward_context.probed is not None, "only _forward sets this attention function"
+    assert forward_context.look is not None, "only _forward sets this attention function"
     window = kwargs.get("sliding_window")
-    forward_context.probed.attends(_Seen(module, query, key, value.shape[-1], window, None, {}))
+    forward_context.look(_Seen(module, query, key, value.shape[-1], window, None, {}))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 

@@ -195,16 +195,10 @@ def recommend(
     lengths = f"{found.trained_length},{found.target_length}"
     more = {"finetune": finetune, "lengths": lengths, "text": text}
     served = found.serve or found.method
-    apart = served == found.raised != found.method  # its factor is another
-    names = name if apart or served == found.method else f"{name},{served.name}"
-    output = unused("compared")
-    tell_next(_Asked(model, names, factor, None, compose).words("compare", **more, output=output))
-    if apart:
-        raised, output = (
-            _Asked(model, served.name, served.factor, None, "raise"),
-            f"{output}-raised",
-        )
-        tell_next(raised.words("compare", **more, output=unused(output)))
+    apart = served in (found.raised, found.method)  # whose factor is another
+    names = name if apart else f"{name},{served.name}"
+    asked = _Asked(model, names, factor, None, compose)
+    tell_next(asked.words("compare", **more, output=unused("compared")))
 
 
 @command()

@@ -28,7 +28,7 @@ from rope_eval.cases import Case, Outcome, line
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
-from rope_eval.reports.summary import TOO_FEW, difference, estimate
+from rope_eval.reports.summary import TOO_FEW, estimate
 from rope_eval.run.results import loss, share_found
 from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity, choose_windows
@@ -236,15 +236,6 @@ def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -
     assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
 
 
-def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:
-    prompts = PasskeyPrompts(tokenizer)
-    for depth in (0.0, 0.25, 0.5, 0.9, 1.0):
-        case = prompts.case(1000, depth, seed=1)
-        text = tokenizer.decode(case.ids)
-        before = len(tokenizer(text[: text.index("The pass key is")])["input_ids"])
-        assert before / 1000 == pytest.approx(0.03 + 0.93 * depth, abs=0.04)
-
-
 def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
     task, frame = Passkey(trials=2, depths=4, digits=10), Frame.from_tokenizer(tokenizer)
     cases = task.questions(frame, [200, 300], seed=0).cases
@@ -317,18 +308,6 @@ def test_shares_are_rulers() -> None:
 
 
 # Differences
-
-
-def test_difference_needs_identical_cases() -> None:
-    def outcome(prompt: str, value: float) -> Outcome:
-        return Outcome("k", "s", "t", 9, None, None, 0, prompt, (), 0, value, 1)
-
-    one = [outcome("a", 1), outcome("b", 0.5)]
-    assert difference(one, [outcome("a", 0), outcome("c", 0)], "rate") is None
-    gap = difference(one, [outcome("a", 1), outcome("b", 0)], "rate")
-    assert gap is not None and gap.value == 0.25 and gap.low is None
-    gap = difference(one, [outcome("a", 0.5), outcome("b", 0)], "loss")
-    assert gap.value == pytest.approx(math.exp(0.5) - 1)
 
 
 # Texts

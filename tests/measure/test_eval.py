@@ -425,7 +425,7 @@ def test_two_models_are_two_blocks_of_one_report(checkpoint: Path, tmp_path: Pat
     name = checkpoint.name
     rows = [f"{model} {method}" for model in (name, "other") for method in ("none", "yarn")]
     assert [system["name"] for system in data["systems"]] == rows
-    assert data["lengths"] == [128, 256] and len(data["recommendations"]) == 2
+    assert data["lengths"] == [128, 256]
     # The first model has its trained length measured; the other, shorter one has not.
     assert {row["system"] for row in data["costs"]} == {f"{name} yarn"}
     assert (f"{name} none", f"{name} yarn") in {

@@ -231,25 +231,6 @@ def test_beyond_the_reach_of_a_method_needs_force(settings: Settings) -> None:
 # Perplexity
 
 
-def test_one_pass_gives_what_a_pass_for_each_length_gives(settings: Settings) -> None:
-    task = Perplexity(BOOK, windows=2, protocol="start", min_context=3)
-    plan = prepare(dataclasses.replace(settings, lengths=(64, 256)), [task])
-    yarn, dynamic = plan.systems[1:]
-    assert not yarn.is_dynamic and dynamic.is_dynamic
-    assert {case.length for batch in plan.batches(yarn) for case in batch} == {256}
-    assert {c.length for b in plan.batches(dynamic) for c in b} == {64, 128, 256}
-    outcomes = run.run(plan)
-    model = AutoModelForCausalLM.from_pretrained(settings.models[0]).eval()
-    cases = list(plan.cases(yarn))
-    with rope_ext.patched(model, "yarn", factor=4):
-        for case in cases:
-            losses, _ = score(model, [case.ids], case.count)
-            found = next(o for o in outcomes if o.key == yarn.key(case))
-            assert found.value == pytest.approx(float(losses.mean()), abs=1e-5)
-            assert found.tokens == case.count == case.length - 1 - 3
-            assert found.curve[-1][0] == case.length
-
-
 def test_curves_are_the_losses_by_position(settings: Settings) -> None:
     plan = prepare(settings, [Perplexity(BOOK, windows=1)])
     outcomes = run.run(plan)

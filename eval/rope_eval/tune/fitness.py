@@ -24,7 +24,7 @@ from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, blanks, encode
 from rope_eval.data.text import read_texts
 from rope_eval.forward import score
-from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, MIN_FOUND, NEEDLE
+from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.rotary.sites import evaluating, unwrap
@@ -33,7 +33,7 @@ Hay = Literal["filler", "text"]
 HAY: tuple[Hay, ...] = ("filler", "text")
 MOST_REPEATED = 0.2
 """Largest share of repeated text; see :func:`repeated_share`."""
-_STRETCH = 50  # characters
+_SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
 
@@ -77,6 +77,12 @@ class Rows:
             groups.setdefault(document, []).append(value)
         return list(groups.values())
 
+    def some(self, numbers: Iterable[int]) -> Rows:
+        """The windows with these indices."""
+        picked = [(self.windows[i], self.documents[i]) for i in numbers]
+        windows, documents = zip(*picked, strict=True) if picked else ((), ())
+        return Rows(windows, documents)
+
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
     """Documents: those given, those of a file, folder or ``hf:ID``; one with line breaks is itself.
@@ -89,7 +95,7 @@ def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
         return [text]
     if isinstance(text, (str, os.PathLike)):
         return read_texts([os.fspath(text)])
-    texts = list(text) if isinstance(text, Iterable) else []
+    texts = list(text)
     if not texts or not all(isinstance(each, str) for each in texts):
         raise OptionError("text is not valid; give a path, or documents that are strings")
     return texts
@@ -127,7 +133,7 @@ def windows_of(
     share = repeated_share([tokenizer.decode(window) for window in windows])
     if share > MOST_REPEATED:
         raise MeasureError(
-            f"{share:.0%} of the text is repeated (spans of {_STRETCH} characters that occur "
+            f"{share:.0%} of the text is repeated (spans of {_SPAN} characters that occur "
             f"earlier), and at most {MOST_REPEATED:.0%} may be, since results would not carry over "
             f"to other text; give a text without copies"
         )
@@ -140,16 +146,9 @@ def repeated_share(texts: Iterable[str]) -> float:
     White space counts as one space. Python's library and Django's documentation have 2 to 5 %, ten
     copies of a text 90 %, and ten copies with every twentieth word changed 50 %.
     """
-    seen: set[int] = set()
-    repeated = count = 0
-    for text in texts:
-        flat = " ".join(text.split())
-        for start in range(len(flat) - _STRETCH + 1):
-            stretch = hash(flat[start : start + _STRETCH])
-            repeated += stretch in seen
-            seen.add(stretch)
-            count += 1
-    return repeated / max(1, count)
+    flat = (" ".join(text.split()) for text in texts)
+    spans = [hash(text[i : i + _SPAN]) for text in flat for i in range(len(text) - _SPAN + 1)]
+    return 1 - len(set(spans)) / max(1, len(spans))
 
 
 class Needles:
@@ -224,29 +223,6 @@ def prompts_of(
         for turn, hay in enumerate(hays)
         for prompt in needles.prompts(hay, length, len(range(turn, count, len(hays))), texts, seed)
     )
-
-
-def witnesses(prompts: Sequence[Prompt], found: Sequence[bool]) -> tuple[list[Hay], list[str]]:
-    """The hays that count, and a note for each of the others.
-
-    A hay counts if the unpatched model finds at least half of its prompts: if it cannot retrieve
-    there, the prompts that a method misses say nothing about the method.
-
-    Args:
-        prompts: of the trained length.
-        found: whether the unpatched model finds each.
-    """
-    counting, notes = [], []
-    for hay in dict.fromkeys(prompt.hay for prompt in prompts):
-        hits = [hit for prompt, hit in zip(prompts, found, strict=True) if prompt.hay == hay]
-        if sum(hits) >= MIN_FOUND * len(hits):
-            counting.append(hay)
-            continue
-        notes.append(
-            f"answers hidden in {hay} do not count: within its {prompts[0].length} trained tokens "
-            f"the unpatched model finds {sum(hits)} of {len(hits)}"
-        )
-    return counting, notes
 
 
 Advance = Callable[[int], None]

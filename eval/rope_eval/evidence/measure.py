@@ -55,15 +55,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement.
-
-    Args:
-        method: name, or ``unpatched``.
-        options: of the method.
-        task: ``loss``, or one of ``TASKS``.
-        length: tokens.
-        document: its name, for ``loss``.
-    """
+    """One measurement of a method, or of ``unpatched``; ``document`` is named for ``loss``."""
 
     method: str
     options: Mapping[str, Any]

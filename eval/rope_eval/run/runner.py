@@ -151,20 +151,13 @@ def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
     """What lm-evaluation-harness measures of ``system`` at every length; it keeps its answers."""
-    size = plan.settings.batch_size
+    size, settings = plan.settings.batch_size, plan.settings
     for length in plan.lengths:
-        yield from outcomes(
-            tasks,
-            runner.model,
-            runner.tokenizer,
-            length=length,
-            batch_size=size or max(1, automatic_tokens(plan.settings) // length),
-            chat=plan.chat[system.model],
-            seed=plan.settings.seed,
-            cache=plan.settings.output / HIDDEN / "harness",
-            system=system.name,
-            identity=system.identity,
-        )
+        window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
+        window["batch_size"] = size or max(1, automatic_tokens(settings) // length)
+        cache = settings.output / HIDDEN / "harness"
+        chat = plan.chat[system.model]
+        yield from outcomes(tasks, window, chat, settings.seed, cache, system)
 
 
 def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:

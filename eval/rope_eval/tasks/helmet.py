@@ -1,4 +1,4 @@
-"""HELMET: the categories that need no LLM judge, with the authors' data.
+"""HELMET: the categories that need no LLM judge or citation model, with the authors' data.
 
 Recall (``json_kv`` and three of RULER), RAG, many-shot in-context learning and passage re-ranking:
 wording, demonstrations, cutting and scoring are those of the authors' ``data.py`` and ``utils.py``
@@ -108,21 +108,6 @@ SETS = {
     "icl_nlu": _icl("label", 68, 510, 1020, 2040, 4080, 8296),
 }
 """What is here, by the authors' names."""
-
-_JUDGED = "its answers are judged by GPT-4o"
-_CITED = "its citations are judged by a model of entailment"
-_ELSEWHERE = "its texts are cut with Llama 2's tokenizer; infinitebench of lm-eval has these data"
-REFUSED = {
-    "narrativeqa": _JUDGED,
-    "infbench_sum": _JUDGED,
-    "multi_lexsum": _JUDGED,
-    "alce_asqa": _CITED,
-    "alce_qampari": _CITED,
-    "infbench_qa": _ELSEWHERE,
-    "infbench_choice": _ELSEWHERE,
-}
-"""What is not, and why."""
-
 
 # Scores
 
@@ -533,9 +518,6 @@ def _read(given: Sequence[str], option: str) -> dict[str, dict[int | None, list[
     for text in given:
         place, _, source = text.partition("=")
         name, at, length = place.partition("@")
-        for refused, why in REFUSED.items():
-            if name.startswith(refused):
-                raise OptionError(f"HELMET's {name} is not here: {why}; leave it out")
         if name not in SETS or not source:
             raise OptionError(
                 f"{option} {text!r} names no data set that is known{nearest(name, SETS)}; give "

@@ -141,12 +141,7 @@ def positions(lengths: Sequence[int]) -> tuple[int, ...]:
 class Segments(Task):
     """Segments of text with moving windows, shared by perplexity and LongPPL.
 
-    Args:
-        documents: texts, instead of those in ``text``.
-        text: files, folders or data sets; by default Python's library.
-        windows: maximum number of segments.
-        stride: tokens a window moves by.
-        min_context: tokens of text before the first scored one.
+    ``documents`` are texts instead of those in ``text``.
     """
 
     kind: ClassVar[Kind] = "loss"
@@ -183,14 +178,7 @@ class Segments(Task):
     def choose(
         self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
     ) -> Windows:
-        """The segments of text, as long as the longest window.
-
-        Args:
-            frame: tokenizer of a model.
-            lengths: of the windows, tokens.
-            seed: of their places.
-            option: the command-line option that sets the lengths, for errors.
-        """
+        """The segments of text, as long as the longest window; see :func:`choose_windows`."""
         shortest = min(lengths)
         if shortest < 2:
             raise OptionError(
@@ -267,13 +255,7 @@ class Segments(Task):
 @register
 @dataclass(frozen=True)
 class Perplexity(Segments):
-    """Perplexity on segments of text.
-
-    Args:
-        documents, text, windows, stride, min_context: as for ``Segments``.
-        protocol: one of ``PROTOCOLS``, see the module; None: ``sliding`` with a stride, else
-            ``ending``.
-    """
+    """Perplexity on segments of text; the protocol is ``sliding`` where only a stride is given."""
 
     name: ClassVar[str] = "perplexity"
 

@@ -414,36 +414,6 @@ def test_two_models_are_two_blocks_of_one_report(checkpoint: Path, tmp_path: Pat
     }
 
 
-def test_costs_and_differences_are_those_of_the_outcomes(settings: Settings) -> None:
-    plan = prepare(settings, TASKS)
-    outcomes = run.run(plan)
-    found = Report(plan, outcomes)
-
-    def losses(system: str, length: int) -> list[float]:
-        return [
-            o.value
-            for o in outcomes
-            if (o.system, o.length, o.task) == (system, length, "perplexity")
-        ]
-
-    def change(length: int) -> float:
-        gaps = [a - b for a, b in zip(losses("yarn", length), losses("none", length), strict=True)]
-        return float(torch.tensor(gaps).mean().exp() - 1)
-
-    cost = found.costs["perplexity", "yarn"]
-    assert cost.value == pytest.approx(change(TRAINED)) and cost.low is None
-    assert found.costs["perplexity", "dynamic_ntk"].value == 0
-    gap = found.differences["perplexity", "none", "yarn"]
-    assert gap.value == pytest.approx(1 / (1 + change(256)) - 1)
-    table = found.sections[0].tables[0]
-    assert table.header == (
-        "method",
-        "cost at 128, % (+: worse)",
-        "128 tokens (trained)",
-        "256 tokens",
-    )
-
-
 def adapted(model: Any, folder: Path, **config: Any) -> Any:
     """A model with an adapter that changes it, saved with its patch if it has one."""
     peft = pytest.importorskip("peft")

@@ -162,7 +162,7 @@ def _observe(
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
-        bare = replace(dense, query=query, key=key)
+        bare = dense._replace(query=query, key=key)
         found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
 
     with watched(decoder, look):

@@ -258,10 +258,11 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
     hidden = _forward(decoder, site, scaling, probe)
     if hidden.isnan().any():
         raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
-    if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
-        # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
-        if _spread(hidden) > 4 * _spread(_forward(decoder, site, 1.0, _Probe())):
-            raise _RefusedError("positions act outside of its attention layers")
+    # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
+    if not torch.equal(hidden, hidden[:1].expand_as(hidden)) and (
+        _spread(hidden) > 4 * _spread(_forward(decoder, site, 1.0, _Probe()))
+    ):
+        raise _RefusedError("positions act outside of its attention layers")
     return probe.seen
 
 

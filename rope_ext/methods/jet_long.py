@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from types import MappingProxyType
 
 import torch
 
@@ -36,11 +36,12 @@ class JetLong(PositionMethod):
     NVIDIA 2026, arXiv 2607.07740; the formula is that of the authors' code.
     """
 
-    name: ClassVar[str] = "jet_long"
-    paper: ClassVar[str] = "arXiv 2607.07740"
-    summary: ClassVar[str] = "no fine-tuning; short texts as unpatched, growing groups beyond"
+    name = "jet_long"
+    paper = "arXiv 2607.07740"
+    summary = "no fine-tuning; short texts as unpatched, growing groups beyond"
+    candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)})
 
-    valid_options: ClassVar[str] = "a step of at most the trained length"
+    valid_options = "a step of at most the trained length"
 
     window: int | None = None
     step: int | None = None
@@ -49,9 +50,6 @@ class JetLong(PositionMethod):
         super().__post_init__()
         self.require_tokens("window")
         self.require_tokens("step")
-
-    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        return {**super().grids(rope), "window": rope.tokens(1 / 16, 1 / 8, 1 / 4, 1 / 2)}
 
     def resolved(self, rope: Rope) -> JetLong:
         window = self.window or max(1, min(2048, rope.length // 4))

@@ -8,27 +8,29 @@ within their own forward, and refused in the next one with the same cache.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
-from rope_ext.methods.temperature import SSMax
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.context import ForwardContext
+from rope_ext.rotary.context import UNKNOWN, ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
 """The most queries of a forward whose logits on all slots are computed at once."""
-FRACTIONS = (
-    "position ids have to be whole numbers of tokens under this patch, and these have fractions; "
-    "round them"
-)
 BACK = (
     "the position ids go back within one row, where a position method would have to attend to the "
     "future; give it one sequence in each row, padded on the left"
@@ -39,26 +41,16 @@ COUNTED = (
     "on the left (padding_side='left' of the tokenizer)"
 )
 _KEYS = "_rope_ext_keys"  # attribute of a cache: its CachedKeys
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """What is known of the keys in a cache; the same for all rows, so that rows may be moved.
+    """What is known of the keys in a cache; the same for all rows, so that rows may be moved."""
 
-    Args:
-        patch: what must match for the cache to be continued, see :attr:`PositionMap.key`.
-        counted: number of slots up to which tokens count one by one; None: all.
-        apart: whether there may be padding between tokens of a row.
-    """
-
-    patch: tuple[Any, ...]
-    counted: int | None = None
-    apart: bool = False
-
-
-def keys_of(cache: Cache | None) -> CachedKeys | None:
-    """What is known of the keys in a cache; None: they were put there without a position map."""
-    return getattr(cache, _KEYS, None)
+    patch: tuple[Any, ...]  # what must match for the cache to be continued
+    counted: int | None = None  # number of slots up to which tokens count one by one; None: all
+    apart: bool = False  # whether there may be padding between tokens of a row
 
 
 def whole(cache: Any) -> StaticLayer | None:
@@ -69,9 +61,108 @@ def whole(cache: Any) -> StaticLayer | None:
     return None
 
 
-def reads_freely(device: torch.device) -> bool:
-    """Whether reading a value of a tensor waits for nothing."""
-    return device.type == "cpu"
+def require_known(cache: Cache, patch: PositionMap) -> None:
+    """Raise CacheError unless a cache can be continued."""
+    filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
+    if not filled:
+        return
+    if keys is None:
+        raise CacheError(
+            f"this cache was begun before the model was patched with {patch.method.name} (or by "
+            f"prefix tuning), so its keys carry other rotations; start with an empty cache, or use "
+            f"a frequency method such as 'yarn'"
+        )
+    if keys.patch != patch.key:
+        raise CacheError(
+            f"this cache was begun under another patch ({keys.patch[0]}) than the one in force "
+            f"({patch.key[0]}); start with an empty cache"
+        )
+    if keys.counted is not None and filled > keys.counted:
+        raise CacheError(
+            f"the position ids of the tokens in this cache did not count one by one, so "
+            f"{patch.method.name} cannot continue it; start with an empty cache, or run all tokens "
+            f"in one forward"
+        )
+
+
+def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
+    """A traced forward of new tokens after those in a cache, if tensors can express it."""
+
+    def forward(filled: Any, room: int) -> PositionForward:
+        return PositionForward(patch, rows, tokens, filled, cache, True, room=room)
+
+    if cache is None:
+        return forward(0, tokens)
+    if not isinstance(cache, Cache) or cache.offloading:
+        return None
+    layer = whole(cache)
+    if layer is None:
+        length = cache.get_seq_length()
+        return forward(0, tokens) if isinstance(length, int) and length == 0 else None
+    keys = getattr(cache, _KEYS, None)
+    if keys is not None and (keys.patch != patch.key or keys.counted is not None):
+        return None
+    if keys is None and not calls.is_exporting():
+        if layer.is_initialized:
+            torch._assert_async(layer.cumulative_length == 0, UNKNOWN)
+        return forward(0, layer.max_cache_len)
+    # A copy, since the layers increment it in place.
+    filled = layer.cumulative_length.clone() if layer.is_initialized else 0
+    return forward(filled, layer.max_cache_len)
+
+
+SPARE = 64
+"""Tokens that a layer keeps beyond its window, which take the place of drafts that are removed."""
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A layer of a growing cache that keeps the last tokens."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that are kept, with the new ones."""
+        keys, values = DynamicLayer.update(self, key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        first = -(self.sliding_window - 1 + SPARE)
+        self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back tokens, as assisted decoding does.
+
+        Raises:
+            CacheError: the tokens before them are gone.
+        """
+        count = abs(tokens_to_remove)
+        left = self.cumulative_length - count
+        kept = 0 if self.keys is None else self.keys.shape[-2] - count
+        if kept < min(left, self.sliding_window - 1):
+            raise CacheError(
+                f"this cache keeps the last {self.sliding_window} tokens of some layers and "
+                f"{SPARE} more, so {count} of them cannot be taken back; start with an empty "
+                f"cache, or generate without drafts"
+            )
+        DynamicLayer.crop(self, tokens_to_remove)
+        self.cumulative_length = left
+
+
+def shorten(cache: Any, layers: Collection[int], window: int) -> None:
+    """Make some layers of a growing cache keep the last ``window - 1`` tokens, and some spare ones.
+
+    The next token sees the former and itself. Static, quantized and offloaded caches stay as they
+    are: they keep every token, and layers attend to their window in them.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        return
+    while len(cache.layers) <= max(layers) and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    for number in layers:
+        before = cache.layers[number]
+        if type(before) is DynamicLayer:
+            made = cache.layers[number] = WindowLayer(window)
+            if before.keys is not None and before.values is not None:
+                made.update(before.keys, before.values)
 
 
 class PositionForward(ForwardContext):
@@ -80,27 +171,19 @@ class PositionForward(ForwardContext):
     Eager and traced forwards keep positions in the same tensors. An eager forward also reads
     values, unless that would make every step of decoding wait for a GPU.
 
-    Args:
-        patch: the position map in force.
-        rows, tokens, filled, cache, traced: see :class:`ForwardContext`.
-        mask: ``[rows, slots]``, zero where there is no token; None: no padding.
-        weights: whether layers also return their attention weights (``output_attentions``).
-        room: number of slots that the layers see; None: those filled after this forward.
-        regular: whether a graph may assume that every row holds tokens 0, 1, 2, ... of a sequence.
-        shown: a mask of one's own, bool, ``[rows or 1, heads or 1, tokens, keys]``: its tokens may
-            be a tree of drafts, with any positions behind those of the cache.
-
-    Attributes:
-        query: positions of the queries, int64, ``[rows or 1, tokens]``, counted from the first
-            real token of each sequence; negative for padding before it. Set by :meth:`locate`.
-        key: the same for all slots, ``[rows or 1, room]``. Set by :meth:`locate`.
-        located: whether they are set.
-        reads: whether values may be read.
-        apart: whether there may be padding between the tokens of a row.
+    Positions count from the first real token of each sequence. ``mask`` is ``[rows, slots]``, zero
+    where there is no token. ``shown`` is a mask of one's own, bool, ``[rows or 1, heads or 1,
+    tokens, keys]``: its tokens may be a tree of drafts, at any positions behind the cache.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # positions of queries, int64, [rows or 1, tokens]; below 0 for padding
+    key: torch.Tensor  # the same for all slots, [rows or 1, room]
+    regular = False  # whether a graph may assume tokens 0, 1, 2, ... of one sequence in every row
+    located = False  # whether ``query`` and ``key`` are set
+    reads = False  # whether values may be read
+    apart = False  # whether there may be padding between the tokens of a row
+    padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
+    documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
 
     def __init__(
         self,
@@ -114,17 +197,12 @@ class PositionForward(ForwardContext):
         *,
         weights: bool = False,
         room: int | None = None,
-        regular: bool = False,
         shown: torch.Tensor | None = None,
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.map, self.weights, self.regular, self.shown = patch, weights, regular, shown
+        self.map, self.weights, self.shown = patch, weights, shown
         self.room: int = self.filled_count + tokens if room is None else room
         self.begins = isinstance(filled, int) and filled == 0
-        self.located, self.reads, self.apart = False, False, False
-        self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
-        self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
-        self.entering: torch.Tensor | None = None  # what an input encoding adds, for all layers
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
         if mask is not None:
             self.pad(mask)
@@ -148,10 +226,10 @@ class PositionForward(ForwardContext):
         if self.located:
             return
         self.located, self.device = True, positions.device
-        known = keys_of(self.cache)
-        self.apart = known is not None and known.apart
+        self.apart = getattr(getattr(self.cache, _KEYS, None), "apart", False)
         in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
-        self.reads = not self.traced and (not in_step or reads_freely(self.device))
+        # Reading a value on a GPU waits for it.
+        self.reads = not self.traced and (not in_step or self.device.type == "cpu")
         if self.padding is not None:
             self.padding = self.padding.to(self.device)
             if self.reads and bool(self.padding.all()):
@@ -180,10 +258,6 @@ class PositionForward(ForwardContext):
                     f"{self.map.named} attends by one axis only; {self.map.instead}",
                 )
             positions = positions[0]
-        if positions.is_floating_point():
-            message = f"{FRACTIONS}, or {self.map.instead}"
-            whole_numbers = (positions == positions.floor()).all()
-            self.require(whole_numbers, UnsupportedModelError, message)
         positions = positions.reshape(-1, positions.shape[-1]).long()
         if self.reads and len(positions) > 1 and bool((positions == positions[:1]).all()):
             positions = positions[:1]
@@ -240,8 +314,14 @@ class PositionForward(ForwardContext):
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
         new = CachedKeys(self.map.key, None if counts else self.filled_count, self.apart)
-        if keys_of(cache) != new:
+        if getattr(cache, _KEYS, None) != new:
             setattr(cache, _KEYS, new)
+
+    def shared(self, name: Any, make: Callable[[], _Made]) -> _Made:
+        """What the first layer makes for all of them."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
     def slots(self) -> torch.Tensor:
         """Numbers of all slots, int64, ``[room]``."""
@@ -249,69 +329,54 @@ class PositionForward(ForwardContext):
 
     def origin(self) -> torch.Tensor:
         """Slot of the first token of every row, int64, ``[rows or 1, 1]``."""
-        if "origin" not in self.made:
-            origin = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            if self.padding is not None:
-                origin = self.padding.int().argmax(1, keepdim=True)
-            self.made["origin"] = origin
-        return self.made["origin"]
+        if self.padding is None:
+            return torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        padding = self.padding
+        return self.shared("origin", lambda: padding.int().argmax(1, keepdim=True))
 
     def counted(self) -> torch.Tensor:
         """Number of tokens before each slot that has one, int64, ``[rows or 1, room]``."""
         if self.padding is None:
             return self.slots()[None]
-        if "counted" not in self.made:
-            self.made["counted"] = self.padding.long().cumsum(1) - 1
-        return self.made["counted"]
+        padding = self.padding
+        return self.shared("counted", lambda: padding.long().cumsum(1) - 1)
 
     def real(self) -> torch.Tensor:
         """Which slots hold a token, bool, ``[rows or 1, room]``."""
-        if "real" not in self.made:
-            real = (self.slots() < self.filled + self.tokens)[None]
-            self.made["real"] = real if self.padding is None else real & self.padding
-        return self.made["real"]
+        real = (self.slots() < self.filled + self.tokens)[None]
+        return real if self.padding is None else real & self.padding
 
     def visible(self) -> torch.Tensor:
-        """Which slots each of few queries sees, bool, ``[rows or 1, tokens, room]``."""
-        if "visible" not in self.made:
-            new = self.filled + torch.arange(self.tokens, device=self.device)
-            self.made["visible"] = (self.slots() <= new[:, None]) & self.real()[:, None]
-        return self.made["visible"]
+        """Which slots each query sees, bool, ``[rows or 1, tokens, room]``."""
+        new = self.filled + torch.arange(self.tokens, device=self.device)
+        return (self.slots() <= new[:, None]) & self.real()[:, None]
 
     def on(self, device: torch.device) -> PositionForward:
         """The same forward for layers on another device, copied there once for all of them."""
         if self.device == device:
             return self
-        if ("on", device) not in self.made:
-            moved = copy.copy(self)
-            moved.query, moved.key = self.query.to(device), self.key.to(device)
-            moved.padding = None if self.padding is None else self.padding.to(device)
-            moved.device, moved.made = device, {}
-            self.made["on", device] = moved
-        return self.made["on", device]
+        return self.shared(device, lambda: self._copied(device, lambda x: x.to(device)))
 
-    def growth(self, temperature: SSMax, dtype: torch.dtype) -> torch.Tensor | None:
-        """The growth of a temperature, ``[rows or 1, 1, tokens, 1]``; None: 0 everywhere."""
-        key = ("growth", dtype)
-        if key not in self.made:
-            made = temperature.growth(self.query.double().clamp(min=0)).to(dtype)
-            # Reading it would synchronise with a GPU, and is impossible in a graph.
-            readable = not self.traced and made.device.type == "cpu"
-            idle = readable and bool((made == 0).all())
-            self.made[key] = None if idle else made[:, None, :, None]
-        return self.made[key]
+    def row(self, row: int) -> PositionForward:
+        """The same forward of one row."""
+        return self._copied(self.device, lambda x: x[row : row + 1] if len(x) > 1 else x)
+
+    def _copied(
+        self, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor]
+    ) -> PositionForward:
+        made = copy.copy(self)
+        made.query, made.key, made.device, made.made = move(self.query), move(self.key), device, {}
+        made.padding = None if self.padding is None else move(self.padding)
+        return made
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine that the model rotates its queries and keys with."""
-        key = ("embeddings", site.name, site.layer_type)
-        if key not in self.made:
+
+        def make() -> Any:
             made = stored_rotation(self.map, site, self.query, like)
-            if self.traced:
-                alone = isinstance(made, torch.Tensor)
-                held = once([made] if alone else list(made))
-                made = held[0] if alone else tuple(held)
-            self.made[key] = made
-        return self.made[key]
+            return once([made])[0] if isinstance(made, torch.Tensor) else tuple(once([*made]))
+
+        return self.shared(("embeddings", site.name, site.layer_type), make)
 
 
 def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:

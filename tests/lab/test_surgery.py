@@ -20,7 +20,7 @@ from rope_eval.run.runner import Runner
 from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.errors import OptionError
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.checkpoints import load_model
 from tests.helpers import pictures
@@ -85,31 +85,6 @@ def test_an_encoding_begins_with_the_attention_of_the_model(
     for method in ("nope", "sinusoidal", "alibi"):  # plain ALiBi has a bias, but learns nothing
         with pytest.raises(OptionError, match=rf"--init model .* {method} learns nothing .* give"):
             checked(method=method)
-
-
-@pytest.mark.parametrize("name", surgery.CHECKPOINTS)
-def test_every_operation_takes_as_many_tokens(name: str, tmp_path: Path, monkeypatch) -> None:
-    given: list[list[str]] = []
-    monkeypatch.setattr(finetune, "main", given.append)
-    words = f"{name} --output {tmp_path} --steps 7".split()
-    monkeypatch.setattr(surgery, "operate", lambda bench, names: made.append((bench, names)))
-    made: list[tuple[surgery.Bench, list[str]]] = []
-    surgery.main(words)
-    ((bench, names),) = made
-    assert names == list(surgery.DEFAULT)
-    for operation in names:
-        bench.train(operation, bench.steps)
-    recipes = [parse(argv) for argv in given]
-    assert {r.length * a.per_device_train_batch_size * a.max_steps for r, a in recipes} == {
-        8 * 512 * 7
-    }
-    methods = [(r.method, r.layers, r.factor) for r, _ in recipes]
-    assert methods == [
-        ("yarn", None, 8.0),
-        ("nope", None, 8.0),
-        ("alibi", None, 8.0),
-        ("nope", "every 4th", 8.0),
-    ]
 
 
 @pytest.mark.slow

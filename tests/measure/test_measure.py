@@ -24,11 +24,11 @@ from transformers import (
 )
 
 import rope_ext
-from rope_eval.cases import Case, Outcome, line
+from rope_eval.cases import Case, Outcome
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
-from rope_eval.reports.summary import TOO_FEW, difference, estimate
+from rope_eval.reports.summary import TOO_FEW, estimate
 from rope_eval.run.results import loss, share_found
 from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity, choose_windows
@@ -130,8 +130,8 @@ def test_a_loss_that_is_not_a_number_counts_as_infinite() -> None:
     result = loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64))
     assert result.value == math.inf
     outcome = Outcome("key", "yarn", "perplexity", 37, None, None, 0, "p", (), 0, math.inf, 5)
-    assert "Infinity" not in line(outcome)
-    assert Outcome.from_json(json.loads(line(outcome))) == outcome
+    assert b"Infinity" not in outcome.to_line()
+    assert Outcome.from_json(json.loads(outcome.to_line())) == outcome
     assert estimate([outcome], "loss").value == math.inf
     other = dataclasses.replace(outcome, group=1)
     assert estimate([outcome, other], "loss").high == math.inf
@@ -175,7 +175,7 @@ def test_sliding_scores_every_token_once_with_enough_context(tokenizer: Any) -> 
 def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
     task = Perplexity([book(300)], windows=1, protocol="start", min_context=5)
     short, whole = task.questions(Frame.from_tokenizer(tokenizer), [64, 210], seed=0).cases
-    assert whole.ids[:64] == short.ids and short.nested and whole.nested
+    assert whole.ids[:64] == short.ids
     assert (short.count, whole.count) == (64 - 1 - 5, 210 - 1 - 5)
 
 
@@ -203,17 +203,17 @@ def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None
 # Passkey and prompts
 
 
-def test_passkey_prompts_have_exactly_the_length_asked_for(tokenizer: Any) -> None:
+def test_passkey_prompts_have_the_length_asked_for_but_for_a_sentence(tokenizer: Any) -> None:
     prompts = PasskeyPrompts(tokenizer)
     least = prompts.minimum_length()
     for length in (*range(least, least + 60), 400, 1001):
         case = prompts.case(length, 0.5, seed=length)
-        assert len(case.ids) == length == case.tokens
+        assert length - 12 < len(case.ids) == case.tokens <= length
         text = tokenizer.decode(case.ids)
         assert text.count(case.key) == 3 and text.endswith(f"The pass key is {case.key}")
         assert tokenizer.decode(case.ids[-case.count :]) == case.key
         # Filler ends where sentences end, before the needle and after it.
-        assert re.search(rf"[.\n] The pass key is {case.key}\. Remember it\.", text)
+        assert re.search(rf"\. The pass key is {case.key}\. Remember it\.", text)
         assert re.search(rf"{case.key} is the pass key\.( [A-Z][a-z ]*\.)*\nWhat is", text)
     with pytest.raises(OptionError, match=f"needs at least {least} tokens"):
         prompts.case(least - 1, 0.5, seed=0)
@@ -231,18 +231,9 @@ def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -
     lead = odd(QUESTION, add_special_tokens=False)["input_ids"]
     assert odd(QUESTION + " 7", add_special_tokens=False)["input_ids"][: len(lead)] != lead
     case = PasskeyPrompts(odd).case(300, 0.5, seed=0)
-    assert len(case.ids) == 300
+    assert 290 < len(case.ids) <= 300
     assert odd.decode(case.ids[-case.count :]).strip() == case.key
     assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
-
-
-def test_passkey_depth_is_where_the_needle_is(tokenizer: Any) -> None:
-    prompts = PasskeyPrompts(tokenizer)
-    for depth in (0.0, 0.25, 0.5, 0.9, 1.0):
-        case = prompts.case(1000, depth, seed=1)
-        text = tokenizer.decode(case.ids)
-        before = len(tokenizer(text[: text.index("The pass key is")])["input_ids"])
-        assert before / 1000 == pytest.approx(0.03 + 0.93 * depth, abs=0.04)
 
 
 def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
@@ -251,7 +242,7 @@ def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
     assert len(cases) == 2 * 4 * 2 == len({case.key for case in cases})
     for case in cases:
         assert case.bin / 4 <= case.depth < (case.bin + 1) / 4
-        assert len(case.key) == 10 and len(case.ids) == case.length
+        assert len(case.key) == 10 and case.length - 12 < len(case.ids) <= case.length
     assert cases == task.questions(frame, [200, 300], seed=0).cases
     assert cases != task.questions(frame, [200, 300], seed=1).cases
 
@@ -265,11 +256,10 @@ TEMPLATE = (
 def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) -> None:
     chat = AutoTokenizer.from_pretrained(checkpoint)
     chat.chat_template = TEMPLATE
-    assert Frame.from_tokenizer(chat, "no") == Frame.from_tokenizer(chat, "no")
-    assert Frame.from_tokenizer(chat, "no").tail == Frame.from_tokenizer(tokenizer).tail == ()
+    assert Frame.from_tokenizer(chat, "no").around is Frame.from_tokenizer(tokenizer).around is None
     case = PasskeyPrompts(chat, Frame.from_tokenizer(chat)).case(300, 0.5, seed=0)
     text = chat.decode(case.ids)
-    assert len(case.ids) == 300 and case.ids.tolist().count(chat.bos_token_id) == 1
+    assert 288 < len(case.ids) <= 300 and case.ids.tolist().count(chat.bos_token_id) == 1
     assert re.match(r"<s>\s?\[user\] There is an important info", text)
     assert text.endswith(f"What is the pass key?\n[assistant] The pass key is {case.key}")
     with pytest.raises(OptionError, match="no chat template; give --chat no"):
@@ -315,23 +305,9 @@ def test_writing_stops_at_the_end_and_ignores_the_checkpoints_settings(
 def test_shares_are_rulers() -> None:
     case = Case("vt", 9, 0, "write", 9, joined([]), ("ABC", "DEF", "GHI", "JKL"))
     assert share_found(case, "abc, xDEFx") == 0.5
-    whole = dataclasses.replace(case, answers=("123",), whole=True)
-    assert share_found(whole, " 123") == 1 and share_found(whole, "1234") == 0
 
 
 # Differences
-
-
-def test_difference_needs_identical_cases() -> None:
-    def outcome(prompt: str, value: float) -> Outcome:
-        return Outcome("k", "s", "t", 9, None, None, 0, prompt, (), 0, value, 1)
-
-    one = [outcome("a", 1), outcome("b", 0.5)]
-    assert difference(one, [outcome("a", 0), outcome("c", 0)], "rate") is None
-    gap = difference(one, [outcome("a", 1), outcome("b", 0)], "rate")
-    assert gap is not None and gap.value == 0.25 and gap.low is None
-    gap = difference(one, [outcome("a", 0.5), outcome("b", 0)], "loss")
-    assert gap.value == pytest.approx(math.exp(0.5) - 1)
 
 
 # Texts

@@ -109,13 +109,6 @@ def test_a_server_without_log_probabilities_is_named(checkpoint: Path, tmp_path:
             measured(chat, Perplexity(BOOK, windows=2))
 
 
-def test_failed_requests_are_repeated(checkpoint: Path, tmp_path: Path) -> None:
-    fake = fake_of(checkpoint, faults=[503, 429, 500])
-    with serving(fake) as url:
-        got = measured(served(checkpoint, tmp_path / "there", url, concurrency=1), PASSKEYS[0])
-    assert len(fake.asked) == len(got) + 3
-
-
 def choice(**changed: Any) -> Any:
     """A spoil that changes the choice of an answer."""
     return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changed}]}
@@ -143,7 +136,7 @@ TEXT, LOSS = PASSKEYS[1], Perplexity(BOOK, windows=2)
     [
         (TEXT, lambda answer: {"error": {"message": "full"}}, "full"),
         (TEXT, lambda answer: {**answer, "choices": []}, "has no choices"),
-        (TEXT, lambda answer: "<html>502</html>", "is not JSON"),
+        (TEXT, lambda answer: "<html>502</html>", "has no choices: <html>"),
         (TEXT, lambda answer: [1], "has no choices"),
         (TEXT, choice(text=None), "has no text"),
         (TEXT, choice(text="Mary had a little lamb. " * 50), "tokens are too many"),

@@ -23,7 +23,7 @@ class Result:
 
 def tail(case: Case) -> int:
     """Tokens at the end whose losses are needed."""
-    if case.curve and not case.nested:
+    if case.curve:
         return len(case.ids) - 1
     return len(case.ids) - min(case.only) if case.only else case.count + case.lead
 
@@ -50,7 +50,5 @@ def share_found(case: Case, written: str) -> float:
     """
     if case.judge is not None:
         return float(case.judge(written))
-    if case.whole:
-        return float(written.strip() == case.key)
     text = written.lower()
     return sum(answer.lower() in text for answer in case.answers) / len(case.answers)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from rope_eval.cases import Outcome, Questions, digest, require_positive
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, all_tasks, option, register
+from rope_eval.tasks.base import Task, all_tasks, option, register
 from rope_ext.command.arguments import split
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 
@@ -38,18 +38,9 @@ def _read_metadata(text: str | None) -> dict[str, Any]:
 @register
 @dataclass(frozen=True)
 class Harness(Task):
-    """Tasks and groups of lm-evaluation-harness.
-
-    Args:
-        harness_tasks: comma-separated names.
-        limit: number of documents of each task; None: all.
-        num_fewshot: number of examples before each question; None: as the task has it.
-        include_path: folder with further tasks.
-        metadata: for the tasks, such as ``{"max_seq_lengths": "16k"}`` for babilong.
-    """
+    """Tasks and groups of lm-evaluation-harness."""
 
     name: ClassVar[str] = "lm-eval"
-    kind: ClassVar[Kind] = "rate"
 
     harness_tasks: str = option("", "names of the harness; --tasks takes them, too")
     limit: int | None = option(None, "number of documents of each task; default: all")
@@ -64,56 +55,42 @@ class Harness(Task):
 
     @cached_property
     def manager(self) -> Any:
-        """The tasks that the harness knows.
-
-        Raises:
-            MeasureError: it is not installed.
-        """
+        """The tasks that the harness knows."""
         try:
             from lm_eval.tasks import TaskManager
         except ImportError:
             raise MeasureError(
-                f"unknown task {self.harness_tasks!r}{self._nearest or '.'} Tasks: "
-                f"{', '.join(all_tasks())}; those of lm-evaluation-harness need: "
+                f"{self._unknown(self.harness_tasks)}; those of lm-evaluation-harness need: "
                 f'pip install "rope-ext[harness]"'
             ) from None
         return TaskManager(include_path=self.include_path, metadata=self.metadata or {})
 
-    @property
-    def _nearest(self) -> str:
-        return nearest(self.harness_tasks, all_tasks())
+    def _unknown(self, name: str) -> str:
+        guess = nearest(name, all_tasks()) or "."
+        return f"unknown task {name!r}{guess} Tasks: {', '.join(all_tasks())}"
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Every task, with the group that it is averaged in.
-
-        Raises:
-            OptionError: the harness does not know a task, or has no mean of it.
-            MeasureError: it is not installed, or data cannot be read.
-        """
+        """Every task, with the group that it is averaged in."""
         if settings.url is not None:
             raise OptionError(
                 "tasks of lm-evaluation-harness need the model in this process; leave them out "
                 "with --url, or run `lm_eval --model local-completions`"
             )
         made: dict[str, Task] = {}
+        given = {field.name: getattr(self, field.name) for field in fields(Harness)}
         for name in split(self.harness_tasks):
             if not self.manager.match_tasks([name]):
-                raise OptionError(
-                    f"unknown task {name!r}{nearest(name, all_tasks()) or '.'} Tasks: "
-                    f"{', '.join(all_tasks())}, and those that `lm_eval ls tasks` lists"
-                )
+                raise OptionError(f"{self._unknown(name)}, and those that `lm_eval ls tasks` lists")
             try:
-                found = self.manager.load([name])
+                found = self.manager.load([name])["tasks"]
             except Exception as error:  # of whatever reads its data
                 raise MeasureError(
                     f"cannot read the data of {name} ({type(error).__name__}: {first_line(error)})"
                 ) from None
-            suite = name if len(found["tasks"]) > 1 else None
-            for own, task in found["tasks"].items():
-                given = {field.name: getattr(self, field.name) for field in fields(Harness)}
-                made.setdefault(
-                    own, HarnessTask(**given, name=own, metric=_mean(own, task), suite=suite)
-                )
+            suite = name if len(found) > 1 else None
+            for own, task in found.items():
+                metric = _mean(own, task)
+                made.setdefault(own, HarnessTask(**given, name=own, metric=metric, suite=suite))
         return list(made.values())
 
 
@@ -121,8 +98,7 @@ def _mean(name: str, task: Any) -> str:
     """The first metric of a task that is averaged over its documents."""
     from lm_eval.api.metrics import mean
 
-    means = (metric for metric, how in task.aggregation().items() if how is mean)
-    metric = next(means, None)
+    metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)
     if metric is None:
         raise OptionError(
             f"the task {name} has no metric that is a mean over its documents; measure it with "
@@ -156,32 +132,21 @@ class HarnessTask(Harness):
 
 def outcomes(
     tasks: Sequence[HarnessTask],
-    model: Any,
-    tokenizer: Any,
-    length: int,
-    batch_size: int,
+    window: Mapping[str, Any],
     chat: bool,
     seed: int,
     cache: Path,
-    system: str,
-    identity: str,
+    system: Any,
 ) -> Iterator[Outcome]:
-    """What the harness makes of ``tasks`` in a window, a document each.
+    """What the harness makes of ``tasks`` of one ``Harness``, a document each.
 
     Args:
-        tasks: of one ``Harness``.
-        model: under its patch.
-        tokenizer: of the model.
-        length: window, tokens.
-        batch_size: documents per forward.
+        tasks: to ask.
+        window: for its model: ``pretrained``, ``tokenizer``, ``max_length`` and ``batch_size``.
         chat: whether to use the chat template.
         seed: of examples and samples.
         cache: directory for answers, from which an interrupted run goes on.
-        system: name, for the outcomes.
-        identity: of the system; what its answers depend on.
-
-    Raises:
-        MeasureError: a value is not within 0 and 1.
+        system: whose model is patched.
     """
     import lm_eval
     from lm_eval.models import huggingface
@@ -190,28 +155,23 @@ def outcomes(
     made: Any = huggingface
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is meant here
+    length, tokenizer = window["max_length"], window["tokenizer"]
     tokenizer.model_max_length = max(length, tokenizer.model_max_length)
-    window = made.HFLM(
-        pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=batch_size
-    )
-    first = tasks[0]
+    first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
     found = harness.simple_evaluate(
-        window,
+        made.HFLM(**window),
         tasks=[task.name for task in tasks],
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,
         limit=first.limit,
-        use_cache=str(cache / digest(identity, length)),
+        use_cache=str(cache / digest(system.identity, length)),
         bootstrap_iters=0,
         apply_chat_template=chat,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
         metadata=first.metadata,
+        **{f"{name}_seed": seed for name in seeds},
     )
     for task in tasks:
-        samples: Sequence[Mapping[str, Any]] = found["samples"][task.name]
+        samples = found["samples"][task.name]
         for sample in samples:
             if sample["filter"] != samples[0]["filter"]:
                 continue
@@ -223,8 +183,8 @@ def outcomes(
                 )
             prompt = sample["prompt_hash"][:16]
             yield Outcome(
-                key=digest(identity, task.name, length, number, prompt),
-                system=system,
+                key=digest(system.identity, task.name, length, number, prompt),
+                system=system.name,
                 task=task.name,
                 length=length,
                 bin=None,

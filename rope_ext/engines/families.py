@@ -46,7 +46,7 @@ ENGINES = {name: _read(table["rows"]) for name, table in _DATA.items()}
 VLLM, SGLANG, LLAMA_CPP, MLX = (ENGINES[n] for n in ("vllm", "sglang", "llama.cpp", "mlx"))
 ENGINES["ollama"] = LLAMA_CPP
 _NO_MINIATURE = (
-    *("gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe"),
+    *("falcon_h1", "gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )

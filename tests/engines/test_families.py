@@ -23,7 +23,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
 }
 # They normalize after the rotation, so that no number on cosine and sine does anything.
-NO_TEMPERATURE = ("hunyuan_v1_dense",)
+NO_TEMPERATURE = ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")
 
 
 def config_of(family: str) -> Any:

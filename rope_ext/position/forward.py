@@ -129,11 +129,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens, as assisted decoding does.
-
-        Raises:
-            CacheError: the tokens before them are gone.
-        """
+        """Take back tokens, as assisted decoding does."""
         count = abs(tokens_to_remove)
         left = self.cumulative_length - count
         kept = 0 if self.keys is None else self.keys.shape[-2] - count

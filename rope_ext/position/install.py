@@ -38,10 +38,6 @@ class Installed:
     """A position map on a decoder: its hooks around a forward.
 
     ``mapped`` are the attention layers that it changes, ``notes`` sentences for ``describe``.
-
-    Raises:
-        OptionError: the configuration does not allow it.
-        UnsupportedModelError: the layers do not allow it.
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap, changes: Changes) -> None:
@@ -301,12 +297,7 @@ class Installed:
 def _chosen(
     decoder: nn.Module, modules: list[nn.Module], position_map: PositionMap
 ) -> list[nn.Module]:
-    """The attention modules that ``layers=`` chooses, or the encoding by default.
-
-    Raises:
-        UnsupportedModelError: the layer number of a module is unknown.
-        OptionError: there are none, or a chosen layer is not among them.
-    """
+    """The attention modules that ``layers=`` chooses, or the encoding by default."""
     layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
     if layers is None and encoding is not None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)
@@ -327,20 +318,16 @@ def _chosen(
     else:
         wanted = set(layers)
     if not wanted or not wanted <= {*known}:
-        there = f"{family} has a rotation to change in layers {', '.join(map(str, known))}"
-        if position_map.layers is None and encoding is not None:
-            given = encoding.options()
-            named = f"layers {', '.join(map(str, layers))}" if layers else "none of its layers"
-            raise OptionError(
-                f"{encoding.name} with every={given['every']}, start={given['start']} takes the "
-                f"rotation of {named}, and {there}; choose every= and start= that meet only these, "
-                f"or patch with 'nope' and layers=, which has no windows"
-            )
         shown = layers if isinstance(layers, str) else list(layers)
         absent = ", ".join(map(str, sorted(wanted - {*known}))) or "none of them"
+        choose = "choose among these (sliding layers with sliding_layers='scale')"
+        if position_map.layers is None:
+            choose = (
+                "choose every= and start= that meet only these, or patch with 'nope' and layers="
+            )
         raise OptionError(
-            f"layers={shown!r}: {there}, and {absent} is asked for; choose among these (sliding "
-            f"layers with sliding_layers='scale')"
+            f"layers={shown!r}: {family} has a rotation to change in layers "
+            f"{', '.join(map(str, known))}, and {absent} is asked for; {choose}"
         )
     return [module for module in modules if _number(module) in wanted]
 

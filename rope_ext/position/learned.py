@@ -320,10 +320,6 @@ class Earlier:
         Returns:
             Names of parameters that do not exist under this patch: those of another encoding or
             temperature, or of layers that are no longer patched.
-
-        Raises:
-            OptionError: the same encoding or temperature now has a shape into which they do not
-                fit. Nothing is changed in that case.
         """
         held, dropped = {}, []
         for path, module in self.modules.items():

@@ -68,9 +68,6 @@ def install(
     """Put a temperature in force in the layers that ``place.scaled`` rotates.
 
     Returns sentences for ``describe``.
-
-    Raises:
-        UnsupportedModelError: there are no such layers, or it cannot be proven to reach them.
     """
     decoder, config = place.decoder, text_config(place.decoder)
     layers = rotated_layers(decoder, place.scaled)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import rope_ext
@@ -86,11 +85,3 @@ def test_a_value_outside_counts_as_the_bound_and_has_its_gradient(name: str, ids
         assert one.abs().max() > 0
         torch.testing.assert_close(one, other)
     assert all(bool((p == LEAST).all()) for p in of_kerple(model).values())
-
-
-def test_what_is_saved_is_within_the_bounds(tmp_path) -> None:
-    model = small("kerple_log", -0.3)  # as the last step of an optimizer may leave it
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    found = [value for key, value in stored.items() if "rope_ext_bias" in key]
-    assert len(found) == 4 and all(bool((value == LEAST).all()) for value in found)

@@ -343,9 +343,6 @@ class _RotaryHook:
 
     def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
         self.map, self.site, self.native = position_map, site, native
-        inv_freq, scaling = position_map.frequencies[site]
-        # The module itself rotates by the values that were written to it.
-        self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         rotate = self._rotated if is_traced(self.map) else self._rotated_eagerly
@@ -363,9 +360,7 @@ class _RotaryHook:
         forward.locate(positions)
         result = forward.embeddings(self.site, output)
         if self.native:
-            site, native = self.site, output
-            if self.written:
-                given = site.loaded, site.scaling, self.map.precise
-                native = hooks.rotation(site, positions, *given, output)
+            given = self.site.loaded, self.site.scaling, self.map.precise
+            native = hooks.rotation(self.site, positions, *given, output)
             result = hooks.with_native(result, native)
         return result

@@ -269,14 +269,7 @@ class Installed:
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: notes on a cache that the decoder created, too, what its keys are."""
-        if is_traced(self.map):
-            self._leave(output)
-        else:
-            self._end(output)
-
-    @run_eagerly(tensors.WHY)
-    def _end(self, output: Any) -> None:
-        self._leave(output)
+        (self._leave if is_traced(self.map) else self._leave_eagerly)(output)
 
     def _leave(self, output: Any) -> None:
         forward = current(self.map)
@@ -287,6 +280,8 @@ class Installed:
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
                 self._shorten(cache)
+
+    _leave_eagerly = run_eagerly(tensors.WHY)(_leave)
 
     def _shorten(self, cache: Any) -> None:
         """Let a cache keep what layers with a window will attend to."""
@@ -348,10 +343,6 @@ class _RotaryHook:
         rotate = self._rotated if is_traced(self.map) else self._rotated_eagerly
         return rotate(args, kwargs, output)
 
-    @run_eagerly(tensors.WHY)
-    def _rotated_eagerly(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        return self._rotated(args, kwargs, output)
-
     def _rotated(self, args: tuple, kwargs: dict, output: Any) -> Any:
         forward = current(self.map)
         if forward is None or not self.site.called(args, kwargs):
@@ -364,3 +355,5 @@ class _RotaryHook:
             native = hooks.rotation(self.site, positions, *given, output)
             result = hooks.with_native(result, native)
         return result
+
+    _rotated_eagerly = run_eagerly(tensors.WHY)(_rotated)

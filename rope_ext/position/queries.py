@@ -125,13 +125,6 @@ def _attend(
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
-@run_eagerly()
-def _by_position_eagerly(
-    view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
-) -> torch.Tensor:
-    return _by_position(view, sequences, module, query)
-
-
 def _by_position(
     view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
 ) -> torch.Tensor:
@@ -153,4 +146,5 @@ def _by_position(
     return query if scale is None else (query * scale).to(query.dtype)
 
 
+_by_position_eagerly = run_eagerly()(_by_position)
 AttentionInterface.register(NAME, _attend)

@@ -73,13 +73,10 @@ class Installed:
         self._names = calls.parameters(type(decoder))
         self.notes = self._notes(len(layouts), within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
-        handles = [
-            site.module.register_forward_hook(
-                _RotaryHook(position_map, site, bool(kept)), with_kwargs=True
-            )
-            for site in sites
-        ]
-        handles += hooks.keep_native(decoder, kept)
+        handles = hooks.keep_native(decoder, kept)
+        for site in sites:
+            hook = _RotaryHook(position_map, site, bool(kept))
+            handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         handles += [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rope_eval import command
 from rope_eval.cases import read_outcomes
 from rope_eval.evaluate import evaluate
 from rope_eval.folder import HEADER, HIDDEN, Folder, lock, log_name, replace_file
@@ -110,19 +107,6 @@ def test_killed_while_it_writes_the_files_are_still_ours(
     assert (tmp_path / "table.md").read_bytes() == b"newest"
 
 
-def test_what_is_measured_in_parts_is_written_after_each(tmp_path: Path) -> None:
-    path, there = tmp_path / "out" / "speed.json", []
-
-    def parts(args: object) -> Iterator[dict]:
-        yield {"program": "rope_ext", "parts": 1}
-        there.append(json.loads(path.read_text()))
-        yield {"program": "rope_ext", "parts": 2}
-
-    args = command.bare("", str(path.parent)).parse_args(["--model", "m"])
-    command.run(args, parts, there.append, path.name)
-    assert [data["parts"] for data in (*there, json.loads(path.read_text()))] == [1, 2, 2]
-
-
 # One run at a time
 
 
@@ -173,12 +157,3 @@ def test_a_run_that_ended_after_the_plan_was_made_is_not_mixed_in(settings: Sett
     evaluate(settings, TASKS)
     with pytest.raises(MeasureError, match="holds results already"):
         run.run(plan)
-
-
-# What a log may hold
-
-
-# Disks
-
-
-# What is printed

@@ -154,6 +154,3 @@ def test_attention_is_that_of_the_model_under_each_method(
     for shown, right in zip(found.values(), seen, strict=True):
         assert shown.shares.equal(right.shares) and shown.edges == right.edges
     assert not torch.allclose(seen[0].shares, seen[1].shares, atol=1e-3)
-
-
-# --- mistakes ------------------------------------------------------------------------------------

@@ -7,13 +7,10 @@ methods, so every method gets identical questions.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import importlib.util
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -166,7 +163,7 @@ def build(
     asked = [cls.name for cls in classes if cls]
     made = []
     for cls in classes:
-        known = {one.name for one in options(cls)} if cls else ()
+        known = {one.name for one in option_fields(cls)} if cls else ()
         own = {k: v for k, v in given.items() if k in known}
         made.append(cls and found.check(cls.from_options, own, asked))
     if mistakes is None:
@@ -203,61 +200,3 @@ def named_parts(text: str, known: Iterable[str]) -> list[str]:
                 f"Tasks: {', '.join(known)}, or all"
             )
     return [name for name in known if name in names or "all" in names]
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field of a task that is an option of the command line; see :func:`option`."""
-
-    name: str
-    default: Any
-    help: str
-    read: Callable[[str], Any]
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Arguments for argparse; only options that were typed appear in its result."""
-        if self.default is False:
-            return {"action": "store_true", "help": self.help}
-        shown = f"; default: {self.default}" if self.default or self.default == 0 else ""
-        how = "append" if isinstance(self.default, tuple) else "store"
-        help = f"{self.help}{shown}".replace("%", "%%")
-        return {"action": how, "type": _told(self.read), "help": help}
-
-
-def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``read`` as a type of argparse, which shows no other error's message."""
-
-    @functools.wraps(read)
-    def made(text: str) -> Any:
-        try:
-            return read(text)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return made
-
-
-def options(cls: type[Task]) -> list[Option]:
-    """The fields of a task that are options of the command line."""
-    types_of = typing.get_type_hints(cls)
-    return [
-        Option(
-            field.name,
-            field.default,
-            field.metadata["help"],
-            field.metadata["read"] or _scalar(types_of[field.name]),
-        )
-        for field in option_fields(cls)
-    ]
-
-
-def _scalar(kind: Any) -> Callable[[str], Any]:
-    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``; ``str`` for literals."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        return str
-    inner = [one for one in typing.get_args(kind) if one not in (type(None), ...)]
-    if origin in (typing.Union, types.UnionType) or inner:
-        return _scalar(inner[0])
-    return kind

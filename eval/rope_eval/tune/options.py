@@ -136,6 +136,7 @@ class SearchOptions(TuneOptions):
         (0,),
         "Numbers of start tokens to choose from; values above 0 cannot be exported.",
         lambda text: parse_lengths(text, "--start-tokens"),
+        repeat=False,
     )
     attention_factor: float | None = option(
         None, "Attention factor of every table. Default: searched too.", float

@@ -21,10 +21,10 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position import head_scales
 from rope_ext.position.layers import rotated_layers
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.context import is_traced, run_eagerly
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, evaluating, input_device, text_config
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
 
@@ -98,14 +98,12 @@ def install(
                 f"in a configuration of its own, so a temperature cannot be put there; leave "
                 f"temperature out, or give an attention_factor"
             )
-        changes.replaced.append((module, "config", config))
-        view = View(config, eager, temperature, sequences)
-        setattr(module, "config", view)  # noqa: B010  # nn.Module declares tensors
+        set_attribute(module, "config", View(config, eager, temperature, sequences), changes)
     heads = _prove(decoder, chosen)
     if isinstance(temperature, SSMax):
         for module in chosen:
             head_scales.add(module, temperature, heads[module])
-        changes.parts.append(head_scales.Added(chosen))
+        changes.append(head_scales.Added(chosen).undo)
     notes = [f"temperature: {temperature.formula}, in {len(chosen)} attention layers"]
     if len(chosen) < len(layers):
         notes[0] += f"; {len(layers) - len(chosen)} that see a limited window have none"

@@ -171,18 +171,6 @@ def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool)
         torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
 
 
-def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
-    other = type(model)(model.config)
-    said = logits(other, ids)
-    rope_ext.patch(model, "ntk", factor=4)  # reads as a plain model with another base
-    with pytest.raises(rope_ext.UnsupportedModelError, match="its own copy"):
-        rope_ext.patch(other, "ntk", factor=4)
-    assert torch.equal(logits(other, ids), said)
-    rope_ext.unpatch(model)
-    rope_ext.patch(other, "ntk", factor=4)
-    assert other.config.max_position_embeddings == 4 * LENGTH
-
-
 # --- the configuration -------------------------------------------------------------------------
 
 

@@ -21,10 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_eval.cases import digest
-from rope_eval.data.prompts import Frame, encode
+from rope_eval.data.prompts import Frame, blanks, encode
 from rope_eval.data.text import read_texts
 from rope_eval.forward import score
-from rope_eval.tasks.passkey import ASK, LEAD, NEEDLE, PasskeyPrompts
+from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.rotary.sites import evaluating, unwrap
@@ -163,13 +163,10 @@ class Needles:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._frame = Frame.from_tokenizer(tokenizer, "no")
-        self._passkeys = PasskeyPrompts(tokenizer, self._frame)
 
     def least(self, hay: Hay) -> int:
         """Fewest tokens of a prompt."""
-        if hay == "filler":
-            return self._passkeys.minimum_length(_DIGITS)
-        return sum(map(len, self._parts("9" * _DIGITS)[:3]))
+        return sum(map(len, self._parts(hay, "9" * _DIGITS)[:3]))
 
     def prompts(
         self, hay: Hay, length: int, count: int, texts: Sequence[Sequence[int]], seed: int
@@ -184,24 +181,24 @@ class Needles:
             seed: of keys and depths.
         """
         rng = random.Random(f"needles:{seed}:{hay}:{length}")
+        filler = encode(self._tokenizer, "".join(islice(cycle(FILLER), length)))
         for index, text in enumerate(islice(cycle(texts), count)):
-            depth, number = (index + rng.random()) / count, rng.randrange(2**40)
-            if hay == "filler":
-                case = self._passkeys.case(length, depth, number, _DIGITS)
-                yield Prompt(hay, tuple(case.ids), case.count)
-                continue
+            depth = (index + rng.random()) / count
             key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
-            head, needle, asked, answer = self._parts(key)
+            head, needle, asked, answer = self._parts(hay, key)
             room = length - len(head) - len(needle) - len(asked)
-            cut = round(depth * room)
+            cut, text = round(depth * room), filler if hay == "filler" else text
             ids = chain(head, text[:cut], needle, text[cut:room], asked)
             yield Prompt(hay, tuple(ids), answer)
 
-    def _parts(self, key: str) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+    def _parts(self, hay: Hay, key: str) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
         """Head, needle, question with answer, and how many tokens of it spell the answer."""
-        needle = encode(self._tokenizer, NEEDLE.format(key=key))
-        asked, count = self._frame.ask(ASK, LEAD, key)
-        return self._frame.head, needle, asked, count
+        tokenizer, head = self._tokenizer, self._frame.head
+        intro = encode(tokenizer, INTRO) if hay == "filler" else []
+        asked, count = self._frame.whole(ASK, LEAD, key)
+        count -= blanks(tokenizer, asked, count)
+        needle = encode(tokenizer, NEEDLE.format(key=key))
+        return [*head, *intro], needle, asked[len(head) :], count
 
 
 def prompts_of(

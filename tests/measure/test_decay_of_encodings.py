@@ -12,7 +12,7 @@ import torch
 
 import rope_ext
 from rope_eval.plots import pictures
-from rope_eval.plots.numbers import bias_at, decay_at, rotates
+from rope_eval.plots.methods import bias_at, decay_at, rotates
 from rope_ext.methods import Rope
 from tests.helpers.encodings import parameters
 from tests.helpers.models import tiny_llama

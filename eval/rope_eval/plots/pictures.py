@@ -13,34 +13,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_eval.plots.attention import (
-    QUERIES,
-    Resultants,
-    Shares,
-    by_distance,
-    choose_windows,
-    octaves,
-    resultants,
-)
-from rope_eval.plots.methods import (
-    TRAINED,
-    Biases,
-    Lines,
-    angles,
-    attention,
-    biases,
-    decay,
-    distances,
-    spectrum,
-    weighted_decay,
-)
-from rope_eval.plots.numbers import bias_at, rotates
+from rope_eval.plots import attention, methods
+from rope_eval.plots.methods import Biases, Lines, bias_at, rotates
 from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
 from rope_ext.advice.building import model_of, require_length
 from rope_ext.apply.base import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
+from rope_ext.encodings.rotation import RoPE
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site, patched
@@ -50,30 +31,27 @@ from rope_ext.saving import checkpoints as models
 from rope_ext.saving.load import from_pretrained
 
 _CHARACTERS = 150  # characters in a line of the legend
-_STRETCH = 4096  # tokens per window for mean queries and keys, at most the trained length
-
-
+_LONGEST = 4096  # tokens per window for mean queries and keys, at most the trained length
 _ROTATING = ("frequency", "position", "rotation")
 
 
 def _resultants(
-    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool | str
-) -> Resultants:
-    return resultants(model, text.at(length))
+    model: nn.Module, rope: Rope, lines: Lines, text: Windows, length: int, compose: bool | str
+) -> attention.Resultants:
+    return attention.resultants(model, text.at(length))
 
 
 def _shares(
-    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool | str
-) -> dict[str, Shares]:
+    model: nn.Module, rope: Rope, lines: Lines, text: Windows, length: int, compose: bool | str
+) -> dict[str, attention.Shares]:
     """Shares by label, and those of the unpatched model within its trained length."""
-    edges, found = octaves(rope.length, length), {}
-    for label, method in methods.items():
-        under = nullcontext() if method is None else patched(model, method, compose=compose)
-        with under:
-            found[label] = by_distance(model, text.at(length), edges)
+    edges, found = attention.octaves(rope.length, length), {}
+    for number, (label, method) in enumerate(lines.items()):
+        with patched(model, method, compose=compose) if number else nullcontext():
+            found[label] = attention.by_distance(model, text.at(length), edges)
     if rope.length < length:
         inner = edges[: edges.index(rope.length) + 1]
-        found[TRAINED] = by_distance(model, text.at(rope.length), inner)
+        found[methods.TRAINED] = attention.by_distance(model, text.at(rope.length), inner)
     return found
 
 
@@ -86,7 +64,7 @@ class Kind:
         shows: kinds of methods that it can show; None for all.
         title: title of the plot.
         measure: measures the model on a text; None if the plot needs no weights.
-        stretch: tokens per window of text, given the trained length and ``length``.
+        longest: tokens per window of text, where they are at most the trained length.
         beside: draws encodings without a rotation, in separate axes.
     """
 
@@ -94,23 +72,25 @@ class Kind:
     shows: tuple[str, ...] | None
     title: str
     measure: Callable[..., Any] | None = None
-    stretch: Callable[[int, int], int] = lambda trained, length: length
+    longest: int | None = None
     beside: Callable[..., None] | None = None
 
 
 KINDS = {
-    "spectrum": Kind(spectrum, ("frequency",), "frequency of every rotary pair"),
-    "angles": Kind(angles, _ROTATING, "largest angle of every rotary pair"),
-    "decay": Kind(decay, None, "long-range decay, q\u00b7k of vectors of ones", beside=biases),
-    "distances": Kind(distances, ("position",), "effective distances"),
-    "weighted-decay": Kind(
-        weighted_decay,
-        _ROTATING,
-        "long-range decay of its mean queries and keys",
-        _resultants,
-        lambda trained, length: min(trained, _STRETCH),
+    "spectrum": Kind(methods.spectrum, ("frequency",), "frequency of every rotary pair"),
+    "angles": Kind(methods.angles, _ROTATING, "largest angle of every rotary pair"),
+    "decay": Kind(
+        *(methods.decay, None, "long-range decay, q\u00b7k of vectors of ones"),
+        beside=methods.biases,
     ),
-    "attention": Kind(attention, None, f"attention of the last {QUERIES} tokens", _shares),
+    "distances": Kind(methods.distances, ("position",), "effective distances"),
+    "weighted-decay": Kind(
+        *(methods.weighted_decay, _ROTATING, "long-range decay of its mean queries and keys"),
+        *(_resultants, _LONGEST),
+    ),
+    "attention": Kind(
+        *(methods.attention, None, f"attention of the last {attention.QUERIES} tokens", _shares)
+    ),
 }
 """Kinds of plots by name."""
 
@@ -170,7 +150,13 @@ def draw(
     picture = KINDS[kind]
     for method in methods:
         if picture.shows is not None and method.kind not in picture.shows:
-            raise OptionError(_cure(kind, method))
+            others = [
+                k for k, other in KINDS.items() if method.kind in (other.shows or (method.kind,))
+            ]
+            raise OptionError(
+                f"{kind} cannot show {method.name}; plot {' or '.join(others)}, or leave "
+                f"{method.name} out"
+            )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
     require_matplotlib()
@@ -180,23 +166,32 @@ def draw(
         )
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
-    rope, lines = site.rope, dict[str, Method | None](unpatched=None)
+    rope, lines = site.rope, dict[str, Method](unpatched=RoPE())
     factors = sorted({float(method.factor) for method in methods})
     for method in methods:
         if isinstance(method, FrequencyMethod):
             refuse_scaled(decoder, site, method, compose)
         full = method.resolved(rope)
-        lines[_label(full, factor=len(factors) > 1)] = full
+        texts = option_texts(full)
+        texts = [one for one in texts if len(factors) > 1 or not one.startswith("factor=")]
+        lines[f"{full.name} ({', '.join(texts)})" if texts else full.name] = full
     if length is None:
         length = max([rope.length, *(method.target_length(rope) for method in methods)])
     require_length("length", length)
     measured = []
     if picture.measure is not None:
-        stretch = picture.stretch(rope.length, length)
-        chosen = choose_windows(tokenizer or _tokenizer(kind, model), text or (), stretch, windows)
+        at = min(rope.length, picture.longest) if picture.longest else length
         read = isinstance(model, (str, Path))
+        if read:
+            tokenizer = models.load_tokenizer(str(model))
+        elif tokenizer is None:
+            raise OptionError(
+                f"{kind} needs weights and a text; give a folder or Hub ID, or a model and "
+                f"tokenizer="
+            )
+        chosen = attention.choose_windows(tokenizer, text or (), at, windows)
         loaded = models.load_model(str(model), device=device) if read else built
-        measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]
+        measured = [picture.measure(loaded, rope, lines, chosen, at, compose)]
 
     adding = [] if picture.beside is None else [m for m in methods if not rotates(rope, m)]
     figure = figure_of(13 if adding else 9.5, 4.8)
@@ -204,10 +199,9 @@ def draw(
     picture.draw(axes, rope, lines, length, *measured)
     if beside and picture.beside is not None:
         added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
-        (others,) = beside
-        picture.beside(others, rope, lines, length, added)
-        bare(others)
-        others.set_title("biases of encodings", **TITLE)
+        picture.beside(beside[0], rope, lines, length, added)
+        bare(beside[0])
+        beside[0].set_title("biases of encodings", **TITLE)
     bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
@@ -242,34 +236,3 @@ def _biases(model: Any, heads: int, rope: Rope, length: int) -> Biases:
         return torch.cat(every), (", trained" if same else ", untrained") * learns
 
     return added
-
-
-def _tokenizer(kind: str, model: Any) -> Any:
-    if isinstance(model, (str, Path)):
-        return models.load_tokenizer(str(model))
-    if isinstance(model, nn.Module):
-        raise OptionError(f"{kind} uses a text; give tokenizer=, or a folder instead of a model")
-    raise OptionError(f"{kind} needs weights; give a model, folder or Hub ID, not a configuration")
-
-
-def _label(method: Method, factor: bool) -> str:
-    texts = [text for text in option_texts(method) if factor or not text.startswith("factor=")]
-    return f"{method.name} ({', '.join(texts)})" if texts else method.name
-
-
-def _cure(kind: str, method: Method) -> str:
-    moves = method.replaces_attention
-    if method.kind in ("encoding", "rotation"):
-        return (
-            f"{method.name} changes neither frequencies nor distances, so {kind} cannot show it; "
-            f"plot decay, or leave {method.name} out"
-        )
-    why = (
-        "changes distances but not frequencies"
-        if moves
-        else "changes frequencies but not distances"
-    )
-    return (
-        f"{method.name} {why}, so {kind} cannot show it; plot "
-        f"{'distances' if moves else 'spectrum'}, angles or decay, or leave {method.name} out"
-    )

@@ -171,7 +171,7 @@ def calibrate(
 def plot(
     kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
     model: Annotated[
-        str, typer.Argument(help="Model directory or Hub ID; the last two plots need weights.")
+        str, typer.Argument(help="Model directory or Hub ID; attention needs weights.")
     ],
     method: Annotated[
         str,
@@ -193,8 +193,8 @@ def plot(
 
     spectrum: frequency of every rotary pair. angles: largest angle of every pair, compared with
     training. decay: q.k of constant vectors by distance, and biases of encodings. distances:
-    effective distances of position methods. On a text: weighted-decay: q.k of the model's mean
-    queries and keys by distance. attention: attention of the last 256 tokens by distance.
+    effective distances of position methods. On a text: attention: attention of the last 256 tokens
+    by distance.
     """
     with clean_errors():
         from rope_eval.plots import pictures

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rope_eval.plots.attention import FIRST, Resultants, Shares, evenly
+from rope_eval.plots.attention import FIRST, Shares, evenly
 from rope_eval.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.encodings.base import Learned
@@ -99,27 +99,6 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) ->
     axes.set(ylim=(max(1.3 * bottom, _LEAST), max(1.3 * top, 0.3)))
     axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
     axes.set_ylabel("added to the logit, nats")
-
-
-def weighted_decay(axes: Any, rope: Rope, methods: Lines, length: int, weights: Resultants) -> None:
-    """Plot the logits of mean queries and keys by distance, averaged over heads.
-
-    As in ``decay``, scalings of the logits are left out, since they only multiply a whole line.
-    """
-    distance, bins, places = _nearby(length)
-    for number, (label, method) in enumerate(methods.items()):
-        used = method.distances(rope, length, distance)
-        heads = weights.logits(used, method.frequencies(rope, length))
-        near = torch.stack([part.mean(1) for part in heads.split(bins, 1)], 1)
-        colour = _line(axes, methods, label, places, near.mean(0), _gap(used))
-        if number == 0:
-            low, high = (near.quantile(share, 0).tolist() for share in (0.25, 0.75))
-            axes.fill_between(places, low, high, color=colour, alpha=0.1, linewidth=0,
-                              label=f"{label}, the middle half of the heads")  # fmt: skip
-    of_query, of_key = (float(part.nanmean()) for part in (weights.query, weights.key))
-    alike = f"mean resultant length: queries {of_query:.2f}, keys {of_key:.2f} (1: all parallel)"
-    _by_distance(axes, rope, length, f"tokens\n{alike}")
-    axes.set_ylabel("logit of mean query and key,\nmean over heads and nearby")
 
 
 def attention(

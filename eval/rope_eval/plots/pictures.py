@@ -31,14 +31,7 @@ from rope_ext.saving import checkpoints as models
 from rope_ext.saving.load import from_pretrained
 
 _CHARACTERS = 150  # characters in a line of the legend
-_LONGEST = 4096  # tokens per window for mean queries and keys, at most the trained length
 _ROTATING = ("frequency", "position", "rotation")
-
-
-def _resultants(
-    model: nn.Module, rope: Rope, lines: Lines, text: Windows, length: int, compose: bool | str
-) -> attention.Resultants:
-    return attention.resultants(model, text.at(length))
 
 
 def _shares(
@@ -64,7 +57,6 @@ class Kind:
         shows: kinds of methods that it can show; None for all.
         title: title of the plot.
         measure: measures the model on a text; None if the plot needs no weights.
-        longest: tokens per window of text, where they are at most the trained length.
         beside: draws encodings without a rotation, in separate axes.
     """
 
@@ -72,7 +64,6 @@ class Kind:
     shows: tuple[str, ...] | None
     title: str
     measure: Callable[..., Any] | None = None
-    longest: int | None = None
     beside: Callable[..., None] | None = None
 
 
@@ -84,10 +75,6 @@ KINDS = {
         beside=methods.biases,
     ),
     "distances": Kind(methods.distances, ("position",), "effective distances"),
-    "weighted-decay": Kind(
-        *(methods.weighted_decay, _ROTATING, "long-range decay of its mean queries and keys"),
-        *(_resultants, _LONGEST),
-    ),
     "attention": Kind(
         *(methods.attention, None, f"attention of the last {attention.QUERIES} tokens", _shares)
     ),
@@ -119,11 +106,9 @@ def draw(
             * ``decay``: q.k by distance, and the biases of encodings: trained ones if the folder
               was saved with that encoding, otherwise initial ones (seed 0);
             * ``distances``: the distances that position methods use in place of the true ones;
-            * ``weighted-decay``: decay of the model's mean queries and keys on a text
-              (:class:`rope_eval.plots.attention.Resultants`);
             * ``attention``: attention weights by distance on a text.
         model: an unpatched model, which is not changed, or a configuration, folder or Hub ID. Only
-            the last two kinds need weights.
+            ``attention`` needs weights.
         methods: frequency methods for ``spectrum``, position methods for ``distances``; encodings
             only for ``decay`` and ``attention``.
         path: path of the PNG.
@@ -132,7 +117,7 @@ def draw(
         text: files, folders or datasets; default: the Python standard library.
         windows: maximum number of text windows.
         device: device for weights that are loaded here.
-        tokenizer: tokenizer of a loaded model, for the last two kinds.
+        tokenizer: tokenizer of a loaded model, for ``attention``.
 
     Raises:
         OptionError: the kind is unknown or cannot show a method, the path or length is not valid,
@@ -161,9 +146,7 @@ def draw(
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
     require_matplotlib()
     if picture.measure is None and text is not None:
-        raise OptionError(
-            f"{kind} does not use a text; plot weighted-decay or attention, or leave the text out"
-        )
+        raise OptionError(f"{kind} does not use a text; plot attention, or leave the text out")
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
     rope, lines = site.rope, dict[str, Method](unpatched=RoPE())
@@ -180,7 +163,6 @@ def draw(
     require_length("length", length)
     measured = []
     if picture.measure is not None:
-        at = min(rope.length, picture.longest) if picture.longest else length
         read = isinstance(model, (str, Path))
         if read:
             tokenizer = models.load_tokenizer(str(model))
@@ -189,9 +171,9 @@ def draw(
                 f"{kind} needs weights and a text; give a folder or Hub ID, or a model and "
                 f"tokenizer="
             )
-        chosen = attention.choose_windows(tokenizer, text or (), at, windows)
+        chosen = attention.choose_windows(tokenizer, text or (), length, windows)
         loaded = models.load_model(str(model), device=device) if read else built
-        measured = [picture.measure(loaded, rope, lines, chosen, at, compose)]
+        measured = [picture.measure(loaded, rope, lines, chosen, length, compose)]
 
     adding = [] if picture.beside is None else [m for m in methods if not rotates(rope, m)]
     figure = figure_of(13 if adding else 9.5, 4.8)

@@ -30,7 +30,7 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
-from rope_ext.position.bias import Earlier
+from rope_ext.position.learned import Earlier
 from rope_ext.rotary import buffers
 from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.limits import warn_beyond

@@ -23,8 +23,9 @@ from rope_ext.errors import NotPatchedError, OptionError, brief
 from rope_ext.methods import Method, Rope, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
-from rope_ext.position import bias
-from rope_ext.position.attend import LAYER, Dense, MappedLayer, watched
+from rope_ext.position.attend import LAYER, Layer, watched
+from rope_ext.position.learned import BIAS, Added, DistanceBias
+from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
 QUERIES = 64
@@ -75,18 +76,18 @@ def fit(
         raise NotPatchedError("this model is not patched; call rope_ext.patch(model, 't5') first")
     _check(state, input_ids, steps, learning_rate)
     decoder = text_decoder(model)
-    layers: dict[nn.Module, MappedLayer] = {
+    layers: dict[nn.Module, Layer] = {
         module: module.__dict__[LAYER]
         for module in decoder.modules()
-        if isinstance(module.__dict__.get(LAYER), MappedLayer)
+        if getattr(module.__dict__.get(LAYER), "biased", None) is not None
     }
-    seen: dict[bias.DistanceBias, list[list[_Observed]]] = {}
+    seen: dict[DistanceBias, list[list[_Observed]]] = {}
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
         for module, layer in layers.items():
-            part = getattr(layer.biased, bias.NAME)
-            if not isinstance(part, bias.DistanceBias):
+            part = getattr(layer.biased, BIAS)
+            if not isinstance(part, DistanceBias):
                 raise OptionError(
                     "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
                     "adapter is added"
@@ -111,7 +112,7 @@ def supported() -> list[str]:
 
 
 def _fit(
-    part: bias.DistanceBias, layers: list[list[_Observed]], steps: int, learning_rate: float
+    part: DistanceBias, layers: list[list[_Observed]], steps: int, learning_rate: float
 ) -> None:
     """Fit an encoding, in one layer or in all, to attention in rows by layers."""
     values = {name: p.detach().float().clone() for name, p in part.named_parameters()}
@@ -133,26 +134,26 @@ def _fit(
     part.clamp()
 
 
-def _loss(seen: _Observed, part: bias.DistanceBias, values: dict[str, torch.Tensor]) -> Any:
+def _loss(seen: _Observed, part: DistanceBias, values: dict[str, torch.Tensor]) -> Any:
     """Cross entropy of the weights under the encoding with ``values``, nats."""
     key = seen.dense.key
     given = (key.shape[2], key.device, key.dtype, seen.owner)
-    added: bias.Added = functional_call(part, values, given)
+    added: Added = functional_call(part, values, given)
     call = replace(seen.dense.call, **added._asdict())
-    found = replace(seen.dense, call=call).weights(seen.queries)
+    found = seen.dense._replace(call=call).weights(seen.queries)
     least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
     return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
 
 
 def _observe(
-    decoder: nn.Module, layers: dict[nn.Module, MappedLayer], row: torch.Tensor
+    decoder: nn.Module, layers: dict[nn.Module, Layer], row: torch.Tensor
 ) -> dict[nn.Module, _Observed]:
     """The attention of ``decoder``, not patched, over a row in each of the layers."""
     found: dict[nn.Module, _Observed] = {}
 
     def look(module: nn.Module, dense: Dense, window: int | None) -> None:
         layer = layers.get(module)
-        if layer is None or layer.biased is None:
+        if layer is None or layer.layout is None or layer.biased is None:
             return
         tokens = dense.query.shape[2]
         queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
@@ -161,7 +162,7 @@ def _observe(
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
-        bare = replace(dense, query=query, key=key)
+        bare = dense._replace(query=query, key=key)
         found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
 
     with watched(decoder, look):

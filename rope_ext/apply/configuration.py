@@ -57,7 +57,7 @@ def written(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> 
 def before(config: Any, names: Iterable[str]) -> dict[str, Any]:
     """Configuration fields before any patch; None where a field did not exist."""
     earlier, in_force = earlier_record(config), _record(config, native=True)
-    fields = {name: getattr(config, name, None) for name in FIELDS}
+    fields = {name: getattr(config, name, None) for name in names}
     fields |= {} if earlier is None else earlier.config
     values = {name: copy.deepcopy(fields.get(name)) for name in names}
     return values if in_force is None else values | {FIELD: in_force.to_json()}

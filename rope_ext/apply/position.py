@@ -55,7 +55,7 @@ class _Standing(RoPE):
 def _apply(
     place: PatchTarget, method: PositionMethod, label: str, options: Options, changes: Changes
 ) -> Applied:
-    from rope_ext.position.install import install  # loads every kernel
+    from rope_ext.position.install import Installed  # loads every kernel
 
     decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
     beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
@@ -94,11 +94,10 @@ def _apply(
         named,
         instead,
     )
-    installed = install(decoder, position_map)
-    changes.append(installed.undo)
+    installed = Installed(decoder, position_map, changes)
     refuse_continuous_batching(place.model, installed.unbatched(), changes)
     saved = unsaved(place, length)
-    notes = [f"saving: {saved.note}", *installed.notes(), *axes]
+    notes = [f"saving: {saved.note}", *installed.notes, *axes]
     for note in axes:
         _logger.warning("rope_ext: %s", note)
     methods = (method,) if under is None else (method, under)

@@ -28,7 +28,7 @@ from rope_ext.errors import (
     nearest,
 )
 from rope_ext.patching import unpatch
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from rope_ext.saving import hub
 from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.load import from_pretrained

@@ -22,7 +22,7 @@ from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, Record
 from rope_ext.errors import CURE, AdapterError, LoadError, RecordError, first_line
 from rope_ext.patching import current_patch, patch
-from rope_ext.position import bias, head_positions, head_scales, inputs
+from rope_ext.position import learned
 from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.adapters import load_adapter, require_peft, require_sidecar
@@ -36,7 +36,7 @@ _TASKS = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
-_LEARNED = rf"(^|\.)({bias.NAME}|{inputs.NAME}|{head_positions.NAME}|{head_scales.NAME})\."
+_LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 """Names of a patch's parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _logger = logging.getLogger("rope_ext")
@@ -273,7 +273,7 @@ def _load_learned(model: nn.Module, path: str, where: Mapping[str, Any]) -> None
     """
     # Names within the decoder: what stands before them depends on the class that was saved, and
     # transformers renames it for some families.
-    wanted = bias.learned(text_decoder(model))
+    wanted = learned.learned(text_decoder(model))
     if not wanted:
         return
     missing = set(wanted)
@@ -283,7 +283,7 @@ def _load_learned(model: nn.Module, path: str, where: Mapping[str, Any]) -> None
                 wanted[name].copy_(value)
                 missing.discard(name)
     for module in model.modules():
-        if isinstance(module, bias.Learning):
+        if isinstance(module, learned.Learning):
             module.clamp()  # older versions stored values outside of their bounds
     if missing:
         raise LoadError(

@@ -260,7 +260,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000
     for change, message in (
-        (["--method", "yarn"], "yarn changes frequencies"),
+        (["--method", "yarn"], "distances cannot show yarn; plot spectrum, angles"),
         (["--method", "yran"], "did you mean 'yarn'"),
         (["--length", "many"], "'many' is not a number of tokens"),
         (["--output", tmp_path / "one.pdf"], "give a .png file"),

@@ -206,7 +206,7 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
     ), sentence
     [words] = helped.next_commands
     assert words[words.index("--text") + 1].endswith("texts.jsonl")  # not on other text
-    command = typer.main.get_command(app).commands[words[1]]
+    command = typer.main.get_command(app).get_command(None, words[1])
     made = command.make_context(words[1], words[2:])  # parsed, not run
     assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"
 

@@ -139,7 +139,7 @@ def draw(
                 k for k, other in KINDS.items() if method.kind in (other.shows or (method.kind,))
             ]
             raise OptionError(
-                f"{kind} cannot show {method.name}; plot {' or '.join(others)}, or leave "
+                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave "
                 f"{method.name} out"
             )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():

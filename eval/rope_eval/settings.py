@@ -52,40 +52,12 @@ class Server(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options of every evaluation; ``rope-ext eval`` has an option for each field.
+    """Options of every evaluation; ``rope-ext eval`` has an option for each field, with its help.
 
-    Args:
-        models: directories or Hub IDs.
-        methods: method names; ``adapter`` is the patch that the adapter was trained with, and
-            ``before`` that patch without the adapter's weights. The unpatched model is always
-            measured, too.
-        lengths: context lengths, tokens. The trained length is added if some are longer.
-        factor: extension factor of every method except ``adapter``.
-        options: further options, by method.
-        adapter: directory or Hub ID of a PEFT adapter, used with every method except ``before``.
-        seed: random seed.
-        dtype: ``auto`` or one of ``DTYPES``; see ``load_model``.
-        attn: attention implementation of transformers; None leaves the choice to transformers.
-        device: a torch device or ``auto``.
-        batch_size: rows per forward; None fits them into ``automatic_tokens``, and halves a batch
-            that does not fit into memory.
-        chat: whether prompts use the chat template.
-        trained_length: trained context, tokens; None reads it from the config.
-        compose: as in :func:`rope_ext.patch`.
-        force: also measure lengths beyond the target length of a method, and an adapter with a
-            different patch than it was trained with.
-        output: directory for the results.
-        url: address of an OpenAI-compatible server to measure instead of a model, or several to
-            compare. ``models`` then contains the tokenizer, and ``methods`` is ``("none",)``.
-        served_model_name: name of the model on the server; one for each of several.
-        tokenizer: directory or Hub ID of its tokenizer.
-        api: how prompts are sent; see ``Served``.
-        concurrency: requests at a time.
-        retries: number of retries if the server cannot be reached, is busy or fails.
-        timeout: seconds until a request counts as failed.
-        resume: use the results in ``output`` and complete them.
-        overwrite: delete the results in ``output``.
-        finetune: the next command is that of training.
+    ``models`` are directories or Hub IDs, lengths tokens. The unpatched model is always measured,
+    too, and the trained length if some lengths are longer. With ``url``, ``models`` contains the
+    tokenizer and ``methods`` is ``("none",)``. A ``batch_size`` of None fits rows into
+    ``automatic_tokens``, and halves a batch that does not fit into memory.
     """
 
     models: tuple[str, ...]

@@ -96,12 +96,6 @@ def test_even_attention_by_hand() -> None:
     assert evenly(seen.edges).tolist() == pytest.approx([itself, before, two, four, 0])
 
 
-def test_even_attention_is_what_a_model_without_queries_gives(row) -> None:
-    model = tiny_llama(num_hidden_layers=1)
-    nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
-    assert_alike(by_distance(model, [row], EDGES).shares.tolist(), [evenly(EDGES).tolist()])
-
-
 def test_rows_are_averaged_and_everything_adds_up(row) -> None:
     model = tiny_llama()
     one, other = looked(model, row), looked(model, row[::-1])

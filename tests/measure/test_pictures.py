@@ -19,7 +19,7 @@ from rope_eval.plots.attention import (
     octaves,
 )
 from rope_eval.plots.methods import decay_at
-from rope_ext.methods import Method, Rope
+from rope_ext.methods import Rope
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
@@ -41,34 +41,6 @@ def test_decay() -> None:
     assert decay_at(ROPE, rope_ext.PI(factor=4), 512, 4 * at).tolist() == pytest.approx(by_hand)
     near, far = decay_at(ROPE, rope_ext.ReRoPE(factor=4, window=5), 512, at).tolist()
     assert near == far == pytest.approx(by_hand[0])
-
-
-@pytest.mark.parametrize(
-    ("method", "distance", "used"),
-    [
-        (rope_ext.RoPE(), 150, 150),
-        (rope_ext.YaRN(factor=4), 150, 150),
-        # floor(199 / 10) + 20 - floor(20 / 10) = 37 for the query, less floor(n / 10)
-        (rope_ext.SelfExtend(factor=4, window=20, group=10), 19, 19),
-        (rope_ext.SelfExtend(factor=4, window=20, group=10), 20, 37 - 17),  # n = 179
-        (rope_ext.SelfExtend(factor=4, window=20, group=10), 155, 37 - 4),  # n = 44
-        (rope_ext.LeakyReRoPE(factor=4, window=20, k=5), 120, 40),  # 20 + 100 / 5
-        (rope_ext.STRING(factor=1.5, shift=50, window=10), 120, 80),
-        # Chunks of 32: the query is the 8th token (place 7) of the chunk from 192 on.
-        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 7, 7),
-        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 8, 8),  # place 31; 7 + 32 - 31
-        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 40, 40 - 31),  # n = 159, two chunks back
-        (rope_ext.LMInfinite(factor=4, window=30, sinks=2), 29, 29),
-        (rope_ext.LMInfinite(factor=4, window=30, sinks=2), 30, None),
-        (rope_ext.LMInfinite(factor=4, window=30, sinks=2), 198, 30),  # the second sink
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_distances_in_use_of_the_last_of_200_tokens(
-    method: Method, distance: int, used: float | None
-) -> None:
-    [found] = method.distances(ROPE, 200, torch.tensor([distance], dtype=torch.float64)).tolist()
-    assert math.isnan(found) if used is None else found == used
 
 
 METHODS = [rope_ext.YaRN(factor=4), rope_ext.ReRoPE(factor=4)]

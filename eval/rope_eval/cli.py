@@ -25,7 +25,7 @@ from rope_ext.command.cli_arguments import (
 )
 from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode=None)
 
 
 class Evaluation(ModelCommand):

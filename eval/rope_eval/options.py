@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -47,26 +47,6 @@ def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
-def keywords_of(cls: type) -> Callable[[F], F]:
-    """Decorator: ``help()`` and editors list the fields of ``cls`` in place of ``**options``.
-
-    A field that the function takes under its own name is left as it is.
-    """
-    keyword = inspect.Parameter.KEYWORD_ONLY
-
-    def decorate(function: F) -> F:
-        own = inspect.signature(function).parameters.values()
-        names = {one.name for one in own if one.kind != one.VAR_KEYWORD}
-        added = [
-            inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
-            for field in dataclasses.fields(cls)
-            if field.name not in names
-        ]
-        return _with_parameters(function, added)
-
-    return decorate
-
-
 def command_options(*classes: type) -> Callable[[F], F]:
     """Decorator: a typer command gets the options of ``classes`` in place of ``**options``.
 
@@ -79,7 +59,12 @@ def command_options(*classes: type) -> Callable[[F], F]:
         for cls in classes:
             for field in option_fields(cls):
                 added.setdefault(field.name, _typer_parameter(cls, field))
-        return _with_parameters(command, list(added.values()), evaluated=True)
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        made: Any = command  # functions have no such attribute for type checkers
+        made.__signature__ = signature.replace(parameters=[*own, *added.values()])
+        made.__annotations__ = {one.name: one.annotation for one in (*own, *added.values())}
+        return command
 
     return decorate
 
@@ -138,16 +123,3 @@ def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:
     while typing.get_origin(kind) not in (None, Literal):  # of `int | None`, `tuple[str, ...]`
         kind = next(one for one in typing.get_args(kind) if one not in (NoneType, ...))
     return kind
-
-
-def _with_parameters(function: F, added: Sequence[inspect.Parameter], evaluated: bool = False) -> F:
-    """``function`` with a signature that has these parameters in place of ``**options``."""
-    signature = inspect.signature(function, eval_str=evaluated)
-    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    made: Any = function  # functions have no such attribute for type checkers
-    made.__signature__ = signature.replace(parameters=[*own, *added])
-    made.__annotations__ = {
-        **{one.name: one.annotation for one in (*own, *added)},
-        "return": signature.return_annotation,
-    }
-    return function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,9 +27,6 @@ _THIN: dict[str, Any] = {"color": "#777777", "linewidth": 0.8, "zorder": 0}
 
 TRAINED = "within the trained length"
 """Label of the unpatched model within its trained length."""
-
-Biases = Callable[[Encoding, torch.Tensor], tuple[torch.Tensor, str]]
-"""Maps an encoding and distances ``[n]`` to biases ``[heads of all layers, n]`` and a note."""
 
 Lines = Mapping[str, Method]
 """The methods by legend label; the first is the unpatched model, RoPE as trained."""
@@ -80,14 +77,15 @@ def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     axes.set_ylabel("g(x) = 2 \u03a3 cos(x \u03b8), mean nearby")
 
 
-def biases(axes: Any, rope: Rope, methods: Lines, length: int, added: Biases) -> None:
+def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> None:
     """Plot the bias of encodings by distance: the median head, and the range of all heads."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if isinstance(method, Encoding) and not rotates(rope, method):
-            heads, more = added(method, distance)
-            parts = heads.split(bins, 1)
+            parts = bias_at(rope, method, heads, length, distance).split(bins, 1)
             middle = torch.stack([part.mean(1).median() for part in parts])
+            learns = bool(method.initial(Heads(heads, rope.dim, rope.dim), rope))
+            more = ", untrained" * learns
             _shade(axes, places, parts, _line(axes, methods, label, places, middle, more))
     axes.axhline(-math.log(1000), linestyle=":", **_THIN)
     axes.annotate("1/1000 of the weight", (0.01, -math.log(1000)), (0, -2),

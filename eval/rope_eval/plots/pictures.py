@@ -5,30 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_eval.plots import attention, methods
-from rope_eval.plots.methods import Biases, Lines, bias_at, rotates
+from rope_eval.plots.methods import Lines, rotates
 from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
 from rope_ext.advice.building import model_of, require_length
 from rope_ext.apply.base import refuse_scaled
 from rope_ext.config.record import option_texts
-from rope_ext.encodings import Encoding, Heads
 from rope_ext.encodings.rotation import RoPE
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site, patched
-from rope_ext.position.learned import DistanceBias
 from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving import checkpoints as models
-from rope_ext.saving.load import from_pretrained
 
 _CHARACTERS = 150  # characters in a line of the legend
 _ROTATING = ("frequency", "position", "rotation")
@@ -103,8 +99,7 @@ def draw(
 
             * ``spectrum``: the frequencies;
             * ``angles``: the largest angles, compared with those seen in training;
-            * ``decay``: q.k by distance, and the biases of encodings: trained ones if the folder
-              was saved with that encoding, otherwise initial ones (seed 0);
+            * ``decay``: q.k by distance, and the initial biases of encodings (seed 0);
             * ``distances``: the distances that position methods use in place of the true ones;
             * ``attention``: attention weights by distance on a text.
         model: an unpatched model, which is not changed, or a configuration, folder or Hub ID. Only
@@ -120,12 +115,8 @@ def draw(
         tokenizer: tokenizer of a loaded model, for ``attention``.
 
     Raises:
-        OptionError: the kind is unknown or cannot show a method, the path or length is not valid,
-            or options do not apply to the model or the kind.
-        MeasureError: matplotlib is not installed, the configuration, weights or text cannot be
-            loaded, or the text is too short.
-        AlreadyPatchedError: the model is patched.
-        NoRopeError, UnsupportedModelError, AlreadyScaledError: as for :func:`rope_ext.patch`.
+        RopeExtError: the kind is unknown or cannot show a method, the path or length is not valid,
+            matplotlib is not installed, or what is needed cannot be loaded.
     """
     path = Path(path)
     if kind not in KINDS:
@@ -180,8 +171,8 @@ def draw(
     axes, *beside = figure.subplots(1, 1 + bool(adding), squeeze=False)[0]
     picture.draw(axes, rope, lines, length, *measured)
     if beside and picture.beside is not None:
-        added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
-        picture.beside(beside[0], rope, lines, length, added)
+        heads = text_config(decoder).num_attention_heads
+        picture.beside(beside[0], rope, lines, length, heads)
         bare(beside[0])
         beside[0].set_title("biases of encodings", **TITLE)
     bare(axes)
@@ -197,24 +188,3 @@ def draw(
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error
-
-
-def _biases(model: Any, heads: int, rope: Rope, length: int) -> Biases:
-    """Biases of encodings: trained if the checkpoint was saved with them, otherwise initial."""
-    saved, layers = None, []
-    if isinstance(model, (str, Path)):
-        record = models.saved_under(models.load_config(str(model)))
-        saved = None if record is None else record.encoding
-    if saved is not None:
-        loaded = from_pretrained(str(model))
-        found = [module for module in loaded.modules() if isinstance(module, DistanceBias)]
-        layers = [dict(module.named_parameters()) for module in found]
-
-    def added(encoding: Encoding, distance: torch.Tensor) -> tuple[torch.Tensor, str]:
-        same = saved is not None and replace(encoding, factor=saved.factor) == saved
-        given = layers if same else [None]
-        every = [bias_at(rope, encoding, heads, length, distance, one) for one in given]
-        learns = bool(encoding.initial(Heads(heads, rope.dim, rope.dim), rope))
-        return torch.cat(every), (", trained" if same else ", untrained") * learns
-
-    return added

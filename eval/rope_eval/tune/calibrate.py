@@ -24,7 +24,6 @@ from rope_eval.cases import digest
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock
-from rope_eval.options import keywords_of
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune.fitness import HAY, Needles, fingerprint, prompts_of, read, windows_of
@@ -45,7 +44,6 @@ _WALK = 4  # steps beyond the grid, at most
 Grid = Mapping[str, tuple[Any, ...]]
 
 
-@keywords_of(CalibrationOptions)
 def calibrate(
     model: nn.Module,
     tokenizer: Any,

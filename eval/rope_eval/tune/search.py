@@ -25,7 +25,6 @@ from torch import nn
 
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
-from rope_eval.options import keywords_of
 from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
 from rope_eval.tune.fitness import Rows, fingerprint, prompts_of, read, windows_of
@@ -240,7 +239,6 @@ def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
     )
 
 
-@keywords_of(SearchOptions)
 def search(
     model: nn.Module,
     tokenizer: Any,

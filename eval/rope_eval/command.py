@@ -18,9 +18,8 @@ from rope_eval.options import command_options, option, option_fields, read_optio
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.tasks import Task, all_tasks, build, chosen, from_file
 from rope_eval.tasks.harness import Harness
-from rope_ext.command.arguments import parse_options, split, split_gguf_file
+from rope_ext.command.arguments import parse_options, split, take
 from rope_ext.command.cli_arguments import ModelCommand
-from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import Mistakes, OptionError
 
 COMPARED = ("perplexity", "passkey")
@@ -65,13 +64,10 @@ class ModelsCommand(ModelCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put every ``--model`` where the argument is expected."""
-        (words, file), models = split_gguf_file(args), []
-        while "--model" in words[:-1]:
-            place = words.index("--model")
-            models.append(words[place + 1])
-            words[place : place + 2] = []
-        models += [word.removeprefix("--model=") for word in words if word.startswith("--model=")]
-        words = [word for word in words if not word.startswith("--model=")]
+        (words, file), models = take("--gguf-file", args), []
+        while (taken := take("--model", words))[1] is not None:
+            words = taken[0]
+            models.append(taken[1])
         rest = super().parse_args(ctx, [*models, *words])
         ctx.params["models"] = [f"{m}/{file}" if file else m for m in ctx.params["models"] or ()]
         return rest
@@ -187,12 +183,11 @@ def main(
         typed: options, by field name.
         defaults: of the settings.
     """
-    with clean_errors():
-        from rope_eval.evaluate import evaluate
+    from rope_eval.evaluate import evaluate
 
-        mistakes = Mistakes()
-        given = settings(models, typed, mistakes, **defaults)
-        evaluate(given, asked(tasks, typed, mistakes), mistakes)
+    mistakes = Mistakes()
+    given = settings(models, typed, mistakes, **defaults)
+    evaluate(given, asked(tasks, typed, mistakes), mistakes)
 
 
 def asked(

@@ -47,18 +47,11 @@ class System:
 
 
 def without_before(names: Sequence[str], mistakes: Mistakes) -> tuple[str, ...]:
-    """The names for :func:`checked_methods`, which knows no ``before``.
-
-    Args:
-        names: as given.
-        mistakes: where an OptionError is added if ``before`` is among them and ``adapter`` is not.
-    """
+    """The names for :func:`checked_methods`, which knows no ``before``."""
     if BEFORE in names and ADAPTER not in names:
         mistakes.add(
-            OptionError(
-                f"--method {BEFORE} is compared with --method {ADAPTER}; give --method "
-                f"{BEFORE},{ADAPTER}"
-            )
+            f"--method {BEFORE} is compared with --method {ADAPTER}; give --method "
+            f"{BEFORE},{ADAPTER}"
         )
     return tuple(name for name in names if name != BEFORE)
 
@@ -92,15 +85,14 @@ def beyond(
             built(method, options).check(length if under is None else reach(under.factor, length))
             target = reach(options["factor"], length)
             far = [str(n) for n in lengths if n > target]
-            if not far:
-                continue
             note = (
                 f"{', '.join(far)} tokens: beyond factor {options['factor']:g} x the trained "
                 f"{length} tokens = {target} of {method} on {model}"
             )
-            if not force:
+            if far and not force:
                 raise OptionError(
                     f"{note}; give a larger --factor, shorter --lengths, or --force to measure it "
                     f"all the same"
                 )
-            yield f"{note}, which is not meant to reach that far"
+            if far:
+                yield f"{note}, which is not meant to reach that far"

@@ -184,7 +184,7 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
     [
         ({"protocol": "slide"}, "one of ending, sliding, start"),
         ({"protocol": "sliding"}, "--protocol sliding needs --stride"),
-        ({"stride": 5}, "--stride does not apply to the protocol ending"),
+        ({"protocol": "ending", "stride": 5}, "--stride does not apply to the protocol ending"),
         ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
         ({"protocol": "sliding", "stride": 64}, "stride=64 would skip tokens at length 64"),
         ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),

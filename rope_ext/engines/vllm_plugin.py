@@ -31,7 +31,7 @@ from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import Map, PositionMethod, Rope
 from rope_ext.methods.temperature import SSMax
 from rope_ext.patching import current_patch
-from rope_ext.position.tables import RotationTable
+from rope_ext.position.map import RotationTable
 from rope_ext.saving.folder import read_saved
 
 TESTED = "0.32"

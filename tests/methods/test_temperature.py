@@ -102,16 +102,6 @@ def test_without_them_each_method_has_what_was_released_with_it(name: str) -> No
 # --- in a model ----------------------------------------------------------------------------------
 
 
-def test_a_constant_in_the_buffers_a_constant_on_queries_and_yarns_own_are_one(ids) -> None:
-    model, results = tiny_llama(), []
-    number = 0.1 * math.log(4) + 1
-    for given in ({}, {"attention_factor": number}, {"attention_factor": 1, "temperature": "yarn"}):
-        with rope_ext.patched(model, "yarn", factor=4, **given):
-            results.append(logits(model, ids))
-    assert torch.equal(results[0], results[1])
-    torch.testing.assert_close(results[2], results[0], **EXACT)
-
-
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:
     model = tiny_llama()
 
@@ -173,15 +163,6 @@ def test_ssmax_begins_with_its_formula(scale: float) -> None:
     right = [1 + scale * (log_n(i) - 1) for i in range(300)]
     assert made.at(T).tolist() == pytest.approx(right, rel=1e-12)
     assert (1 + scale * made.growth(T)).tolist() == pytest.approx(right, rel=1e-12)
-
-
-def test_beyond_the_trained_length_ssmax_is_scalable_softmax() -> None:
-    """Of 2501.19399: ``n ** (s z)``, and with a bias ``exp((s ln n + b) z)``."""
-    for scale in (1.0, 1.7):
-        s, b = scale / math.log(LENGTH), 1 - scale
-        found = rope_ext.SSMax(length=LENGTH, scale=scale).at(T).tolist()
-        for n in (LENGTH, 100, 300):
-            assert found[n - 1] == pytest.approx(s * math.log(n) + b)
 
 
 @pytest.mark.parametrize("name", MADE)

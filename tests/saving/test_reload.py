@@ -227,17 +227,11 @@ def test_the_arguments_of_a_record_are_those_of_patch() -> None:
     ("change", "message"),
     [
         ({"version": 4}, "install a newer rope_ext"),
-        ({"version": None}, "its version is None"),
         ({"method": {"name": "yarm", "factor": 4}}, "did you mean 'yarn'"),
-        ({"method": {"name": "rerope", "factor": 4, "windows": 3}}, "no option 'windows'"),
         ({"method": {"factor": 4}}, "'name' is missing"),
-        ({"method": 3}, "cannot be read"),
         ({"arguments": {"kernel": "auto"}}, "its arguments are"),
         ({"trained_length": "64"}, "trained_length='64' is not a number of tokens"),
-        ({"trained_length": 10**30}, "is not a number of tokens"),
-        ({"target_length": 0}, "is not a number of tokens"),
-        ({"plain": None}, "plain=None is not True or False"),
-        ({"native": 1}, "native=1 is not True or False"),
+        ({"plain": None}, "plain=None .* is not True or False"),
     ],
 )
 def test_records_that_cannot_be_read_say_what_to_do(tmp_path, change, message) -> None:
@@ -503,26 +497,6 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
     save(patched(model, "yarn"), tmp_path / "adapter")
     with pytest.raises(rope_ext.AdapterError, match="already has an adapter"):
         rope_ext.load_adapter(model, tmp_path / "adapter")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "its version is None"),
-        ('{"version": 4}', "install a newer rope_ext"),
-        ("before", "does not contain the frequencies"),
-    ],
-)
-def test_a_sidecar_that_cannot_be_read_says_what_to_do(tmp_path, text: str, message: str) -> None:
-    path = save(lora(patched(tiny_llama(), "yarn")), tmp_path) / "rope_ext.json"
-    if text == "before":
-        data = json.loads(path.read_text())
-        del data["before"]
-        text = json.dumps(data)
-    path.write_text(text)
-    with pytest.raises(rope_ext.RecordError, match=message):
-        rope_ext.from_pretrained(tmp_path)
 
 
 # --- measuring an adapter ----------------------------------------------------------------------

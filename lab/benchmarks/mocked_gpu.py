@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import Cache
 
-from rope_ext.attention import fused
+from rope_ext.attention import flex
 from rope_ext.attention.cards import Card
 
 # A build of torch for CPUs has no CUDA device that the autograd engine could ask for streams.
@@ -168,7 +168,7 @@ def mocked(
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (joint_graph, "lazy_init", lambda *given: None),  # its patterns are of real tensors
             (torch, "compile", compile_only),
-            (fused, "_COMPILERS", ()),  # raise every error
+            (flex, "_COMPILERS", ()),  # raise every error
         ):
             stack.enter_context(patch.object(place, name, value, create=True))
         settings = {

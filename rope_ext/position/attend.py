@@ -16,9 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import reference, runs
-from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
-from rope_ext.attention.reference import Places
+from rope_ext.attention import dispatch, reference, runs
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.position import bias, head_positions, head_scales, tensors
@@ -388,7 +387,8 @@ def _many(asked: Asked, mask: BatchMask) -> torch.Tensor:
         (run, replace(call, bands=bands, temperature=temperature))
         for run, bands, temperature in mask.made[name]
     ]
-    return runs.attend(query, key, value, calls, layer.map.kernel).transpose(1, 2).contiguous()
+    out = dispatch.attend_runs(query, key, value, calls, layer.map.kernel)
+    return out.transpose(1, 2).contiguous()
 
 
 def _rotated(

@@ -17,9 +17,8 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import decode, dispatch, runs
-from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table
-from rope_ext.attention.reference import Places
+from rope_ext.attention import decode, dispatch
+from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.forward import BACK, FEW, PositionForward, keys_of, once, whole
@@ -177,8 +176,8 @@ def many(
         torch._assert_async(apart, BEYOND)
     sequences = forward.real().long() - 1
     first = torch.as_tensor(forward.filled)
-    given = forward.key, sequences, first, forward.map.kernel
-    return runs.in_graph(query, key, value, call, *given)
+    at = forward.key, sequences, first
+    return dispatch.attend_placed(query, key, value, call, at, forward.map.kernel)
 
 
 def step_of(

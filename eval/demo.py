@@ -23,8 +23,7 @@ from transformers.utils import logging
 import rope_ext
 from checkpoints import pretrained
 from rope_eval.data.prompts import Frame
-from rope_eval.evidence.questions import hide
-from rope_eval.evidence.texts import MANUALS
+from rope_eval.evidence.questions import MANUALS, hide
 from rope_eval.forward import score
 from rope_eval.plots.style import (
     UNPATCHED_STYLE,

@@ -72,8 +72,7 @@ from rope_ext.command.terminal import first_process, stoppable, tell, tell_next,
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
-from rope_ext.position import head_scales
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import TEMPERATURE, learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
 from rope_ext.saving.folder import patch_without_weights
@@ -518,7 +517,7 @@ def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: R
     They are of size 1, and steps of Adam as long as its rate: that of weights hardly moves them.
     """
     named = model.named_parameters()
-    scales = [p for n, p in named if p.requires_grad and f".{head_scales.NAME}." in n]
+    scales = [p for n, p in named if p.requires_grad and f".{TEMPERATURE}." in n]
     if not scales:
         return
     groups, moved = optimizer.param_groups, set(map(id, scales))

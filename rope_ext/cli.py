@@ -433,8 +433,6 @@ def _check_verify(
     url: str | None,
     write: Path | None,
 ) -> None:
-    from rope_ext.engines import running
-
     mistakes = Mistakes()
     if not 0 < factor_error < 1:
         mistakes.add(
@@ -451,19 +449,11 @@ def _check_verify(
         )
     if url is not None and not url.startswith(("http://", "https://")):
         mistakes.add(OptionError(f"--url {url!r} is not a valid URL; use http://HOST:PORT"))
-    words: list[str] = []
     try:
-        words = shlex.split(flags or "")
+        shlex.split(flags or "")
     except ValueError as error:
         mistakes.add(OptionError(f"--flags {flags!r} cannot be parsed: {error}"))
     mistakes.report()
-    given = running.overridden(words)
-    if given:
-        tell(
-            f"note: {shlex.join(running.EXACT)} override {', '.join(given)} in --flags: the check "
-            f"runs in float32 and does not measure the effect of those flags",
-            "yellow",
-        )
 
 
 def _check_next(model: str, patch: list[str], where: list[str]) -> None:

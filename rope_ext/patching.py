@@ -30,11 +30,10 @@ from rope_ext.errors import (
 )
 from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
 from rope_ext.options import Options, SlidingLayers
-from rope_ext.position.bias import Earlier
+from rope_ext.position.learned import Earlier
 from rope_ext.rotary import buffers
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
+from rope_ext.rotary.limits import warn_beyond
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -44,6 +43,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
+from rope_ext.rotary.swapping import Changes, set_attribute, undo
 
 Model = TypeVar("Model", bound=nn.Module)
 Parameters = ParamSpec("Parameters")
@@ -268,7 +268,7 @@ def unpatch(model: Model) -> Model:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
     del decoder.__dict__[_STATE]
     with torch.inference_mode(False):
-        state.changes.undo()
+        undo(state.changes)
     return model
 
 
@@ -342,19 +342,15 @@ class _Interrupted:
     Args:
         patch: None if the model was not patched.
         values: learned parameters.
-        grown: rotary sites that transformers changes from forward to forward.
     """
 
     patch: Patch | None
     values: Earlier
-    grown: list[buffers.SiteState]
 
     @classmethod
     def from_decoder(cls, decoder: nn.Module) -> _Interrupted:
         earlier = decoder.__dict__.get(_STATE)
-        return cls(
-            earlier, Earlier.from_model(decoder), [] if earlier is None else earlier.changes.grown()
-        )
+        return cls(earlier, Earlier.from_model(decoder))
 
     @property
     def encoding(self) -> str | None:
@@ -376,7 +372,6 @@ class _Interrupted:
         with torch.random.fork_rng(devices=[]):  # encodings draw what they then get back
             _patch(unwrap(model), decoder, self.patch.record.method, self.patch.options)
         self.values.give_back(decoder)
-        buffers.go_on(self.grown)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -416,14 +411,15 @@ def _patch(
     apply: Callable[..., Applied] | None = None,
 ) -> None:
     gguf_source.adopt(model)
-    config = configuration.ConfigState(decoder, model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    tokenizer, changes = options.tokenizer, Changes(parts=[config])
+    config, tokenizer = text_config(decoder), options.tokenizer
+    changes: Changes = []
     try:
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
-        changes.states += map(buffers.guard, sites)
+        for site in sites:
+            buffers.guard(site, changes)
         used = method
         if options.compose == "raise":
             place, used = raise_factor(place, method, options)
@@ -437,7 +433,7 @@ def _patch(
             target_length=applied.target_length,
             native=applied.native,
             plain=applied.plain,
-            config=config.before(applied.values),
+            config=configuration.before(config, applied.values),
         )
         values, notes = dict(applied.values), list(applied.notes)
         if rounded:
@@ -447,22 +443,21 @@ def _patch(
             )
         if not record.plain or not configuration.reports_scaling(values, scaled):
             values[FIELD] = record.to_json()
-        if config.earlier is not None:
+        earlier = configuration.earlier_record(config)
+        if earlier is not None:
             notes.append(
-                f"the configuration was saved under another patch ({config.earlier}), whose record "
-                f"gives the trained length"
+                f"the configuration was saved under another patch ({earlier}), whose record gives "
+                f"the trained length"
             )
-        config.write(values)
-        is_dynamic = isinstance(applied.method, FrequencyMethod) and applied.method.is_dynamic
-        config.write_older(older_fields(place, applied.native, is_dynamic))
+        with configuration.written(place, values, changes) as configs:
+            older = older_fields(place, applied.native, applied.method.is_dynamic)
+            for each in configs:
+                configuration.write_older(each, older)
         if tokenizer is not None:
-            length = getattr(tokenizer, "model_max_length", None)
-            changes.replaced.append((tokenizer, "model_max_length", length))
-            tokenizer.model_max_length = applied.target_length
+            set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         warn_beyond(place, applied.method, applied.target_length, changes)
-        warn_of_adapters(place, record, changes)
     except BaseException:
-        changes.undo()
+        undo(changes)
         raise
     decoder.__dict__[_STATE] = Patch(
         method=applied.method,

@@ -197,8 +197,8 @@ def test_a_mask_made_of_blocks_is_the_mask_of_every_token(geometry, queries, mor
         (made.kv_num_blocks, made.kv_indices, False),
         (made.full_kv_num_blocks, made.full_kv_indices, True),
     ):
-        for row, count in enumerate(counts[0, 0].tolist()):
-            for column in indices[0, 0, row, :count].tolist():
+        for row, there in enumerate(counts[0, 0].tolist()):
+            for column in indices[0, 0, row, :there].tolist():
                 block = tuple(slice(x * size, x * size + size) for x in (row, column))
                 assert not found[block].any(), "a block is listed once"
                 found[block] = expected[block]
@@ -484,8 +484,8 @@ def test_the_blocked_form_is_the_oracle():
     mask = torch.rand(2, 1, 50, 70, generator=torch.Generator().manual_seed(0)) > 0.3
     bands = method_bands("leaky", 20, 8, at[20:], at)
     options = {"temperature": torch.linspace(0.5, 2, 50, dtype=torch.float64), "softcap": 3.0}
-    for seen in (mask, mask[:, :, :1], None):
-        places = Places(at[20:], at, seen)
+    for shown in (mask, mask[:, :, :1], None):
+        places = Places(at[20:], at, shown)
 
         def run(query, key, value, sinks, form, places=places, **more):
             form = partial(form, places=places, **more)

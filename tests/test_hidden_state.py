@@ -11,14 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_ext.position import (  # noqa: F401 - these register all
-    bias,
-    head_positions,
-    head_scales,
-    inputs,
-    install,
-    queries,
-)
+from rope_ext.position import install, queries  # noqa: F401 - these register all
+from rope_ext.position.learned import NAMES
 from rope_ext.rotary.context import forward_context
 from rope_ext.rotary.swapping import plain, swap
 from tests.helpers.sources import PACKAGES, nodes
@@ -77,7 +71,6 @@ def test_classes_are_swapped_in_one_place() -> None:
 
     assert {file for file, node in parsed() if assigns_class(node)} == {
         "rotary/swapping.py",
-        "rotary/buffers.py",  # which takes it back
         "__init__.py",  # of the package itself
     }
     given = [
@@ -108,12 +101,7 @@ def test_every_name_in_the_registries_of_others_is_listed() -> None:
     ours = {name for name in names if name.startswith("rope_ext")}
     schemas = torch._C._jit_get_all_schemas()
     ours |= {schema.name for schema in schemas if schema.name.startswith("rope_ext::")}
-    assert ours == {name for name in LISTED if name.startswith("rope_ext")} - {
-        bias.NAME,
-        inputs.NAME,
-        head_positions.NAME,
-        head_scales.NAME,
-    }
+    assert ours == {name for name in LISTED if name.startswith("rope_ext")} - {*NAMES}
 
 
 class Loud:

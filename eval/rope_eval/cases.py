@@ -40,7 +40,6 @@ class Case:
         group: cases of one document share it; intervals resample documents.
         weight: ``loss`` only: the tokens that the case counts as, where a published protocol does
             not weight it by those that it scores.
-        whole: ``write`` only: the text must equal the answer, instead of holding all answers.
         curve: ``loss`` only: losses are summed up to each of these positions; those of all
             tokens, or of the scored ones if ``nested``.
         nested: ``loss`` only: this window begins the longest one with the same seed, whose curve
@@ -63,7 +62,6 @@ class Case:
     bin: int | None = None
     group: int = 0
     weight: int | None = None
-    whole: bool = False
     curve: tuple[int, ...] = ()
     nested: bool = False
     only: tuple[int, ...] = field(default=(), repr=False)
@@ -90,7 +88,7 @@ class Case:
     @cached_property
     def prompt(self) -> str:
         """A digest of all that the model is given and of how it is scored."""
-        how = (self.mode, self.count, self.answers, self.whole, self.curve, self.only)
+        how = (self.mode, self.count, self.answers, self.curve, self.only)
         how += () if self.judge is None else (self.judge,)
         how += () if self.weight is None else ("weight", self.weight)
         text = self.ids.tobytes() + repr(how).encode()

@@ -24,7 +24,7 @@ from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import Rope, all_encodings, build_method
 from rope_ext.methods.geometry import Distance
-from rope_ext.position.bias import DistanceBias
+from rope_ext.position.learned import DistanceBias
 
 MATRIX = "matrix (alibi)"
 BLOCKS = ("dape", "cope")
@@ -37,7 +37,7 @@ _ROPE = Rope.geometric(1e4, 64, 512)
 
 def bias_of(name: str, heads: int) -> DistanceBias:
     torch.manual_seed(0)
-    return DistanceBias(build_method(name), Heads(heads, 64, 64), _ROPE, torch.empty(0))
+    return DistanceBias(build_method(name), Heads(heads, 64, 64), _ROPE, torch.nn.Module())
 
 
 def attend(

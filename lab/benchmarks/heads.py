@@ -58,8 +58,9 @@ from rope_eval.tune.fitness import (
 from rope_ext.command.arguments import parse_length
 from rope_ext.methods import Method, build_method
 from rope_ext.methods.temperature import LogN
-from rope_ext.position import head_scales
-from rope_ext.position.attend import Dense, watched
+from rope_ext.position.attend import watched
+from rope_ext.position.learned import TEMPERATURE
+from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import text_decoder
 
 METHODS = ("yarn", "self_extend")
@@ -222,7 +223,7 @@ def learned(
 def of_adapter(folder: Path) -> torch.Tensor:
     """Scales ``[layers, heads]`` that ``recipes/finetune.py`` has saved in a directory."""
     weights = load_file(folder / "adapter_model.safetensors")
-    found = {name: value for name, value in weights.items() if head_scales.NAME in name}
+    found = {name: value for name, value in weights.items() if TEMPERATURE in name}
     numbers = {int(name.split(".layers.")[1].split(".")[0]): name for name in found}
     return torch.stack([found[numbers[layer]].float() for layer in sorted(numbers)])
 

@@ -16,22 +16,14 @@ from rope_ext.saving.folder import built_on_meta
 
 def model_of(given: nn.Module | PreTrainedConfig | str | Path) -> nn.Module:
     """The model, or one without weights; the patch of a saved configuration is removed."""
-    return given if isinstance(given, nn.Module) else built(given)[0]
-
-
-def built(given: PreTrainedConfig | str | Path) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model of a configuration before its patch, without weights, and a note on the patch."""
+    if isinstance(given, nn.Module):
+        return given
     config = given if isinstance(given, PreTrainedConfig) else load_config(str(given))
-    config = copy.deepcopy(config)
     record = saved_under(config)
-    if record is None:
-        return built_on_meta(config), ()
-    record.restore(config)  # nothing can be built of it as it is
-    note = (
-        f"It was saved under {record.call()}; this is about the model without that. For the "
-        f"other, load it with rope_ext.from_pretrained and pass the model."
-    )
-    return built_on_meta(config), (note,)
+    if record is not None:
+        config = copy.deepcopy(config)
+        record.restore(config)  # nothing can be built of it as it is
+    return built_on_meta(config)
 
 
 def require_length(name: str, value: Any) -> None:

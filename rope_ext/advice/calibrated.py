@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,24 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The method that a calibration found, and for which model.
+    """The method that a calibration found, and for which model."""
 
-    Args:
-        model: class of the decoder.
-        trained_length: tokens.
-        target_length: tokens.
-        method: the best one, with its options.
-        sentence: its numbers, in words.
-    """
-
-    model: str
+    model: str  # class of the decoder
     trained_length: int
     target_length: int
     method: Method
-    sentence: str
+    sentence: str  # its numbers, in words
+
+    def misfit(self, model: str, trained: int, target: int) -> str | None:
+        """Why it is not for this model and length."""
+        if (self.model, self.trained_length) != (model, trained):
+            return (
+                f"of {self.model} with {self.trained_length} trained tokens, and this is {model} "
+                f"with {trained}"
+            )
+        if self.target_length < target:
+            return f"for {self.target_length} tokens, and target_length={target}"
+        return None
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -46,23 +48,6 @@ def parsed(text: str) -> dict[str, Any]:
     if data[NAME] != FORMAT:
         raise ValueError(f"its format is {data[NAME]!r}, not {FORMAT}")
     return data
-
-
-def from_json(text: str) -> Calibrated:
-    """Read the JSON of a calibration.
-
-    Raises:
-        MeasureError: it is none, or of another version.
-    """
-    try:
-        data = parsed(text)
-        lengths = {name: _tokens(data, name) for name in ("trained_length", "target_length")}
-        model, sentence = str(data["model"]), str(data["sentence"])
-        return Calibrated(
-            model, **lengths, method=method_from_json(data["method"]), sentence=sentence
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise unreadable(error) from None
 
 
 def read(path: str | os.PathLike[str]) -> str:
@@ -92,46 +77,33 @@ def unreadable(error: Exception) -> MeasureError:
     )
 
 
-def calibration_for(model: Any, given: Any) -> tuple[Calibrated | None, bool]:
-    """The calibration that was given, or lies in the model's folder; whether it was given."""
-    if isinstance(given, (str, Path)):
-        return _read(given), True
-    if hasattr(given, "to_json"):
-        return from_json(given.to_json()), True
-    if given is not None:
+def calibration_for(model: Any, given: Any) -> Calibrated | None:
+    """The calibration that was given, or is in the model's folder.
+
+    Raises:
+        MeasureError: it cannot be read.
+        OptionError: ``given`` is something else.
+    """
+    if given is None:
+        here = isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file()
+        try:
+            return calibration_for(model, model) if here else None
+        except MeasureError:  # it may be somebody else's
+            return None
+    path = isinstance(given, (str, Path))
+    if not path and not hasattr(given, "to_json"):
         raise OptionError(
             f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or its "
             f"file or folder"
         )
-    if isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file():
-        try:
-            return _read(model), False
-        except MeasureError:  # it may be somebody else's
-            return None, False
-    return None, False
-
-
-def _read(path: str | Path) -> Calibrated:
-    text = read(path)
+    text = read(given) if path else given.to_json()
     try:
-        return from_json(text)
-    except MeasureError as error:
-        raise MeasureError(f"{path}: {error}") from None
-
-
-def misfit(found: Calibrated, model: str, trained: int, target: int) -> str | None:
-    """Why a calibration is not for this model and length."""
-    if (found.model, found.trained_length) != (model, trained):
-        return (
-            f"of {found.model} with {found.trained_length} trained tokens, and this is {model} "
-            f"with {trained}"
-        )
-    if found.target_length < target:
-        return f"for {found.target_length} tokens, and target_length={target}"
-    return None
-
-
-def _tokens(data: Mapping[str, Any], name: str) -> int:
-    if type(data[name]) is not int:
-        raise TypeError(f"{name} is {data[name]!r}")
-    return data[name]
+        data = parsed(text)
+        lengths = {name: data[name] for name in ("trained_length", "target_length")}
+        for name, value in lengths.items():
+            if type(value) is not int:
+                raise TypeError(f"{name} is {value!r}")
+        model, method = str(data["model"]), method_from_json(data["method"])
+        return Calibrated(model, **lengths, method=method, sentence=str(data["sentence"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise MeasureError(f"{given if path else NAME}: {unreadable(error)}") from None

@@ -18,7 +18,6 @@ from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import read_saved
 from rope_ext.version import __version__
 
-CARD = "README.md"
 _MARK = "<!-- written by rope-ext card; sha256 "
 """What ends a card, before the digest of the text above it: a card that was edited is kept."""
 _PEFT = re.compile(r"(## Training procedure\n[^#]*)?### Framework versions\s+- PEFT \S+\s*")
@@ -30,18 +29,7 @@ _TABLE = "table.md"
 def model_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
 ) -> str:
-    """The text of a model card in Markdown: method, lengths, how to load and serve, and numbers.
-
-    Args:
-        folder: of a saved or merged model; its configuration is read, not its weights.
-        base: Hub ID or name of the model that was extended.
-        report: output folder of ``rope-ext compare`` or ``rope-ext eval``; its ``table.md`` is
-            included.
-
-    Raises:
-        ExportError: the model is not extended, or the report has no table.
-        MeasureError: the folder has no configuration.
-    """
+    """The text of a model card in Markdown: method, lengths, how to load and serve, and numbers."""
     saved = read_saved(folder)
     state, found = current_patch(saved.model), describe(saved.model)
     if state is None:
@@ -65,48 +53,53 @@ def model_card(
     commands = serving_commands(replace(saved, name=name))
     lines += ["", "```bash", *commands, "```"] if commands else []
     if report is not None:
-        lines += ["", "## Evaluation", "", _table(Path(report))]
+        try:
+            table = (Path(report) / _TABLE).read_text(encoding="utf-8").strip()
+        except OSError:
+            raise ExportError(
+                f"{report} has no {_TABLE}; give the output folder of rope-ext compare or "
+                f"rope-ext eval"
+            ) from None
+        lines += ["", "## Evaluation", "", table]
     return "\n".join(lines) + "\n"
 
 
 def write_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
 ) -> Path:
-    """Write :func:`model_card` to ``README.md`` in the folder.
+    """Write a model card to ``README.md`` in the folder.
 
     An existing file is replaced only if nobody edited it: an earlier card, or PEFT's template.
 
+    Args:
+        folder: of a saved or merged model; its configuration is read, not its weights.
+        base: Hub ID or name of the model that was extended.
+        report: output folder of ``rope-ext compare`` or ``rope-ext eval``; its ``table.md`` is
+            included.
+
     Raises:
-        ExportError: there is another README.md, or as :func:`model_card`.
+        ExportError: there is another README.md, the model is not extended, or the report has no
+            table.
+        MeasureError: the folder has no configuration.
     """
-    path, text = Path(folder) / CARD, model_card(folder, base, report)
+    path, text = Path(folder) / "README.md", model_card(folder, base, report)
     if path.exists() and not _is_untouched(path.read_text(encoding="utf-8", errors="replace")):
         raise ExportError(
             f"{path} exists, and is neither an unedited card of rope_ext nor PEFT's empty "
             f"template; move it away to write a new card"
         )
-    write_whole(path, f"{text}{_MARK}{_digest(text)} -->\n")
+    write_whole(path, f"{text}{_end(text)}")
     return path
 
 
 def _is_untouched(card: str) -> bool:
-    """Whether a card is as this module or PEFT wrote it."""
     text, mark, end = card.rpartition(_MARK)
     if mark:
-        return end == f"{_digest(text)} -->\n"
+        return _end(text) == mark + end
     template = ModelCard.from_template(ModelCardData()).text.strip()
     _, found, rest = card.partition(template)
     return bool(found and _PEFT.fullmatch(rest.strip()))
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _table(report: Path) -> str:
-    try:
-        return (report / _TABLE).read_text(encoding="utf-8").strip()
-    except OSError:
-        raise ExportError(
-            f"{report} has no {_TABLE}; give the output folder of rope-ext compare or rope-ext eval"
-        ) from None
+def _end(text: str) -> str:
+    return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()} -->\n"

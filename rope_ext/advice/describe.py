@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
+from rope_ext.engines import serving_commands
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving.folder import configured, read_saved
 
 _SOURCES = {
     "record": "the patch recorded in the configuration",
@@ -27,20 +29,12 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One method.
-
-    Args:
-        name: as ``patch`` takes it.
-        aliases: other names for it.
-        options: with their defaults; ``...`` where an option must be given.
-        summary: what to choose it for.
-        paper: its source.
-    """
+    """One method."""
 
     name: str
     aliases: tuple[str, ...]
-    options: dict[str, Any]
-    summary: str
+    options: dict[str, Any]  # with their defaults; `...` where an option must be given
+    summary: str  # what to choose it for
     paper: str
 
 
@@ -50,7 +44,7 @@ class SiteDescription:
 
     Args:
         name: path of its module.
-        layer_type: the layers that use it, ``"all"`` where there is one set.
+        layer_type: the layers that use it.
         base: ``rope_theta`` of the checkpoint.
         inv_freq_before, inv_freq_after: radians per token, fastest pair first.
         attention_scaling: number on cosine and sine, now.
@@ -66,6 +60,21 @@ class SiteDescription:
     attention_scaling: float
     status: str
 
+    def __str__(self) -> str:
+        pairs = len(self.inv_freq_before)
+        lines = [
+            f"  {self.name} [{self.layer_type}] {pairs} pairs, base {self.base:g}: {self.status}, "
+            f"cos and sin x {self.attention_scaling:.4g}"
+        ]
+        if self.inv_freq_after != self.inv_freq_before:
+            lines.append("    pair    wavelength before    after (tokens)    theta / new theta")
+            for i in sorted({round(k * (pairs - 1) / 4) for k in range(5)}):
+                before, after = self.inv_freq_before[i], self.inv_freq_after[i]
+                ratio = before / after if after else (1.0 if before == after else math.inf)
+                old, new = (wavelength_text(wavelength(f)) for f in (before, after))
+                lines.append(f"    {i:>4} {old:>20} {new:>17} {ratio:>20.4g}")
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class Description:
@@ -77,8 +86,7 @@ class Description:
         options: of the method, with defaults filled in.
         length: trained length, tokens.
         target_length: tokens after the patch, or after the scaling in the configuration.
-        sites: for each set of rotary frequencies, its frequencies (radians per token) before and
-            after the patch, its scaling and status.
+        sites: one for each set of rotary frequencies.
         notes: how the patch is saved, and other remarks.
         configured: the scaling in the configuration of an unpatched model; None: none.
         serve: commands that serve a saved model.
@@ -99,43 +107,18 @@ class Description:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.model}: trained for {self.length} tokens, not patched"]
-        if self.configured is not None:
-            lines = [
-                f"{self.model}: {self.length} -> {self.target_length} tokens by its configuration, "
-                f"{self.configured}; not patched"
-            ]
+        line = f"{self.model}: {self.length} -> {self.target_length} tokens by"
         if self.method is not None:
-            options = ", ".join(
-                f"{name}={value}"
-                for name, value in self.options.items()
-                if value is not None and name != "published"  # the others say what holds
-            )
-            lines = [
-                f"{self.model}: {self.length} -> {self.target_length} tokens by "
-                f"{self.method}({options})"
-            ]
-        for site in self.sites:
-            pairs = len(site.inv_freq_before)
-            lines.append(
-                f"  {site.name} [{site.layer_type}] {pairs} pairs, base {site.base:g}: "
-                f"{site.status}, cos and sin x {site.attention_scaling:.4g}"
-            )
-            if site.inv_freq_after != site.inv_freq_before:
-                lines += _spectrum(site)
-        lines += [f"  {note}" for note in self.notes]
-        return "\n".join([*lines, *(f"  serve it: {command}" for command in self.serve)])
-
-
-def _spectrum(site: SiteDescription) -> list[str]:
-    pairs = len(site.inv_freq_before)
-    lines = ["    pair    wavelength before    after (tokens)    theta / new theta"]
-    for i in sorted({round(k * (pairs - 1) / 4) for k in range(5)}):
-        before, after = site.inv_freq_before[i], site.inv_freq_after[i]
-        ratio = before / after if after else (1.0 if before == after else math.inf)
-        old, new = (wavelength_text(wavelength(f)) for f in (before, after))
-        lines.append(f"    {i:>4} {old:>20} {new:>17} {ratio:>20.4g}")
-    return lines
+            given = self.options.items()  # the others say what `published` holds
+            options = [f"{k}={v}" for k, v in given if v is not None and k != "published"]
+            line = f"{line} {self.method}({', '.join(options)})"
+        elif self.configured is not None:
+            line = f"{line} its configuration, {self.configured}; not patched"
+        else:
+            line = f"{self.model}: trained for {self.length} tokens, not patched"
+        serve = (f"serve it: {command}" for command in self.serve)
+        notes = (f"  {note}" for note in (*self.notes, *serve))
+        return "\n".join([line, *map(str, self.sites), *notes])
 
 
 def wavelength(inv_freq: float) -> float:
@@ -155,10 +138,8 @@ def methods() -> list[MethodInfo]:
     """
     found = []
     for cls in all_methods():
-        options = {
-            option.name: ... if option.default is dataclasses.MISSING else option.default
-            for option in dataclasses.fields(cls)
-        }
+        defaults = {option.name: option.default for option in dataclasses.fields(cls)}
+        options = {k: ... if v is dataclasses.MISSING else v for k, v in defaults.items()}
         found.append(MethodInfo(cls.name, cls.aliases, options, cls.summary, cls.paper))
     return found
 
@@ -179,20 +160,14 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)
-    decoder = text_decoder(model)
-    patch = current_patch(model)
+    decoder, patch = text_decoder(model), current_patch(model)
     sites = find_sites(decoder) if patch is None else patch.sites
+    found = configured(text_config(decoder)) if patch is None else None
     length = target = sites[0].rope.length
-    configured = None
     if patch is not None:
         length, target = patch.length, patch.target_length
-    elif any(site.scaled for site in sites):
-        from rope_ext.saving.folder import configured as method_configured
-
-        found = method_configured(text_config(decoder))
-        if found is not None:
-            method, length = found
-            configured = call_text(method)
+    elif found is not None:
+        length = found[1]
     return Description(
         model=type(decoder).__name__,
         method=None if patch is None else patch.method.name,
@@ -200,15 +175,12 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
         length=length,
         target_length=target,
         sites=tuple(_site(site, patch) for site in sites),
-        notes=_unpatched_notes(decoder, sites) if patch is None else patch.notes,
-        configured=configured,
+        notes=tuple(_unpatched_notes(decoder, sites)) if patch is None else patch.notes,
+        configured=None if found is None else call_text(found[0]),
     )
 
 
 def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
-    from rope_ext.engines import serving_commands
-    from rope_ext.saving.folder import read_saved
-
     saved = read_saved(given)
     found = describe(saved.model)
     if saved.source is None:
@@ -238,36 +210,23 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
         if patch.method.is_dynamic:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"
-    return SiteDescription(
-        name=site.name or "rotary",
-        layer_type=site.layer_type or "all layers",
-        base=site.rope.base,
-        inv_freq_before=_floats(site.rope.inv_freq),
-        inv_freq_after=_floats(after),
-        attention_scaling=scaling,
-        status=status,
-    )
+    before, after = tuple(site.rope.inv_freq.tolist()), tuple(after.tolist())
+    name, layers = site.name or "rotary", site.layer_type or "all layers"
+    return SiteDescription(name, layers, site.rope.base, before, after, scaling, status)
 
 
-def _floats(values: torch.Tensor) -> tuple[float, ...]:
-    return tuple(values.tolist())
-
-
-def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> tuple[str, ...]:
-    notes = [*gguf_source.scaling_notes(decoder.config)]
-    notes += [
-        f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
-        for site in sites
-        if site.scaled
-    ]
+def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
+    yield from gguf_source.scaling_notes(decoder.config)
+    for site in sites:
+        if site.scaled:
+            where = site.name or "it"
+            yield f"the checkpoint scales {where} by itself: rope_type {site.rope_type}"
     record = record_of(text_config(decoder))
-    if record is not None:
-        if record.plain:
-            notes.append(f"saved under {record.call()}, whose larger base is in force")
-        else:
-            force = "only in part in force" if record.native else "not in force"
-            notes.append(
-                f"saved under a patch that is {force}, since plain transformers loaded it: "
-                f"{record.call()}; rope_ext.from_pretrained reloads it as it was"
-            )
-    return tuple(notes)
+    if record is not None and record.plain:
+        yield f"saved under {record.call()}, whose larger base is in force"
+    elif record is not None:
+        force = "only in part in force" if record.native else "not in force"
+        yield (
+            f"saved under a patch that is {force}, since plain transformers loaded it: "
+            f"{record.call()}; rope_ext.from_pretrained reloads it as it was"
+        )

@@ -25,12 +25,10 @@ class PairDiagnosis:
     """One rotary pair before and after the patch.
 
     Args:
-        wavelength_before: tokens per full rotation; infinite for a pair that does not rotate.
-        wavelength_after: the same, under the patch.
+        wavelength_before, wavelength_after: tokens per full rotation; infinite: it does not rotate.
         rotations: full rotations within the trained length.
         trained_angle: radians from the first token to the end of the trained length.
-        angle_before: the same for the largest distance used at the length diagnosed.
-        angle_after: the same, under the patch.
+        angle_before, angle_after: the same for the largest distance used at the length diagnosed.
     """
 
     wavelength_before: float
@@ -69,9 +67,8 @@ class SiteDiagnosis:
         base: ``rope_theta`` of the checkpoint.
         critical_dimension: columns of the pairs that make a full rotation within the trained
             length (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
-        distances_before: number of distances in use, which a sliding window limits.
-        distances_after: the same, under the patch; a position method limits it, too. If every pair
-            has its own distances, the largest number.
+        distances_before, distances_after: number of distances in use, which a sliding window or a
+            position method limits; the largest if every pair has its own.
         pairs: fastest first.
     """
 
@@ -119,24 +116,21 @@ class Diagnosis:
 
     def _table(self, site: SiteDiagnosis) -> list[str]:
         patched, pairs = self.method is not None, site.pairs
-        states = [(pair.before, pair.after)[: 1 + patched] for pair in pairs]
-        news = [
-            sum(one.startswith("out") for one in column) for column in zip(*states, strict=True)
-        ]
+        count, columns = len(pairs), 1 + patched
+        states = [(pair.before, pair.after)[:columns] for pair in pairs]
+        new = [sum(state[i].startswith("out") for state in states) for i in range(columns)]
         lines = [
-            f"  {site.name} [{site.layer_type}] {len(pairs)} pairs, base {site.base:g}, critical "
-            f"dimension {site.critical_dimension} of {2 * len(pairs)}",
-            f"    {news[0]} pairs out of distribution at {site.distances_before:g} distances",
+            f"  {site.name} [{site.layer_type}] {count} pairs, base {site.base:g}, critical "
+            f"dimension {site.critical_dimension} of {2 * count}",
+            f"    {new[0]} pairs out of distribution at {site.distances_before:g} distances",
             f"    pair {'wavelength':>12} {'rotations':>9} {'trained angle':>14} {'angle':>10}"
             f"  status",
         ]
         if patched:
-            lines[1] += f" before the patch, {news[1]} at {site.distances_after:g} after"
+            lines[1] += f" before the patch, {new[1]} at {site.distances_after:g} after"
             lines[2] += f"{'':>13} {'patched':>12} {'angle':>10}  status"
-        borders = {
-            i + j for i in range(len(pairs) - 1) for j in (0, 1) if states[i] != states[i + 1]
-        }
-        for i in sorted(borders | {round(k * (len(pairs) - 1) / 4) for k in range(5)}):
+        borders = {i + j for i in range(count - 1) for j in (0, 1) if states[i] != states[i + 1]}
+        for i in sorted(borders | {round(k * (count - 1) / 4) for k in range(5)}):
             pair = pairs[i]
             line = (
                 f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>9.4g} "
@@ -168,30 +162,30 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     require_length("length", length)
     if not isinstance(model, nn.Module):
         model = read_saved(model).model
-    decoder = text_decoder(model)
-    patch, described = current_patch(model), describe(model)
-    sites = find_sites(decoder) if patch is None else patch.sites
+    decoder, patch, described = text_decoder(model), current_patch(model), describe(model)
     return Diagnosis(
         model=described.model,
         method=None if patch is None else call_text(patch.method),
         length=length,
         trained_length=described.length,
-        sites=tuple(_site(decoder, site, patch, length) for site in sites),
+        sites=tuple(
+            _site(text_config(decoder), site, patch, length)
+            for site in (find_sites(decoder) if patch is None else patch.sites)
+        ),
         notes=described.notes,
     )
 
 
-def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
-    rope = site.rope
+def _site(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
+    rope, frequencies = site.rope, site.rope.inv_freq
     active = patch if patch is not None and site in patch.scaled else None
-    before, after = length, None
+    before = after = torch.tensor([length], dtype=torch.float64, device="cpu")
     if site.local:
-        before = min(length, _window(text_config(decoder)) or rope.length)
+        names = ("sliding_window", "attention_window_size", "attention_chunk_size")
+        windows = (getattr(config, name, None) for name in names)
+        before = after = before.clamp(max=next(filter(None, windows), rope.length))
     elif active is not None:
         after = active.method.span(rope, length)
-    before = torch.tensor([before], dtype=torch.float64, device="cpu")
-    after = before if after is None else after
-    frequencies = rope.inv_freq
     if active is not None and active.frequencies is not None:
         frequencies = active.frequencies.frequencies(rope, length)
     columns = (
@@ -211,8 +205,3 @@ def _site(decoder: nn.Module, site: RotarySite, patch: Patch | None, length: int
         distances_after=float(after.max()),
         pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
     )
-
-
-def _window(config: Any) -> int | None:
-    names = ("sliding_window", "attention_window_size", "attention_chunk_size")
-    return next((w for w in (getattr(config, name, None) for name in names) if w), None)

@@ -10,9 +10,8 @@ encoding. This is their Kullback-Leibler divergence, up to a constant.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,8 +23,9 @@ from rope_ext.errors import NotPatchedError, OptionError, brief
 from rope_ext.methods import Method, Rope, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
-from rope_ext.position import bias
-from rope_ext.position.attend import LAYER, Dense, MappedLayer, watched
+from rope_ext.position.attend import LAYER, Layer, watched
+from rope_ext.position.learned import BIAS, Added, DistanceBias
+from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
 QUERIES = 64
@@ -34,31 +34,13 @@ QUERIES = 64
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass(frozen=True, eq=False)
-class Observed:
-    """Attention of one layer over one row of a text.
+class _Observed(NamedTuple):
+    """Attention of one layer over one row of a text."""
 
-    Args:
-        dense: the call with the encoding, yet without what it adds: queries and keys in float32.
-        queries: which of its queries are compared.
-        weights: the attention weights to reach, ``[1, heads, queries, keys]``.
-        owner: the module that has the parameters of the encoding.
-    """
-
-    dense: Dense
-    queries: slice
-    weights: torch.Tensor
-    owner: nn.Module
-
-    def loss(self, part: bias.DistanceBias, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Cross entropy of the weights under the encoding ``part`` with ``values``, nats."""
-        key = self.dense.key
-        given = (key.shape[2], key.device, key.dtype, self.owner)
-        added: bias.Added = functional_call(part, values, given)
-        call = replace(self.dense.call, **added._asdict())
-        found = replace(self.dense, call=call).weights(self.queries)
-        least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
-        return -(self.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
+    dense: Dense  # the call without what the encoding adds: queries and keys in float32
+    queries: slice  # which of its queries are compared
+    weights: torch.Tensor  # to reach, [1, heads, queries, keys]
+    owner: nn.Module  # has the parameters of the encoding
 
 
 def fit(
@@ -94,26 +76,25 @@ def fit(
         raise NotPatchedError("this model is not patched; call rope_ext.patch(model, 't5') first")
     _check(state, input_ids, steps, learning_rate)
     decoder = text_decoder(model)
-    layers: dict[nn.Module, MappedLayer] = {
+    layers: dict[nn.Module, Layer] = {
         module: module.__dict__[LAYER]
         for module in decoder.modules()
-        if isinstance(module.__dict__.get(LAYER), MappedLayer)
+        if getattr(module.__dict__.get(LAYER), "biased", None) is not None
     }
-    seen: dict[bias.DistanceBias, list[list[Observed]]] = {}
+    seen: dict[DistanceBias, list[list[_Observed]]] = {}
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
         for module, layer in layers.items():
-            assert layer.biased is not None, "checked above: the encoding learns in every layer"
-            part = getattr(layer.biased, bias.NAME)
-            if not isinstance(part, bias.DistanceBias):
+            part = getattr(layer.biased, BIAS)
+            if not isinstance(part, DistanceBias):
                 raise OptionError(
                     "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
                     "adapter is added"
                 )
             seen.setdefault(part, []).append([row[module] for row in rows])
         for part, observed in seen.items():
-            fit_to(part, observed, steps, learning_rate)
+            _fit(part, observed, steps, learning_rate)
     return model
 
 
@@ -130,20 +111,10 @@ def supported() -> list[str]:
     return sorted(cls.name for cls in all_encodings() if can_fit(build_method(cls.name)))
 
 
-def fit_to(
-    part: bias.DistanceBias,
-    layers: Sequence[Sequence[Observed]],
-    steps: int = 300,
-    learning_rate: float = 0.05,
+def _fit(
+    part: DistanceBias, layers: list[list[_Observed]], steps: int, learning_rate: float
 ) -> None:
-    """Fit the parameters of an encoding to attention weights, in place.
-
-    Args:
-        part: the encoding in one layer, or in all.
-        layers: for each of these layers, the attention in each row.
-        steps: see :func:`fit`.
-        learning_rate: see :func:`fit`.
-    """
+    """Fit an encoding, in one layer or in all, to attention in rows by layers."""
     values = {name: p.detach().float().clone() for name, p in part.named_parameters()}
     for value in values.values():
         value.requires_grad_()
@@ -153,7 +124,7 @@ def fit_to(
         for step in range(steps):
             optimizer.zero_grad()
             for rows in layers:
-                rows[step % len(rows)].loss(part, values).backward()
+                _loss(rows[step % len(rows)], part, values).backward()
             optimizer.step()
             schedule.step()
     with torch.no_grad():
@@ -163,15 +134,26 @@ def fit_to(
     part.clamp()
 
 
+def _loss(seen: _Observed, part: DistanceBias, values: dict[str, torch.Tensor]) -> Any:
+    """Cross entropy of the weights under the encoding with ``values``, nats."""
+    key = seen.dense.key
+    given = (key.shape[2], key.device, key.dtype, seen.owner)
+    added: Added = functional_call(part, values, given)
+    call = replace(seen.dense.call, **added._asdict())
+    found = seen.dense._replace(call=call).weights(seen.queries)
+    least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
+    return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
+
+
 def _observe(
-    decoder: nn.Module, layers: dict[nn.Module, MappedLayer], row: torch.Tensor
-) -> dict[nn.Module, Observed]:
+    decoder: nn.Module, layers: dict[nn.Module, Layer], row: torch.Tensor
+) -> dict[nn.Module, _Observed]:
     """The attention of ``decoder``, not patched, over a row in each of the layers."""
-    found: dict[nn.Module, Observed] = {}
+    found: dict[nn.Module, _Observed] = {}
 
     def look(module: nn.Module, dense: Dense, window: int | None) -> None:
         layer = layers.get(module)
-        if layer is None or layer.biased is None:
+        if layer is None or layer.layout is None or layer.biased is None:
             return
         tokens = dense.query.shape[2]
         queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
@@ -180,8 +162,8 @@ def _observe(
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))
-        bare = replace(dense, query=query, key=key)
-        found[module] = Observed(bare, queries, dense.weights(queries).float(), layer.biased)
+        bare = dense._replace(query=query, key=key)
+        found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
 
     with watched(decoder, look):
         device = vocabulary_of(decoder).weight.device
@@ -197,8 +179,8 @@ def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None
             f"rotation; rope_ext.fit supports {', '.join(supported())}, and alibi with learned=True"
         )
     tensor = isinstance(input_ids, torch.Tensor)
-    whole = tensor and input_ids.ndim == 2 and not input_ids.is_floating_point()
-    if not whole or not 2 <= input_ids.shape[1] <= state.length or not len(input_ids):
+    shape = list(input_ids.shape) if tensor and not input_ids.is_floating_point() else []
+    if len(shape) != 2 or not 2 <= shape[1] <= state.length or not shape[0]:
         shown = list(input_ids.shape) if tensor else brief(input_ids)
         raise OptionError(
             f"input_ids={shown} is not valid; it must be a tensor of token ids, [rows, tokens], "

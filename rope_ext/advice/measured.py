@@ -1,33 +1,26 @@
 """What decides without fine-tuning where no vendor has a recipe: numbers of pretrained models.
 
 ``make evidence`` measures them, with each method's defaults, and ``make evidence-pages`` writes
-``evidence.json``.
+``evidence.json``: for each model, methods by name.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 CANDIDATES = (
     *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "lampe"),
     *("yarn", "dynamic_yarn", "mrrope"),
 )
 """Methods for use without fine-tuning, best first on the bundled checkpoints."""
-
-
-@cache
-def evidence() -> list[dict[str, Any]]:
-    """Return what was measured, one entry for each model."""
-    return json.loads(Path(__file__).with_name("evidence.json").read_text(encoding="utf-8"))
+_EVIDENCE = json.loads(Path(__file__).with_name("evidence.json").read_text(encoding="utf-8"))
 
 
 def sentence(name: str) -> str:
     """Say what a method does to each model that it was measured on."""
     parts = []
-    for model in evidence():
+    for model in _EVIDENCE:
         found, unpatched = model["methods"].get(name, {}), model["methods"]["unpatched"]
         said = []
         if "perplexity" in found:
@@ -52,7 +45,7 @@ def ranked() -> list[str]:
     """
 
     def key(name: str) -> tuple[int, float]:
-        found = [model["methods"].get(name, {}) for model in evidence()]
+        found = [model["methods"].get(name, {}) for model in _EVIDENCE]
         passkeys = sum(one["passkey"][0] for one in found if "passkey" in one)
         return -passkeys, sum(round(one["perplexity"], 1) for one in found if "perplexity" in one)
 

@@ -22,34 +22,19 @@ recent tokens that stay unquantized."""
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device; ``print`` it."""
 
-    Args:
-        weights: of the model, on loading.
-        cache: keys and values of the whole prompt.
-        prefill: peak of the prompt's forward beside weights and cache.
-        position_method: what a position method adds at most: in one layer, queries and keys
-            rotated for two more bands, and outputs in float32.
-    """
-
-    weights: float
-    cache: float
-    prefill: float
+    weights: float  # on loading
+    cache: float  # keys and values of the whole prompt
+    prefill: float  # peak of the prompt's forward beside weights and cache
     position_method: float
-
-    @property
-    def total(self) -> float:
-        """Weights, cache and prefill."""
-        return self.weights + self.cache + self.prefill
+    """What a position method adds at most: in one layer, queries and keys rotated for two more
+    bands, and outputs in float32."""
 
     def __str__(self) -> str:
-        lines = {
-            "weights": self.weights,
-            "KV cache": self.cache,
-            "prefill": self.prefill,
-            "total": self.total,
-        }
-        text = [f"{name:<10}{shown(size):>12}" for name, size in lines.items()]
+        total = self.weights + self.cache + self.prefill
+        lines = {"weights": self.weights, "KV cache": self.cache, "prefill": self.prefill}
+        text = [f"{name:<10}{shown(size):>12}" for name, size in (lines | {"total": total}).items()]
         return "\n".join([*text, f"position methods add at most {shown(self.position_method)}"])
 
 

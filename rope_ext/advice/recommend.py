@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.advice.building import built, require_length
-from rope_ext.advice.calibrated import Calibrated, calibration_for, misfit
+from rope_ext.advice.building import model_of, require_length
+from rope_ext.advice.calibrated import Calibrated, calibration_for
 from rope_ext.advice.describe import call_text
 from rope_ext.advice.measured import ranked, sentence
 from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
@@ -23,14 +23,13 @@ from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.recommendation import Recommendation
 from rope_ext.engines import build_engine, engines_for, export, serving_commands
-from rope_ext.engines.base import config_of
 from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
-from rope_ext.rotary.sites import RotarySite, text_config, text_decoder
+from rope_ext.rotary.sites import text_config, text_decoder, unwrap
 from rope_ext.saving.folder import read_saved
 
 _INTERPOLATED = 4
@@ -61,50 +60,24 @@ RAISED = (
 
 @dataclass(frozen=True)
 class _Case:
-    """What a recommendation is for.
-
-    Args:
-        model: loaded or without weights.
-        rope: the trained embedding.
-        target: tokens.
-        finetune: whether the model will be fine-tuned.
-        scaled: what the checkpoint does to its embedding by itself, in words; None: nothing.
-        engine: that has to run it; None: this process.
-        recipe: of the vendor, if there is one.
-        length: trained tokens to give to ``patch``; None: as the configuration says.
-        raised: the checkpoint's own scaling with a larger factor; None: it has none.
-    """
+    """What a recommendation is for."""
 
     model: nn.Module
-    rope: Rope
+    rope: Rope  # as trained
     target: int
     finetune: bool
-    scaled: str | None
-    engine: str | None
+    engine: str | None  # that has to run it
+    scaled: str | None  # what the checkpoint does to its embedding by itself, in words
     recipe: Recipe | None
-    length: int | None
-    raised: Method | None
+    length: int | None  # trained length to give to `patch`; None: as the configuration says
+    raised: Method | None  # the checkpoint's own scaling with a larger factor
 
     @property
     def factor(self) -> int | float:
         return factor_to(self.target, self.rope.length)
 
-    def engines(self, method: Method) -> tuple[str, ...]:
-        """The engines that can run ``method`` on the model.
-
-        Raises:
-            RopeExtError: the model refuses it.
-        """
-        composed = self.scaled is not None and method.kind == "frequency"
-        compose = "raise" if method == self.raised else composed
-        with patched(
-            self.model, method, compose=compose, original_max_position_embeddings=self.length
-        ):
-            engines = engines_for(self.model)
-            if self.engine is None or self.engine in engines:
-                return engines
-            export(self.model, self.engine)  # raises, and says why
-        return ()
+    def compose(self, method: Method) -> Any:
+        return "raise" if method == self.raised else self.scaled is not None
 
 
 @dataclass(frozen=True)
@@ -115,11 +88,6 @@ class _Trial:
     why: str
     engines: tuple[str, ...] = ()
     refusal: RopeExtError | None = None
-
-    @property
-    def unproven(self) -> bool:
-        """Whether only the weights can show that the model accepts it."""
-        return self.method.replaces_attention and isinstance(self.refusal, UnsupportedModelError)
 
 
 def recommend(
@@ -165,26 +133,25 @@ def recommend(
         build_engine(engine)  # a mistake shows before a Hub is asked
     require_length("target_length", target_length)
     model, notes = _without_patch(model_or_config, target_length)
-    found, given = calibration_for(model_or_config, calibration)
+    found = calibration_for(model_or_config, calibration)
     case = _case(model, target_length, finetune, engine)
     name, trained = type(text_decoder(model)).__name__, case.rope.length
     candidates = [*_candidates(case)]
     if found is not None and not finetune:
-        mismatch = misfit(found, name, trained, target_length)
+        mismatch = found.misfit(name, trained, target_length)
         if mismatch is None:
             why = f"calibrated on a text: {found.sentence}"
             candidates.insert(int(case.recipe is not None), (found.method, why))
-        elif given:
+        elif calibration is not None:
             raise OptionError(
                 f"this calibration is {mismatch}; leave calibration out, or calibrate for this one"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
-    on_meta = not engine and any(parameter.is_meta for parameter in model.parameters())
-    accepted = [t for t in trials if t.refusal is None or (on_meta and t.unproven)]
+    accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
     if not accepted:
         raise not_none(trials[0].refusal)
     first, *others = accepted
-    serve = next((t for t in accepted if t.engines), None)
+    serve = None if engine else next((t for t in accepted if t.engines), None)
     refused = [
         f"{t.method.name} is left out: {t.refusal}"
         for t in trials[: trials.index(first)]
@@ -198,12 +165,12 @@ def recommend(
         trained_length=trained,
         finetune=finetune,
         engine=engine,
-        compose="raise" if first.method == case.raised else case.scaled is not None,
+        compose=case.compose(first.method),
         original_max_position_embeddings=case.length,
         reasons=(*first.why.splitlines(), *_more(case, first, found), *refused, *notes),
         alternatives=tuple((t.method, t.why.replace("\n", " ")) for t in others),
-        serve=None if engine or serve is None else serve.method,
-        engines=() if engine or serve is None else serve.engines,
+        serve=None if serve is None else serve.method,
+        engines=() if serve is None else serve.engines,
         raised=case.raised,
     )
 
@@ -217,20 +184,25 @@ def _without_patch(
         OptionError: the model reaches the target as it was saved.
     """
     if isinstance(given, nn.Module):
-        return given, gguf_source.scaling_notes(config_of(given))
+        return given, gguf_source.scaling_notes(unwrap(given).config)
     saved = read_saved(given)
     state = current_patch(saved.model)
     if state is None:
         return saved.model, gguf_source.scaling_notes(saved.config)
     own = saved.source == "rope_parameters"  # which plain transformers loads
-    tables = own and state.method.is_dynamic
-    if target > state.target_length and not tables:
-        return built(given)
+    tables, beyond = own and state.method.is_dynamic, target > state.target_length
+    if beyond and not tables:
+        if own:
+            return model_of(given), ()
+        return model_of(given), (
+            f"It was saved under {state.record.call()}; this is about the model without that. For "
+            f"the other, load it with rope_ext.from_pretrained and pass the model.",
+        )
     commands = serving_commands(saved)
     loader = "AutoModelForCausalLM" if own else "rope_ext"
     next_step = f"serve it: {commands[0]}" if commands else f"load it with {loader}.from_pretrained"
     name = saved.name or type(state.decoder).__name__
-    if target > state.target_length:
+    if beyond:
         raise AlreadyScaledError(
             f"{name} reaches {state.target_length} tokens by its own two tables (longrope, from "
             f"{state.length}), which nothing stretches further. Up to there, {next_step}; for "
@@ -246,84 +218,74 @@ def _without_patch(
 
 def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> _Case:
     decoder, site = text_decoder(model), first_site(model)
-    configured = site.rope.length
+    configured, kind = site.rope.length, text_config(decoder).model_type
     if target <= configured:
         raise OptionError(
             f"target_length={target} is within the {configured} tokens that "
             f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
             f"unpatched, or give a target above {configured}"
         )
-    scaled, length = is_scaled(decoder, site), None
-    recipe = raised = None
-    if scaled is None and not finetune:
-        recipe = recipe_for(text_config(decoder).model_type, configured)
+    scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
+    if scaled is not None:
+        scaled += shipped_with(kind, site.rope_type)
+        if site.rope_type == "yarn":  # nothing was measured for the other types
+            raised = YaRN(factor=factor_to(target, not_none(site.settings.length)))
+    elif not finetune:
+        recipe = recipe_for(kind, configured)
     if recipe is not None and target > recipe.factor * recipe.trained:
         recipe = None
     if recipe is not None and recipe.trained != configured:
         length = recipe.trained
         site = first_site(model, length=length)
-    if scaled is not None:
-        raised = _raised(site, target)
-        shipped = shipped_with(text_config(decoder).model_type, site.rope_type)
-        if shipped is not None:
-            scaled += f", as {shipped.models}: {shipped.settings}; {shipped.source}"
-    return _Case(model, site.rope, target, finetune, scaled, engine, recipe, length, raised)
-
-
-def _raised(site: RotarySite, target: int) -> Method | None:
-    """YaRN with the factor that reaches the target, if the checkpoint was trained under YaRN.
-
-    Nothing was measured for the other types.
-    """
-    if site.rope_type != "yarn":
-        return None
-    return YaRN(factor=factor_to(target, not_none(site.settings.length)))
+    return _Case(model, site.rope, target, finetune, engine, scaled, recipe, length, raised)
 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Methods, the best first, and the reason to choose each."""
-    factor, names = case.factor, set()
+    factor, recipe = case.factor, case.recipe
     raised = [] if case.raised is None else [(case.raised, RAISED)]
     if case.finetune or case.engine is not None:
         yield from raised
-    if case.finetune:
-        yield from ((cls(factor=factor), why) for cls, why in FINETUNED)
-        return
-    if case.recipe is not None:
-        names.add("yarn")
+    if recipe is not None and not case.finetune:
         yield (
             YaRN(factor=factor),
-            f"the vendor of {case.recipe.models} publishes YaRN up to factor "
-            f"{case.recipe.factor:g} on {case.recipe.trained} tokens ({case.recipe.source}). "
-            f"{case.recipe.note}".rstrip(),
+            f"the vendor of {recipe.models} publishes YaRN up to factor {recipe.factor:g} on "
+            f"{recipe.trained} tokens ({recipe.source}). {recipe.note}".rstrip(),
         )
-    if case.engine is not None:
-        yield from ((cls(factor=factor), why) for cls, why in SERVED if cls.name not in names)
+    if case.finetune or case.engine is not None:
+        for cls, why in FINETUNED if case.finetune else SERVED:
+            if recipe is None or cls is not YaRN:
+                yield cls(factor=factor), why
         return
-    methods = [build_method(name, factor=factor) for name in ranked() if name not in names]
-    methods = [method.resolved(case.rope) for method in methods]
+    names = [name for name in ranked() if recipe is None or name != "yarn"]
+    methods = [build_method(name, factor=factor).resolved(case.rope) for name in names]
     # sorted() is stable: only too large groups move behind the rest.
-    for method in sorted(methods, key=lambda method: _group(method) > _LARGEST_GROUP):
+    for method in sorted(methods, key=lambda m: getattr(m, "group", 0) > _LARGEST_GROUP):
         if not method.replaces_attention:
             yield from raised
             raised = []
         if case.scaled is None or not method.is_dynamic:  # which cannot go on top of another
-            yield method, _evidence(method)
-
-
-def _group(method: Method) -> int:
-    return getattr(method, "group", 0)
-
-
-def _evidence(method: Method) -> str:
-    return f"{method.summary} ({method.paper}).\n{sentence(method.name)} (docs/evidence.md)."
+            why = f"{method.summary} ({method.paper}).\n{sentence(method.name)} (docs/evidence.md)."
+            yield method, why
 
 
 def _tried(case: _Case, method: Method, why: str) -> _Trial:
+    compose = method.kind == "frequency" and case.compose(method)
+    options = {"compose": compose, "original_max_position_embeddings": case.length}
     try:
-        return _Trial(method, why, case.engines(method))
+        with patched(case.model, method, **options):
+            if case.engine is not None:
+                export(case.model, case.engine)
+            return _Trial(method, why, engines_for(case.model))
     except RopeExtError as error:
         return _Trial(method, why, refusal=error)
+
+
+def _unproven(case: _Case, trial: _Trial) -> bool:
+    """Whether only the weights, which are not there, can show that the model accepts it."""
+    on_meta = not case.engine and any(parameter.is_meta for parameter in case.model.parameters())
+    refused = isinstance(trial.refusal, UnsupportedModelError)
+    return on_meta and refused and trial.method.replaces_attention
 
 
 def _more(case: _Case, chosen: _Trial, found: Calibrated | None) -> Iterator[str]:

@@ -14,8 +14,8 @@ from rope_ext.apply.raising import TYPES
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.position.layers import ignores_scaling
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.sites import PatchTarget, RotarySite
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ def scale_softmax(
     if not baked or number == 1:
         return ()
     for module in baked:
-        scale = cast("float", module.scaling)
-        changes.replaced.append((module, "scaling", scale))
-        setattr(module, "scaling", scale * number**2)  # noqa: B010  # nn.Module declares tensors
+        set_attribute(module, "scaling", cast("float", module.scaling) * number**2, changes)
     return (
         f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
         f"layers, where this checkpoint has its own (mscale_all_dim), and not on cosine and sine",

@@ -17,10 +17,10 @@ from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
 from rope_ext.position import queries
 from rope_ext.rotary import buffers, hooks
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_sharded
 from rope_ext.rotary.sequences import Sequences, follow
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
+from rope_ext.rotary.swapping import Changes
 
 
 def apply(
@@ -64,7 +64,7 @@ def apply(
         _write(method, targets, saved.built, precise, keep, sequences, changes)
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)
-        changes.handles += hooks.keep_native(decoder, local)
+        changes += [handle.remove for handle in hooks.keep_native(decoder, local)]
     per_sequence = method.is_dynamic and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
     for site in scaled:
@@ -98,30 +98,15 @@ def _write(
     """Give every site its frequencies and scaling, and a hook where that is not enough."""
     for site, (inv_freq, scaling) in targets.items():
         native = keep and site.shared
-        following = sequences is not None and bool(method.is_dynamic or method.start_tokens)
         hooked = precise or native or sequences is not None
         if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
-            changes.states.append(buffers.write(site, site.loaded, site.scaling, hooked))
+            buffers.write(site, site.loaded, site.scaling, hooked, changes)
         else:
             buffer = built.get(site, inv_freq.float())
-            changes.states.append(buffers.write(site, buffer, scaling, hooked))
-        rotating = None
-        if precise or native or following:
-            rotating = hooks.RotaryHook(
-                site,
-                inv_freq,
-                scaling,
-                precise,
-                sequences if following else None,
-                native,
-                method.start_tokens,
-            )
-        locating = None
-        if sequences is not None and not following:
-            locating = hooks.Locating(site, sequences)
-        for hook in (rotating, locating):
-            if hook is not None:
-                changes.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
+            buffers.write(site, buffer, scaling, hooked, changes)
+        if hooked:
+            hook = hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native)
+            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
 
 
 def _grow(place: PatchTarget, name: str, native: bool, changes: Changes) -> None:
@@ -132,9 +117,9 @@ def _grow(place: PatchTarget, name: str, native: bool, changes: Changes) -> None
             f"family; use mode='fixed'"
         )
     for site in place.scaled:
-        changes.states.append(buffers.grow(site))
+        buffers.grow(site, changes)
     refuse = functools.partial(_refuse_sharded, name)
-    changes.handles.append(place.decoder.register_forward_pre_hook(refuse))
+    changes.append(place.decoder.register_forward_pre_hook(refuse).remove)
 
 
 def _refuse_sharded(name: str, decoder: nn.Module, args: tuple[Any, ...]) -> None:

@@ -16,10 +16,10 @@ from rope_ext.methods import FrequencyMethod, PositionMethod, Rope
 from rope_ext.options import Options
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import buffers
-from rope_ext.rotary.buffers import Changes
 from rope_ext.rotary.calls import refuse_continuous_batching
 from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.sites import PatchTarget, RotarySite
+from rope_ext.rotary.swapping import Changes
 
 _logger = logging.getLogger("rope_ext")
 
@@ -55,7 +55,7 @@ class _Standing(RoPE):
 def _apply(
     place: PatchTarget, method: PositionMethod, label: str, options: Options, changes: Changes
 ) -> Applied:
-    from rope_ext.position.install import install  # loads every kernel
+    from rope_ext.position.install import Installed  # loads every kernel
 
     decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
     beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
@@ -94,11 +94,10 @@ def _apply(
         named,
         instead,
     )
-    installed = install(decoder, position_map)
-    changes.parts.append(installed)
+    installed = Installed(decoder, position_map, changes)
     refuse_continuous_batching(place.model, installed.unbatched(), changes)
     saved = unsaved(place, length)
-    notes = [f"saving: {saved.note}", *installed.notes(), *axes]
+    notes = [f"saving: {saved.note}", *installed.notes, *axes]
     for note in axes:
         _logger.warning("rope_ext: %s", note)
     methods = (method,) if under is None else (method, under)
@@ -165,7 +164,7 @@ def _write(
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, _ = target(under, site)
         scaling, _ = site.factors(under, method)
-        changes.states.append(buffers.write(site, inv_freq.float(), scaling, True))
+        buffers.write(site, inv_freq.float(), scaling, True, changes)
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
         raise AlreadyScaledError(
@@ -173,5 +172,5 @@ def _write(
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
     scaling, _ = site.factors(method)
-    changes.states.append(buffers.write(site, site.loaded, scaling, True))
+    buffers.write(site, site.loaded, scaling, True, changes)
     return site.loaded.double(), scaling

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.apply.configuration import part_of, quieted, replace_older
-from rope_ext.config.record import EXPERTS, HEAD
+from rope_ext.apply.configuration import part_of, quieted
+from rope_ext.config.record import EXPERTS, HEAD, OLDER
 from rope_ext.errors import CURE
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
@@ -138,7 +138,7 @@ def _proposals(
     method: FrequencyMethod, scaled: list[RotarySite]
 ) -> Iterator[dict[RotarySite, dict[str, Any]]]:
     """Candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
-    raised = {site: dict(site.raised.entry) for site in scaled if site.raised is not None}
+    raised = {site: dict(site.raised[0]) for site in scaled if site.raised is not None}
     if raised:  # no other type is the checkpoint's own
         yield raised
         return
@@ -186,7 +186,8 @@ def _merged(
 def _reloaded(config: Any, values: dict[str, Any]) -> Any:
     """A copy of ``config`` with ``values``, after a round trip through config.json."""
     trial = copy.deepcopy(config)
-    replace_older(trial, {})  # they would be read in place of the new values
+    for name in OLDER:  # they would be read in place of the new values
+        vars(trial).pop(name, None)
     for name, value in values.items():
         setattr(trial, name, copy.deepcopy(value))
     return type(config).from_dict(trial.to_dict())

@@ -258,8 +258,8 @@ def _compute(
     if not fused:
         return bands.attend(query, key, value, call), query.new_empty(0, dtype=wide(query))
     # Kernels assume contiguous columns without checking.
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return flash.compute(*rows, call)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return flash.compute(query, key, value, call)
 
 
 # It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
@@ -337,7 +337,9 @@ def _backward(
     """Gradients of query, key and value, then of those of sinks and bias that learn."""
     call = _unpacked(sinks, bias, tables, plan, start, scale, softcap)
     if lse.dim() > 1:
-        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
+        rows: Any = [
+            x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out)
+        ]
         found = flash.differentiate(*rows, lse, call)
         if sinks is not None and learns[0]:
             by_row = (grad.to(lse.dtype) * out).sum(-1)
@@ -345,7 +347,7 @@ def _backward(
             found.append(of_sinks.to(sinks.dtype))
         return found
     given = zip((query, key, value, sinks, bias), (True, True, True, *learns), strict=True)
-    leaves = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
+    leaves: Any = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
     with _recorded():
         made = bands.attend(*leaves[:3], replace(call, sinks=leaves[3], bias=leaves[4]))
         leaves = [x for x in leaves if x is not None and x.requires_grad]

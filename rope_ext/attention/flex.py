@@ -160,6 +160,7 @@ def _attend(
             return_aux=AuxRequest(lse=True),
         )
         outs.append(out)
+        assert aux.lse is not None
         logs.append(aux.lse.to(wide(aux.lse)).clamp(min=-1e30))  # -inf has no gradient
     if len(outs) == 1 and sinks is None:
         return outs[0]
@@ -204,7 +205,7 @@ def block_mask_of(
         def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
             return of_tensors.sees(row + first_query, column + first_key)
 
-        listed = [y for x in (some & ~every, every) for y in _listed(x)]
+        listed: list[Any] = [y for x in (some & ~every, every) for y in _listed(x)]
         sizes: Any = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (queries, keys)}
         return BlockMask.from_kv_blocks(*listed, mask_mod=seen, **sizes)
 

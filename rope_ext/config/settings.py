@@ -6,17 +6,30 @@ the factor. The value counts from which transformers builds the frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rope_ext.config.record import FIELD, record_of
+from rope_ext.config.record import record_of
+from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
 from rope_ext.methods.rope import plain_number, reach, whole_number
+from rope_ext.methods.temperature import yarn_factor
 
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
-_STYLES = ("rope_parameters", "rope_scaling")
-_FACTS = ("rope_type", "rope_theta", "factor", ORIGINAL, "partial_rotary_factor")
-_OLD_NAMES = {"su": "longrope", "mrope": "default"}
+METHODS: Mapping[str, str] = {
+    "yarn": "yarn",
+    "llama3": "llama3",
+    "linear": "pi",
+    "dynamic": "dynamic_ntk",
+    "longrope": "longrope",
+}
+"""Names of methods by ``rope_type``."""
+_SAME_NAMES = {
+    "yarn": ("beta_fast", "beta_slow", "truncate"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
+"""Options of methods that entries store under the same name."""
 
 
 @dataclass(frozen=True)
@@ -105,38 +118,29 @@ def path_to_text(config: Any) -> tuple[str, ...]:
     return path(config) or ()
 
 
-def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what a configuration says twice and differently, and on what counts.
+def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None:
+    """The method that computes an entry; None: no method does.
 
     Args:
-        config: as transformers loaded it.
-        saved: the values in its ``config.json``.
+        entry: of ``rope_parameters``.
+        factor: extension factor, which not every entry holds.
+
+    Raises:
+        KeyError, TypeError, RopeExtError: the entry is incomplete, or its values are not valid.
     """
-    for name in path_to_text(config):
-        saved = saved.get(name) or {}
-    if FIELD in saved:  # what a patch wrote fits
-        return
-    settings = rope_settings(config.get_text_config(decoder=True))
-    entries = {name: saved[name] for name in _STYLES if isinstance(saved.get(name), dict)}
-    for fact in _FACTS:
-        counts = settings.rope_type if fact == "rope_type" else settings.parameters.get(fact)
-        given = {"the top level": saved.get(fact)}
-        for style, entry in entries.items():
-            given[style] = entry.get(fact)
-            if fact == "rope_type":
-                given[f"type of {style}"] = _OLD_NAMES.get(entry.get("type"), entry.get("type"))
-        others = {place: x for place, x in given.items() if x is not None and x != counts}
-        ours = any(str(x).startswith("rope_ext:") for x in others.values())
-        if others and counts is not None and not ours:
-            told = " and ".join(f"{value!r} ({place})" for place, value in others.items())
-            yield f"{fact} is given as {told}, but transformers uses {counts!r}"
-    longest, target = getattr(config.get_text_config(decoder=True), LONGEST, None), settings.target
-    if settings.rope_type == "yarn" and target not in (None, longest):
-        missing = not any(ORIGINAL in part for part in (saved, *entries.values()))
-        told = (
-            f"{LONGEST} for the missing {ORIGINAL}" if missing else f"{ORIGINAL}={settings.length}"
-        )
-        yield (
-            f"{LONGEST}={longest} does not fit factor={settings.factor:g}: transformers uses the "
-            f"factor, and {told}, which together reach {target} tokens"
-        )
+    kind = entry["rope_type"]
+    if kind not in METHODS:
+        return None
+    options: dict[str, Any] = {
+        name: entry[name] for name in _SAME_NAMES.get(kind, ()) if entry.get(name) is not None
+    }
+    cls: Any = method_class(METHODS[kind])
+    if cls is LongRoPE:
+        long, short = tuple(entry["long_factor"]), tuple(entry["short_factor"])
+        # Equal tables serve every length.
+        options |= {"long_factor": long, "short_factor": None if short == long else short}
+    given = entry.get("attention_factor")
+    if cls in (LongRoPE, YaRN) and given is not None:
+        usual = cls is YaRN and math.isclose(given, yarn_factor(factor))
+        options["attention_factor"] = None if usual else given
+    return cls(factor=factor, **options)

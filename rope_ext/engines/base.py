@@ -1,4 +1,4 @@
-"""A patch as settings for other engines.
+"""A patch as settings for other engines: what all of them share.
 
 Each engine states the version in which its formulas were read and, if possible, run.
 """
@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -18,14 +17,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.apply.configuration import part_of
-from rope_ext.config.record import record_of
 from rope_ext.engines.families import ENGINES, Family, everywhere
 from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
-from rope_ext.methods import Method, Rope
-from rope_ext.methods.checked import not_none
+from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
-from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
+from rope_ext.rotary.sites import text_config, unwrap
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import Saved, read_saved
@@ -86,28 +83,16 @@ class Engine:
     title: ClassVar[str]
     """As its authors write it."""
 
-    def export(self, model: nn.Module, state: Patch) -> Export:
-        """Settings with which the engine computes ``state``; raises :class:`Refusal`."""
-        raise NotImplementedError
-
-    def export_shipped(self, saved: Saved, state: Patch) -> Export:
-        """Settings for a folder with two tables of LongRoPE; raises :class:`Refusal`.
+    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+        """Settings with which the engine computes ``state``; raises :class:`Refusal`.
 
         Args:
-            saved: the folder.
-            state: what it says, which transformers chooses by the length of a sequence.
-        """
-        raise Refusal("it is not known to choose between two tables of frequencies")
-
-    def export_saved(self, made: Export, saved: Saved, state: Patch) -> Export:
-        """The same for a folder that already holds the patch.
-
-        Args:
-            made: what :meth:`export` returned for it.
-            saved: the folder.
+            model: under the patch.
             state: the patch.
+            saved: the folder that already holds the patch; None: the engine loads the model as it
+                was before.
         """
-        return made
+        raise NotImplementedError
 
 
 _REGISTRY: dict[str, type[Engine]] = {}
@@ -166,98 +151,38 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         MeasureError: the folder has no configuration.
     """
     chosen = build_engine(engine, **options)
-    if isinstance(model, nn.Module):
-        saved = None if current_patch(model) is not None else read_saved(config_of(model))
-    else:
-        saved = read_saved(model)
-    return _export(chosen, model, saved)
+    if isinstance(model, nn.Module) and current_patch(model) is not None:
+        return _export(chosen, model, None)
+    saved = read_saved(config_of(model) if isinstance(model, nn.Module) else model)
+    return _export(chosen, saved.model, saved)
 
 
-def _export(chosen: Engine, model: Any, saved: Saved | None) -> Export:
-    model, engine = model if saved is None else saved.model, chosen.name
-    state = current_patch(model)
+def _export(chosen: Engine, model: nn.Module, saved: Saved | None) -> Export:
+    state, engine = current_patch(model), chosen.name
     if state is None:
         raise NotPatchedError(
-            f"this model is not patched{_own_scaling(model)}, so there is nothing to export; call "
-            f"rope_ext.patch(model, ...) first, or pass --method"
+            "this model is not patched, and no method is known for what its configuration says, so "
+            "there is nothing to export; call rope_ext.patch(model, ...) first, or pass --method"
         )
     try:
         made = _made(chosen, model, state, saved)
     except Refusal as refusal:
         others = [e for e in _REGISTRY if e != engine and _runs(model, state, e, saved)]
-        instead = "no supported engine can run this patch"
-        if others:
-            instead = f"{' and '.join(map(repr, others))} can run it"
+        instead = f"{' and '.join(map(repr, others))} can run it"
         raise ExportError(
-            f"{engine} cannot run {state.method.name}: {refusal}; {instead}. Every engine runs "
+            f"{engine} cannot run {state.method.name}: {refusal}; "
+            f"{instead if others else 'no supported engine can run this patch'}. Every engine runs "
             f"'yarn', 'pi' and 'ntk' on {', '.join(everywhere())}"
         ) from None
-    if saved is None or _is_shipped(saved, state):
-        return made
-    if saved.source == "adapter":
+    if saved is not None and saved.source == "adapter":
         note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
         return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
-    return chosen.export_saved(made, saved, state)
-
-
-def _own_scaling(model: nn.Module) -> str:
-    """What the configuration of a model without a patch says about its extension."""
-    settings = next(
-        (site.settings for site in find_sites(text_decoder(model)) if site.scaled), None
-    )
-    if settings is None:
-        return " and its configuration does not extend it"
-    return (
-        f", and engines read its own scaling (rope_type {settings.rope_type!r}, {settings.length} "
-        f"-> {settings.target} tokens) from config.json without settings"
-    )
-
-
-def serving_commands(saved: Saved) -> tuple[str, ...]:
-    """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
-    state = current_patch(saved.model)
-    if state is None:
-        return ()
-    names = [name for name in _REGISTRY if name != "transformers"]
-    running = (name for name in names if _runs(saved.model, state, name, saved))
-    return tuple(_export(build_engine(name), None, saved).command for name in islice(running, 1))
-
-
-def _is_shipped(saved: Saved, state: Patch) -> bool:
-    """Whether a folder has two tables of its own, which no patch wrote."""
-    return saved.source == "rope_parameters" and state.method.is_dynamic
+    return made
 
 
 def _made(chosen: Engine, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    if saved is not None and _is_shipped(saved, state):
-        return chosen.export_shipped(saved, state)
-    return chosen.export(model, state)
-
-
-def in_folder(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a saved configuration holds these fields, or leaves out what is the default."""
-    defaults: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0}
-    if fields.get("rope_type") == "yarn":
-        defaults["attention_factor"] = yarn_factor(fields["factor"])
-    for name, value in fields.items():
-        there = saved.get(name, defaults.get(name))
-        if isinstance(value, Mapping):
-            if not (isinstance(there, Mapping) and in_folder(value, there)):
-                return False
-        elif isinstance(value, float) and isinstance(there, (int, float)):
-            if not math.isclose(value, there, rel_tol=1e-9):
-                return False
-        elif value != there:
-            return False
-    return True
-
-
-def engines_for(model: nn.Module) -> tuple[str, ...]:
-    """The names of the engines that can run the patch of ``model``; none if it is not patched."""
-    state = current_patch(model)
-    if state is None:
-        return ()
-    return tuple(name for name in _REGISTRY if _runs(model, state, name))
+    beside = saved is not None and saved.source == "adapter"  # the base model is unextended
+    return chosen.export(model, state, None if beside else saved)
 
 
 def _runs(model: nn.Module, state: Patch, engine: str, saved: Saved | None = None) -> bool:
@@ -266,6 +191,42 @@ def _runs(model: nn.Module, state: Patch, engine: str, saved: Saved | None = Non
     except Refusal:
         return False
     return True
+
+
+def serving_commands(saved: Saved) -> tuple[str, ...]:
+    """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
+    state = current_patch(saved.model)
+    for name in _REGISTRY:
+        if state and name != "transformers" and _runs(saved.model, state, name, saved):
+            return (_export(build_engine(name), saved.model, saved).command,)
+    return ()
+
+
+def engines_for(model: nn.Module) -> tuple[str, ...]:
+    """The names of the engines that can run the patch of ``model``; none if it is not patched."""
+    state = current_patch(model)
+    return () if state is None else tuple(n for n in _REGISTRY if _runs(model, state, n))
+
+
+def is_shipped(saved: Saved | None, state: Patch) -> bool:
+    """Whether a folder has two tables of its own, which no patch wrote."""
+    return saved is not None and saved.source == "rope_parameters" and state.method.is_dynamic
+
+
+def in_folder(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a saved configuration holds these fields, or leaves out what is the default."""
+    defaults: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0}
+    if fields.get("rope_type") == "yarn":
+        defaults["attention_factor"] = yarn_factor(fields["factor"])
+
+    def same(value: Any, there: Any) -> bool:
+        if isinstance(value, Mapping):
+            return isinstance(there, Mapping) and in_folder(value, there)
+        if isinstance(value, float) and isinstance(there, (int, float)):
+            return math.isclose(value, there, rel_tol=1e-9)
+        return value == there
+
+    return all(same(v, saved.get(name, defaults.get(name))) for name, v in fields.items())
 
 
 @dataclass(frozen=True)
@@ -294,33 +255,6 @@ class Scaling:
         parameters = part_of(text_config(state.decoder).rope_parameters, site)
         return cls(rope, *state.frequencies_of(site), state.target_length, parameters)
 
-    @classmethod
-    def configured(cls, model: nn.Module) -> Scaling:
-        """The scaling in the configuration of a model without a patch.
-
-        Raises:
-            Refusal: there is none, or it changes with the sequence.
-        """
-        decoder = text_decoder(model)
-        sites, config = find_sites(decoder), text_config(decoder)
-        parameters = config.rope_parameters
-        if len(sites) > 1 or is_nested(parameters):
-            raise Refusal("models with several rotary embeddings have not been tested")
-        (site,) = sites
-        if not site.scaled and record_of(config) is None:
-            raise Refusal(
-                "there is none; patch it, or give a folder that save_pretrained of a patched model "
-                "wrote"
-            )
-        settings = site.settings
-        if settings.is_dynamic:
-            raise Refusal("its frequencies change with the length of a sequence")
-        rope = Rope.geometric(site.rope.base, site.rope.dim, not_none(settings.length))
-        inv_freq = site.loaded.double()
-        if settings.rope_type in ("default", "linear"):  # to better than float32
-            inv_freq = rope.inv_freq / (settings.factor or 1.0)
-        return cls(rope, inv_freq, site.scaling, not_none(settings.target), parameters)
-
     @property
     def divisors(self) -> list[float]:
         """Divisors of the frequencies of ``rope``; 1e30 for pairs that do not rotate."""
@@ -333,19 +267,19 @@ class Scaling:
         slowest = float(self.inv_freq[-1])
         if self.rope.dim < 4 or slowest <= 0:
             return None
-        exponent = self.rope.dim / (self.rope.dim - 2)
-        return self._same(slowest**-exponent, 1.0)
+        base = slowest ** -(self.rope.dim / (self.rope.dim - 2))
+        return base if self._is(base, 1.0) else None
 
     @property
     def factor(self) -> float | None:
         """The common divisor of all frequencies, or None."""
         divisor = self.divisors[0]
-        return divisor if self._same(self.rope.base, divisor) else None
+        return divisor if self._is(self.rope.base, divisor) else None
 
-    def _same(self, base: float, divisor: float) -> float | None:
+    def _is(self, base: float, divisor: float) -> bool:
         made = Rope.geometric(base, self.rope.dim, 1).inv_freq / divisor
         # The float32 of a checkpoint's own buffers; a table would be as exact.
-        return base if torch.allclose(made, self.inv_freq, rtol=1e-6, atol=0) else None
+        return torch.allclose(made, self.inv_freq, rtol=1e-6, atol=0)
 
 
 def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
@@ -356,10 +290,50 @@ def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
         sliding_base: base by which the engine rotates sliding layers, whatever its settings.
     """
     refuse_positions(state)
-    refuse_adapting(state.method)
     sliding = [site.rope.base for site in state.sites if site not in state.scaled]
     if len(state.scaled) > 1 or (sliding and sliding != [sliding_base]):
         raise Refusal("models with several rotary embeddings have not been tested")
+
+
+def refuse_positions(state: Patch, dynamic: bool = False) -> None:
+    """Raise if ``state`` changes more than frequencies, or, unless ``dynamic``, by sequence."""
+    method, options = state.method, state.options
+    start = getattr(method, "start_tokens", 0)
+    if start:
+        raise Refusal(
+            f"it rotates all tokens with the same frequencies, but start_tokens={start} keeps the "
+            f"trained ones for the first tokens; patch with start_tokens=0 to export"
+        )
+    if method.replaces_attention:
+        raise Refusal("it has no setting that changes the positions of queries and keys")
+    if options.bias is not None:
+        raise Refusal(f"it has no setting that adds a bias ({options.bias.name}) to logits")
+    if options.layers is not None:
+        raise Refusal("it rotates all layers with the same frequencies; patch without layers=")
+    refuse_tempered(state)
+    if method.is_dynamic and not dynamic:
+        raise Refusal(
+            "it uses one set of frequencies for all sequences, but this method chooses them for "
+            "each; no supported engine follows the length of each request: patch with "
+            "length=TOKENS to fix them"
+        )
+
+
+def refuse_tempered(state: Patch) -> None:
+    """Raise if the patch scales queries."""
+    temperature = state.method.tempered(state.scaled[0].rope)
+    if isinstance(temperature, SSMax):
+        raise Refusal(
+            "it has no setting that multiplies queries by a number learned for every head "
+            "(temperature='ssmax'); run the model with transformers (rope_ext.from_pretrained), or "
+            "patch with temperature=1 and calibrate attention_factor (rope_ext.calibrate)"
+        )
+    if temperature is not None:
+        raise Refusal(
+            f"it has no setting that multiplies queries (temperature={state.method.temperature!r});"
+            f" use attention_factor instead, which multiplies cosine and sine, and so multiplies "
+            f"the logits of the rotated dimensions by its square"
+        )
 
 
 def family_of(state: Patch, engine: str) -> Family:
@@ -377,51 +351,6 @@ def refuse_kind(family: Family, kind: str) -> None:
     """Raise unless an engine supports this ``rope_type`` for a family."""
     if kind not in family.kinds:
         raise Refusal(f"{family.reason} (rope_type {kind!r})")
-
-
-def refuse_adapting(method: Method) -> None:
-    """Raise if the frequencies of ``method`` differ from sequence to sequence."""
-    if method.is_dynamic:
-        raise Refusal(
-            "it uses one set of frequencies for all sequences, but this method chooses them for "
-            "each; no supported engine follows the length of each request: patch with "
-            "length=TOKENS to fix them"
-        )
-
-
-def refuse_positions(state: Patch) -> None:
-    """Raise if ``state`` changes more than frequencies."""
-    start = getattr(state.method, "start_tokens", 0)
-    if start:
-        raise Refusal(
-            f"it rotates all tokens with the same frequencies, but start_tokens={start} keeps the "
-            f"trained ones for the first tokens; patch with start_tokens=0 to export"
-        )
-    if state.method.replaces_attention:
-        raise Refusal("it has no setting that changes the positions of queries and keys")
-    if state.options.bias is not None:
-        raise Refusal(f"it has no setting that adds a bias ({state.options.bias.name}) to logits")
-    if state.options.layers is not None:
-        raise Refusal("it rotates all layers with the same frequencies; patch without layers=")
-    refuse_tempered(state.method, state.scaled[0].rope)
-
-
-def refuse_tempered(method: Method, rope: Rope) -> None:
-    """Raise if ``method`` scales queries."""
-    temperature = method.tempered(rope)
-    if temperature is None:
-        return
-    if isinstance(temperature, SSMax):
-        raise Refusal(
-            "it has no setting that multiplies queries by a number learned for every head "
-            "(temperature='ssmax'); run the model with transformers (rope_ext.from_pretrained), or "
-            "patch with temperature=1 and calibrate attention_factor (rope_ext.calibrate)"
-        )
-    raise Refusal(
-        f"it has no setting that multiplies queries (temperature={method.temperature!r}); use "
-        f"attention_factor instead, which multiplies cosine and sine, and so multiplies the logits "
-        f"of the rotated dimensions by its square"
-    )
 
 
 def precise_note(state: Patch) -> tuple[str, ...]:

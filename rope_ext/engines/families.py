@@ -1,8 +1,4 @@
-"""What each engine supports for each model family: ``families.json``.
-
-Families are named by the ``model_type`` of the language model. ``export``, ``verify``, the tests
-and the table in the documentation all read this file.
-"""
+"""What each engine supports for each model family: ``families.json``, by ``model_type``."""
 
 from __future__ import annotations
 
@@ -15,39 +11,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """How an engine reads the RoPE parameters of a family.
-
-    Args:
-        kinds: values of ``rope_type`` that it computes as transformers does; ``"default"`` means
-            that the base may differ. In llama.cpp, ``"longrope"`` stands for any table.
-        reason: why the other values are not supported.
-        mla: vLLM, SGLang: its YaRN is DeepSeek's, which names the temperature differently.
-        usual: vLLM: its YaRN supports the default temperature only.
-        stretched: vLLM: its YaRN computes the ramp from this many times the trained length.
-        own_share: SGLang: it reads ``partial_rotary_factor`` from a field next to
-            ``rope_parameters``.
-        unrun: vLLM: why only its rotary classes are tested; ``""``: the engine itself runs.
-        inside: mlx-lm: it reads ``rope_parameters`` instead of the older fields.
-        name: llama.cpp: name of the architecture.
-        interleaved: llama.cpp: it rotates neighboring columns where transformers rotates the halves
-            of a head, so converters reorder the rows of the query and key weights.
-        keys: llama.cpp: additional GGUF keys, without the architecture prefix, that no
-            configuration field provides.
-        sliding_base: llama.cpp: base by which it rotates sliding layers under every setting.
-    """
+    """How an engine reads the RoPE parameters of a family."""
 
     kinds: tuple[str, ...] = ("default", "linear", "yarn", "llama3", "longrope")
-    reason: str = ""
-    mla: bool = False
-    usual: bool = False
-    stretched: int = 1
-    own_share: bool = False
-    unrun: str = ""
-    inside: bool = False
-    name: str = ""
+    """Values of ``rope_type`` that it computes as transformers does; ``"default"`` means that the
+    base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
+    reason: str = ""  # why the other values are not supported
+    mla: bool = False  # vLLM, SGLang: its YaRN is DeepSeek's, with other names
+    usual: bool = False  # vLLM: its YaRN supports the default temperature only
+    stretched: int = 1  # vLLM: its YaRN takes the ramp of this many times the trained length
+    own_share: bool = False  # SGLang: it reads partial_rotary_factor beside rope_parameters
+    unrun: str = ""  # vLLM: why only its rotary classes are tested
+    inside: bool = False  # mlx-lm: it reads rope_parameters instead of the older fields
+    name: str = ""  # llama.cpp: name of the architecture
     interleaved: bool = False
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    sliding_base: float | None = None
+    """llama.cpp: it rotates neighboring columns where transformers rotates the halves of a head, so
+    converters reorder the rows of the query and key weights."""
+    keys: Mapping[str, Any] = field(default_factory=dict)  # llama.cpp: further GGUF keys
+    sliding_base: float | None = None  # llama.cpp: base of sliding layers under every setting
 
 
 def _read(rows: list[dict[str, Any]]) -> dict[str, Family]:
@@ -61,33 +42,24 @@ def _read(rows: list[dict[str, Any]]) -> dict[str, Family]:
 
 
 _DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-VLLM, SGLANG, LLAMA_CPP, MLX = (
-    _read(_DATA[name]["rows"]) for name in ("vllm", "sglang", "llama.cpp", "mlx")
+ENGINES = {name: _read(table["rows"]) for name, table in _DATA.items()}
+VLLM, SGLANG, LLAMA_CPP, MLX = (ENGINES[n] for n in ("vllm", "sglang", "llama.cpp", "mlx"))
+ENGINES["ollama"] = LLAMA_CPP
+_NO_MINIATURE = (
+    *("gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )
-ENGINES: Mapping[str, Mapping[str, Family]] = {
-    "vllm": VLLM,
-    "sglang": SGLANG,
-    "llama.cpp": LLAMA_CPP,
-    "ollama": LLAMA_CPP,
-    "mlx": MLX,
-}
 
 
 def everywhere() -> list[str]:
     """Families for which every engine computes YaRN, linear scaling and another base."""
-
-    def runs(table: Mapping[str, Family], name: str) -> bool:
-        return name in table and {"default", "linear", "yarn"} <= set(table[name].kinds)
-
-    return [name for name in VLLM if all(runs(table, name) for table in ENGINES.values())]
+    needed, none = {"default", "linear", "yarn"}, Family(kinds=())
+    tables = ENGINES.values()
+    return [n for n in VLLM if all(needed <= {*table.get(n, none).kinds} for table in tables)]
 
 
 def miniatures() -> list[str]:
     """Families that ``verify`` supports: those with a single, flat set of RoPE parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
     return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
-
-
-_NO_MINIATURE = ("gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe")
-_NO_MINIATURE += ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
-_NO_MINIATURE += ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy
 from torch import nn
+from transformers import LlamaConfig
 
 from rope_ext.apply.gguf_source import TABLE
-from rope_ext.engines.base import Refusal, Scaling, refuse_adapting, refuse_tempered
+from rope_ext.engines.base import Refusal, config_of
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
-from rope_ext.engines.llama_cpp import Plan, plan, planned
+from rope_ext.engines.llama_cpp import Plan, planned
 from rope_ext.errors import ExportError, first_line
-from rope_ext.methods import FrequencyMethod, Method, Rope
-from rope_ext.patching import current_patch
-from rope_ext.rotary.sites import text_config, text_decoder
+from rope_ext.methods import Method
+from rope_ext.patching import Patch, current_patch
+from rope_ext.rotary.sites import text_config
 from rope_ext.saving.drafts import draft_of
-
-_CHUNK = 1 << 24  # bytes copied at a time
-_MAGIC, _VERSION = b"GGUF", 3
-_FLOAT32, _UINT32, _STRING = 6, 4, 8
+from rope_ext.saving.folder import built_on_meta, patch_without_weights, read_saved
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The rotary embedding of a GGUF file.
+    """A GGUF file, and its unscaled rotary embedding.
 
     Args:
         path: path of the file.
         architecture: name of the architecture in llama.cpp.
-        rope: the unscaled embedding.
+        base: of its frequencies.
+        dim: columns of a head that rotate.
+        length: trained length, tokens.
         scaled: whether the file already scales it.
         reader: reader of the ``gguf`` library.
     """
 
     path: Path
     architecture: str
-    rope: Rope
+    base: float
+    dim: int
+    length: int
     scaled: bool
     reader: Any
 
@@ -81,15 +82,12 @@ class GGUFFile:
         if not (length and dim):
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = value(f"{architecture}.rope.freq_base", 10000.0)
-        kind = value(f"{architecture}.rope.scaling.type", "none")
         table = any(tensor.name == TABLE for tensor in reader.tensors)
-        rope = Rope.geometric(base, dim, length)
-        return cls(path, architecture, rope, table or kind != "none", reader)
+        scaled = table or value(f"{architecture}.rope.scaling.type", "none") != "none"
+        return cls(path, architecture, base, dim, length, scaled, reader)
 
     def write(self, output: str | Path, keys: Mapping[str, Any], table: list[float] | None) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table.
-
-        All other keys and tensors are copied byte for byte.
 
         Args:
             output: path of the new file.
@@ -97,57 +95,44 @@ class GGUFFile:
             table: divisors of the frequencies.
 
         Raises:
-            ExportError: ``output`` is this file, a directory, a pipe or device, or cannot be
-                written, or this file was truncated since it was read.
+            ExportError: ``output`` is this file, is not a file, or cannot be written.
         """
-        output = Path(output)
-        if output.is_dir():
-            raise ExportError(f"{output} is a directory; give --output the name of a file")
-        if output.exists() and output.samefile(self.path):
-            raise ExportError(f"{output} is the input file; give --output another name")
-        if output.exists() and not output.is_file():
-            raise ExportError(f"{output} is a pipe or device; give --output the name of a file")
+        output, gguf = Path(output), require_gguf()
+        if output.exists() and (not output.is_file() or output.samefile(self.path)):
+            what = "the input file" if output.is_file() else "a directory, pipe or device"
+            raise ExportError(f"{output} is {what}; give --output another name")
+        prefix = f"{self.architecture}.rope.scaling."
+        own = ("general.architecture", *keys)  # which the writer adds
         try:
-            with (
-                open(self.path, "rb") as source,
-                draft_of(output) as draft,
-                open(draft, "xb") as target,
-            ):
-                self._write(source, target, keys, table)
+            with draft_of(output) as draft:
+                writer = gguf.GGUFWriter(draft, self.architecture)
+                writer.data_alignment = int(self.reader.alignment)
+                for name, field in self.reader.fields.items():
+                    if not (name in own or name.startswith(("GGUF.", prefix))):
+                        part = field.types[-1] if len(field.types) > 1 else None
+                        writer.add_key_value(name, field.contents(), field.types[0], part)
+                for name, value in keys.items():
+                    kind = gguf.GGUFValueType.get_type(value)
+                    whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
+                    writer.add_key_value(name, value, whole)
+                tensors = [tensor for tensor in self.reader.tensors if tensor.name != TABLE]
+                for tensor in tensors:
+                    data = tensor.data
+                    writer.add_tensor_info(
+                        tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type
+                    )
+                arrays = [tensor.data for tensor in tensors]
+                if table is not None:
+                    arrays.append(numpy.array(table, dtype=numpy.float32))
+                    writer.add_tensor_info(TABLE, [len(table)], arrays[-1].dtype, 4 * len(table))
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                for data in arrays:
+                    writer.write_tensor_data(data)
+                writer.close()
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
-
-    def _write(
-        self, source: BinaryIO, target: BinaryIO, keys: Mapping[str, Any], table: list[float] | None
-    ) -> None:
-        reader, prefix = self.reader, f"{self.architecture}.rope.scaling."
-        drop = {name for name in reader.fields if name.startswith(prefix)} | set(keys)
-        fields = [
-            field
-            for name, field in reader.fields.items()
-            if name not in drop and not name.startswith("GGUF.")
-        ]
-        kept = [tensor for tensor in reader.tensors if tensor.name != TABLE]
-        count = len(kept) + (table is not None)
-        target.write(_MAGIC + struct.pack("<IQQ", _VERSION, count, len(fields) + len(keys)))
-        for field in fields:
-            _copy(source, target, field.offset, sum(part.nbytes for part in field.parts))
-        for name, value in keys.items():
-            target.write(_text(name) + _value(value))
-        alignment = int(reader.alignment)
-        offset = 0
-        for tensor in kept:
-            target.write(_info(tensor.name, tensor.shape.tolist(), int(tensor.tensor_type), offset))
-            offset += _padded(int(tensor.n_bytes), alignment)
-        if table is not None:
-            target.write(_info(TABLE, [len(table)], 0, offset))
-        for tensor in kept:
-            _pad(target, alignment)
-            _copy(source, target, int(tensor.data_offset), int(tensor.n_bytes))
-        _pad(target, alignment)
-        if table is not None:
-            target.write(struct.pack(f"<{len(table)}f", *table))
-            _pad(target, alignment)
 
 
 def extended(
@@ -180,29 +165,17 @@ def extended(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "
             f"architectures: {', '.join(known)}"
         )
-    rope = dataclasses.replace(file.rope, length=trained_length or file.rope.length)
-    try:
-        made = plan(_scaling(method, rope), file.architecture, in_file=True)
-    except Refusal as refusal:
-        raise ExportError(f"llama.cpp cannot run {method.name}: {refusal}") from None
-    file.write(output, made.keys, made.table)
-    return made
-
-
-def _scaling(method: Method, rope: Rope) -> Scaling:
-    if not isinstance(method, FrequencyMethod):
-        raise Refusal("it has no setting that changes the positions of queries and keys")
-    refuse_adapting(method)
-    if method.start_tokens:
-        raise Refusal("it rotates all tokens with the same frequencies; leave start_tokens out")
-    refuse_tempered(method, rope)
-    return Scaling(
-        rope,
-        method.inv_freq(rope),
-        method.attention_scaling(rope),
-        method.target_length(rope),
-        method.rope_parameters(rope),
+    config = LlamaConfig(  # any model with this rotary embedding
+        hidden_size=file.dim,
+        head_dim=file.dim,
+        num_attention_heads=1,
+        num_hidden_layers=1,
+        max_position_embeddings=trained_length or file.length,
+        rope_parameters={"rope_type": "default", "rope_theta": file.base},
     )
+    state = current_patch(patch_without_weights(built_on_meta(config), method))
+    assert state is not None
+    return _write(file, state, output, file.architecture)
 
 
 def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
@@ -218,61 +191,28 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
             the patch.
     """
     file, state = GGUFFile.read(path), current_patch(model)
-    try:
-        if state is None:
-            scaling = Scaling.configured(model)
-            made = plan(scaling, file.architecture, in_file=True)
-        else:
-            scaling, made = Scaling.from_patch(state), planned(state, in_file=True)
-    except Refusal as refusal:
-        raise ExportError(f"llama.cpp cannot run the patch of this model: {refusal}") from None
-    family = LLAMA_CPP.get(text_config(text_decoder(model)).model_type)
-    architecture = None if family is None else family.name
-    if (file.rope.dim, file.architecture) != (scaling.rope.dim, architecture):
+    state = state or current_patch(read_saved(config_of(model)).model)
+    if state is None:
         raise ExportError(
-            f"{path} holds a {file.architecture!r} with {file.rope.dim // 2} rotary pairs, but the "
-            f"model is a {architecture!r} with {scaling.rope.dim // 2}; give the file of the same "
-            f"model"
+            "llama.cpp cannot run the patch of this model: there is none; patch it, or give a "
+            "folder that save_pretrained of a patched model wrote"
         )
+    family = LLAMA_CPP.get(text_config(state.decoder).model_type)
+    architecture, dim = family.name if family else None, state.scaled[0].rope.dim
+    if (file.dim, file.architecture) != (dim, architecture):
+        raise ExportError(
+            f"{path} holds a {file.architecture!r} with {file.dim // 2} rotary pairs, but the "
+            f"model is a {architecture!r} with {dim // 2}; give the file of the same model"
+        )
+    return _write(file, state, output)
+
+
+def _write(
+    file: GGUFFile, state: Patch, output: str | Path, architecture: str | None = None
+) -> Plan:
+    try:
+        made = planned(state, True, architecture)
+    except Refusal as refusal:
+        raise ExportError(f"llama.cpp cannot run {state.method.name}: {refusal}") from None
     file.write(output, made.keys, made.table)
     return made
-
-
-def _copy(source: BinaryIO, target: BinaryIO, offset: int, size: int) -> None:
-    source.seek(offset)
-    while size:
-        data = source.read(min(size, _CHUNK))
-        if not data:
-            raise ExportError(
-                f"{source.name} is truncated: {size} bytes are missing at byte {source.tell()}; is "
-                f"another program writing it? Convert or download it again"
-            )
-        target.write(data)
-        size -= len(data)
-
-
-def _padded(size: int, alignment: int) -> int:
-    return -(-size // alignment) * alignment
-
-
-def _pad(target: BinaryIO, alignment: int) -> None:
-    here = target.tell()
-    target.write(bytes(_padded(here, alignment) - here))
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _text(value)
-    if isinstance(value, int):
-        return struct.pack("<II", _UINT32, value)
-    return struct.pack("<If", _FLOAT32, value)
-
-
-def _info(name: str, shape: list[int], kind: int, offset: int) -> bytes:
-    shape_data = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    return _text(name) + shape_data + struct.pack("<IQ", kind, offset)

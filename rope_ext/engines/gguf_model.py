@@ -1,8 +1,6 @@
 """Writes small models as GGUF files, to run them in llama.cpp.
 
-Tensor names come from the ``gguf`` library. Other requirements of each family come from llama.cpp's
-``conversion/*.py`` and ``src/models/*.cpp``; the test is that llama.cpp returns the
-log-probabilities of transformers.
+What each family needs comes from llama.cpp's ``conversion/*.py`` and ``src/models/*.cpp``.
 """
 
 from __future__ import annotations
@@ -18,13 +16,10 @@ from rope_ext.engines.families import LLAMA_CPP, Family
 from rope_ext.errors import ExportError
 from rope_ext.rotary.sites import text_config, unwrap
 
-_EPSILONS = {
-    "rms_norm_eps": "add_layer_norm_rms_eps",
-    "layer_norm_eps": "add_layer_norm_eps",
-    "norm_epsilon": "add_layer_norm_eps",
-    "norm_eps": "add_layer_norm_eps",
-}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _VALUES = {
+    "rms_norm_eps": "add_layer_norm_rms_eps",
+    **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), "add_layer_norm_eps"),
     "hidden_size": "add_embedding_length",
     "num_hidden_layers": "add_block_count",
     "num_attention_heads": "add_head_count",
@@ -101,10 +96,6 @@ def write_model(model: nn.Module, path: str | Path) -> None:
 
 def _write_values(writer: Any, config: Any) -> None:
     for name, method in _VALUES.items():
-        value = getattr(config, name, None)
-        if value is not None:
-            getattr(writer, method)(value)
-    for name, method in _EPSILONS.items():
         if getattr(config, name, None) is not None:
             getattr(writer, method)(getattr(config, name))
     width = config.intermediate_size
@@ -121,9 +112,6 @@ def _write_values(writer: Any, config: Any) -> None:
     parameters = config.rope_parameters
     writer.add_rope_dimension_count(int(dim * parameters.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(parameters["rope_theta"])
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _write_vocabulary(gguf: Any, writer: Any, size: int) -> None:

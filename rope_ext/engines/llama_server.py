@@ -12,41 +12,31 @@ import struct
 import sys
 from typing import Any
 
-PARSER = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"
-_EXAMPLES = 32  # upper bound on the number of programs that the parser distinguishes
+ADDRESS = ("--host", "127.0.0.1", "--port", "0")
+_PARSER = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"
 
 
-def parsed(words: list[str]) -> Any:
-    """Parse ``words`` with llama.cpp's parser into parameters of ``xllamacpp.Server``.
-
-    Raises:
-        RuntimeError: this version of xllamacpp is not supported, or the parser rejects the words.
-    """
-    xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without type stubs
+def parsed(xllamacpp: Any, words: list[str]) -> Any:
+    """Parse ``words`` with llama.cpp's parser into parameters of ``xllamacpp.Server``."""
     probe = xllamacpp.CommonParams()
     probe.n_predict, probe.n_ctx = 1_234_567, 7_654_321  # the first two fields
     raw = ctypes.string_at(id(probe), type(probe).__basicsize__)
     offset = raw.find(struct.pack("<ii", 1_234_567, 7_654_321))
-    parse = getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), PARSER, None)
+    parse = getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), _PARSER, None)
     if offset < 0 or parse is None:
         raise RuntimeError(f"xllamacpp {xllamacpp.__version__} is not supported")
     parse.restype = ctypes.c_bool
     given = [word.encode() for word in ("llama-server", *words)]
-    for example in range(_EXAMPLES):  # only the server accepts --host
+    for program in range(32):  # of those that the parser distinguishes, only one accepts --host
         params = xllamacpp.CommonParams()
         arguments = (ctypes.c_char_p * (len(given) + 1))(*given, None)
-        if parse(len(given), arguments, ctypes.c_void_p(id(params) + offset), example, None):
+        if parse(len(given), arguments, ctypes.c_void_p(id(params) + offset), program, None):
             return params
     raise RuntimeError(f"llama.cpp does not accept {' '.join(words)}")
 
 
-def main() -> None:
-    xllamacpp: Any = importlib.import_module("xllamacpp")
-    words = [*sys.argv[1:], "--host", "127.0.0.1", "--port", "0"]
-    server = xllamacpp.Server(parsed(words))
+if __name__ == "__main__":
+    xllamacpp: Any = importlib.import_module("xllamacpp")  # compiled, without type stubs
+    server = xllamacpp.Server(parsed(xllamacpp, [*sys.argv[1:], *ADDRESS]))
     print(f"address {server.listening_address}", flush=True)
     sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +22,6 @@ from rope_ext.errors import ExportError, first_line
 
 EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flags that make llama.cpp compute attention in float32; its default is half precision."""
-_EXACT_ALIASES = {"-fa": "--flash-attn", "-ctk": "--cache-type-k", "-ctv": "--cache-type-v"}
-_DIGITS = re.compile(r"\d+$")
 _NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Keeps the script's directory out of sys.path: files there have the names of libraries.
@@ -33,13 +32,7 @@ _SECONDS = 120  # timeout of a request, and of shutting down a server
 
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
-    """Run llama.cpp's server in a child process inside a ``with`` block.
-
-    Args:
-        words: flags of llama-server, without an address.
-
-    Yields:
-        The server's local address.
+    """Run llama.cpp's server in a child process inside a ``with`` block; yields its address.
 
     Raises:
         ExportError: xllamacpp is not installed, or the server does not start.
@@ -51,14 +44,12 @@ def serving(words: Sequence[str]) -> Iterator[str]:
         )
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("address "):
-                    break
-            else:
+            address = next((line for line in process.stdout if line.startswith("address ")), None)
+            if address is None:
                 process.wait(_SECONDS)
                 log.seek(0)
                 raise ExportError(_failure(log.read()))
-            yield line.split()[1]
+            yield address.split()[1]
         finally:
             try:
                 process.communicate(timeout=_SECONDS)  # it exits when its stdin closes
@@ -115,20 +106,20 @@ def completed(
             pairs = [(entry.get("id", entry["token"]), entry["logprob"]) for entry in entries]
         else:
             pairs = list(given["top_logprobs"][0].items())
-        for token, value in pairs:
-            # An ID, or a token name of a miniature: t17, token_id:17.
-            digits = _DIGITS.search(str(token))  # special tokens may be returned as empty text
-            if digits is not None and value > _NO_CHANCE:
-                found[int(digits[0])] = value
     except (KeyError, IndexError, TypeError):
         raise ExportError(
-            f"{address} returns log-probabilities without token IDs; use vLLM, or SGLang or "
-            f"llama.cpp with the miniature's own tokenizer"
+            f"{address} returned no log-probabilities: {str(answer)[:_SHOWN]}; give --url the "
+            f"address of vLLM, SGLang or llama.cpp with the miniature, without a path"
         ) from None
+    for token, value in pairs:
+        # An ID, or a token name of a miniature: t17, token_id:17.
+        digits = re.search(r"\d+$", str(token))  # special tokens may be returned as empty text
+        if digits is not None and value > _NO_CHANCE:
+            found[int(digits[0])] = value
     return found
 
 
-def _post(url: str, body: dict) -> dict:
+def _post(url: str, body: dict) -> Any:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -141,24 +132,9 @@ def _post(url: str, body: dict) -> dict:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ExportError(f"{url} does not respond ({error}); is the server running?") from error
     try:
-        parsed = json.loads(data)
+        return json.loads(data)
     except ValueError:
-        shown = data[:_SHOWN].decode(errors="replace")
-        raise ExportError(
-            f"{url} returned something that is not JSON ({shown!r}); give --url the address of an "
-            f"OpenAI-compatible server, without a path"
-        ) from None
-    if isinstance(parsed, dict) and not parsed.get("choices"):
-        error = parsed.get("error") or parsed.get("message") or parsed.get("detail")
-        if error:
-            message = error.get("message", error) if isinstance(error, dict) else error
-            raise ExportError(f"{url} returned an error: {str(message)[:_SHOWN]}")
-    return parsed
-
-
-def overridden(words: Sequence[str]) -> list[str]:
-    """The llama-server flags among ``words`` that :data:`EXACT` overrides."""
-    return [word for word in words if _EXACT_ALIASES.get(word, word) in EXACT[::2]]
+        return data.decode(errors="replace")
 
 
 def by_start(prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -175,11 +151,7 @@ def by_start(prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], li
 def llama_cpp(
     words: Sequence[str], prompts: Sequence[Sequence[int]], vocabulary: int
 ) -> torch.Tensor:
-    """Log-probabilities of llama.cpp with a command line, ``[prompts, vocabulary]``.
-
-    Raises:
-        ExportError: see :func:`serving` and :func:`completed`.
-    """
+    """Log-probabilities of llama.cpp with a command line, ``[prompts, vocabulary]``."""
     with serving([*words, *EXACT, "--parallel", "1", "--threads", "1"]) as address:
         return torch.stack([completed(address, prompt, vocabulary) for prompt in prompts])
 
@@ -191,37 +163,22 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         ExportError: mlx-lm is not installed, or cannot run the folder.
     """
     try:
-        return _mlx(folder, prompts)
-    except (TypeError, ValueError) as error:  # raised for a base that is not a number
-        raise ExportError(
-            f"mlx-lm cannot run this folder ({first_line(error)}); write the config.json of "
-            f"rope_ext.export(model, 'mlx') into it, if export supports the patch"
-        ) from error
-
-
-def _mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    try:
         import mlx.core as mx
-        from mlx_lm.models import cache as caches
         from mlx_lm.utils import load_model
     except ImportError:
         raise ExportError(
             "mlx-lm is not installed; install it with: pip install mlx-lm, and without an Apple "
             'GPU also "mlx[cpu]"'
         ) from None
-    model, _ = load_model(Path(folder))
-    rows = []
-    for start, tails in by_start(prompts):
-        cache = caches.make_prompt_cache(model)
-        shared = bool(start) and caches.can_trim_prompt_cache(cache)
-        if shared:
-            mx.eval(model(mx.array([list(start)]), cache=cache))
-        for tail in tails:
-            if shared:
-                logits = model(mx.array([[tail]]), cache=cache)
-                caches.trim_prompt_cache(cache, 1)
-            else:
-                logits = model(mx.array([[*start, tail]]))
-            row = logits[0, -1].astype(mx.float32)
-            rows.append(torch.tensor(row.tolist()).log_softmax(-1))
-    return torch.stack(rows)
+    try:
+        model, _ = load_model(Path(folder))
+        rows = []
+        for start, tails in by_start(prompts):
+            logits = model(mx.array([[*start, tail] for tail in tails]))[:, -1]
+            rows.append(torch.tensor(logits.astype(mx.float32).tolist()).log_softmax(-1))
+        return torch.cat(rows)
+    except (TypeError, ValueError) as error:  # raised for a base that is not a number
+        raise ExportError(
+            f"mlx-lm cannot run this folder ({first_line(error)}); write the config.json of "
+            f"rope_ext.export(model, 'mlx') into it, if export supports the patch"
+        ) from error

@@ -13,47 +13,33 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from rope_ext.apply.rebuild import SCALING_FIELDS
-from rope_ext.config.record import FIELD, record_of
-from rope_ext.engines import gguf_file, gguf_model, llama_cpp, running
+from rope_ext.engines import gguf_file, gguf_model, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, export, refuse_unproven
 from rope_ext.engines.families import miniatures
+from rope_ext.engines.llama_cpp import planned
 from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import FrequencyMethod, Rope
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
-from rope_ext.patching import Patch, current_patch, patch
-from rope_ext.rotary.sites import find_sites, text_decoder
+from rope_ext.patching import Patch, current_patch, note_target, patch, unpatch
+from rope_ext.rotary.sites import find_sites, text_config, text_decoder
+from rope_ext.saving.folder import read_saved
 
-VERDICTS = (
-    "as patched",
-    "unextended",
-    "temperature missing",
-    "temperature applied twice",
-    "wrong factor",
-    "wrong base",
-    "short table",
-    "other",
-    "cannot tell",
-)
+PATCHED = "as patched"
 ENGINES = ("llama.cpp", "mlx", "transformers")
 """Engines that can run in this process."""
 SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
-"""Engines for which ``write`` prints a command that serves the miniature."""
+"""Engines for which ``write`` prints a command that serves the miniature, and their ports."""
 TOLERANCE = 2e-3
 """Largest root mean square error of log-probabilities that counts as float32 rounding."""
 LENGTH = 2048
@@ -69,11 +55,15 @@ _FLOOR = 1e-4  # float32 computations closer than this count as equal
 _ROUNDED = 3.0  # a server may err by this multiple of transformers' bfloat16 rounding
 _PEAK = 20.0  # standard deviation of attention logits: large, so that attention decides the answer
 _LOOKS = ("q_proj", "k_proj", "q_norm", "k_norm", "qkv_proj", "query_layernorm", "key_layernorm")
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank")
-_WIDTHS += ("kv_lora_rank", "shared_intermediate_size")
-_COUNTS = {
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_WIDTHS += ("shared_intermediate_size", "q_lora_rank", "kv_lora_rank")
+_SMALL = {
+    **{"vocab_size": _VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": torch.float32},
+}
+_IF_THERE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    "num_experts_per_tok": 2,
+    **dict.fromkeys(("num_experts_per_tok", "max_window_layers"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     "decoder_sparse_step": 1,
     # These scale parts that do not depend on the rotation, and would hide it.
@@ -86,23 +76,62 @@ Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 """Maps prompts to next-token log-probabilities, ``[prompts, vocabulary]``; NaN: not returned."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """The result of :func:`judge`.
+@dataclass(frozen=True)
+class Verification:
+    """What an engine computes; ``print`` it for a summary.
 
     Args:
-        verdict: one of ``VERDICTS``.
+        engine: name or address of the engine.
+        verdict: the mistake that the engine makes, ``"as patched"``, ``"other"`` or
+            ``"cannot tell"``.
         candidates: names of the hypotheses that were not ruled out, the nearest first.
         differences: root mean square difference between the log-probabilities of the engine and of
             each hypothesis, by name.
+        lengths: prompt lengths in tokens.
+        returned: mean number of log-probabilities that the engine returned per prompt.
+        tolerance: largest difference that counts as rounding.
+        notes: advice on how to get a clearer result.
     """
 
+    engine: str
     verdict: str
     candidates: tuple[str, ...]
     differences: Mapping[str, float]
+    lengths: tuple[int, ...]
+    returned: float
+    tolerance: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the engine computes the patch."""
+        return self.verdict == PATCHED
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the engine computes the patch, 1 if it does not, 3 if the answers do not decide."""
+        return 0 if self.passed else 3 if PATCHED in self.candidates else 1
+
+    def to_json(self) -> str:
+        """All fields as JSON."""
+        return json.dumps(dataclasses.asdict(self) | {"passed": self.passed}, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        found = self.candidates[0] if len(self.candidates) == 1 else self.verdict
+        if self.verdict == "cannot tell":
+            found = f"cannot tell these apart: {', '.join(self.candidates)}"
+        right, *wrong = self.differences.items()
+        nearest = min(wrong, key=lambda pair: pair[1])
+        numbers = ", ".join(f"{value:.2g} from {name!r}" for name, value in (right, nearest))
+        return (
+            f"{self.engine}: {found}; log-probabilities after {', '.join(map(str, self.lengths))} "
+            f"tokens differ by {numbers} (root mean square; rounding up to {self.tolerance:.2g})"
+        )
 
 
-def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: float) -> Judgement:
+def judge(
+    got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: float
+) -> tuple[str, tuple[str, ...], dict[str, float]]:
     """Decide which of several hypotheses an engine computes.
 
     The distance to a hypothesis is the root mean square difference over the log-probabilities that
@@ -113,13 +142,13 @@ def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: flo
 
     Args:
         got: log-probabilities of the engine, ``[prompts, vocabulary]``; NaN: not returned.
-        expected: log-probabilities under each hypothesis, by name; the first one is the patch. The
-            verdict is the part of the name before `` (``.
+        expected: log-probabilities under each hypothesis, by name; the first one is the patch.
         rounding: largest distance at which the nearest hypothesis is accepted.
 
     Returns:
-        A judgement with the verdict ``"other"`` if no hypothesis is accepted, and ``"cannot tell"``
-        if the remaining ones have different verdicts.
+        Verdict, candidates and differences of a :class:`Verification`. The verdict is the part of
+        a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot tell"`` if
+        the remaining ones have different verdicts.
     """
     known = ~got.isnan()
 
@@ -129,62 +158,12 @@ def judge(got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: flo
     differences = {name: distance(got, row) for name, row in expected.items()}
     nearest = min(differences, key=differences.__getitem__)
     if not differences[nearest] <= rounding:
-        return Judgement(verdict="other", candidates=(), differences=differences)
+        return "other", (), differences
     near = _APART * max(differences[nearest], _FLOOR)
     possible = [n for n, row in expected.items() if distance(row, expected[nearest]) <= near]
     candidates = tuple(sorted(possible, key=differences.__getitem__))
     verdicts = {name.partition(" (")[0] for name in candidates}
-    verdict = verdicts.pop() if len(verdicts) == 1 else "cannot tell"
-    return Judgement(verdict=verdict, candidates=candidates, differences=differences)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification(Judgement):
-    """What an engine computes; ``print`` it for a summary.
-
-    Args:
-        engine: name or address of the engine.
-        lengths: prompt lengths in tokens.
-        returned: mean number of log-probabilities that the engine returned per prompt.
-        tolerance: largest difference that counts as rounding.
-        notes: advice on how to get a clearer result.
-    """
-
-    engine: str
-    lengths: tuple[int, ...]
-    returned: float
-    tolerance: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether the engine computes the patch."""
-        return self.verdict == VERDICTS[0]
-
-    @property
-    def exit_code(self) -> int:
-        """0 if the engine computes the patch, 1 if it does not, 3 if the answers do not decide."""
-        undecided = VERDICTS[0] in self.candidates
-        return 0 if self.passed else 3 if undecided else 1
-
-    def to_json(self) -> str:
-        """All fields as JSON."""
-        return json.dumps(asdict(self) | {"passed": self.passed}, indent=2) + "\n"
-
-    def __str__(self) -> str:
-        right, *wrong = self.differences.items()
-        nearest = min(wrong, key=lambda pair: pair[1])
-        numbers = [f"{value:.2g} from {name!r}" for name, value in (right, nearest)]
-        lengths = ", ".join(map(str, self.lengths))
-        return (
-            f"{self.engine}: {self._found()}; log-probabilities after {lengths} tokens differ by "
-            f"{', '.join(numbers)} (root mean square; rounding up to {self.tolerance:.2g})"
-        )
-
-    def _found(self) -> str:
-        if self.verdict == "cannot tell":
-            return f"cannot tell these apart: {', '.join(self.candidates)}"
-        return self.candidates[0] if len(self.candidates) == 1 else self.verdict
+    return verdicts.pop() if len(verdicts) == 1 else "cannot tell", candidates, differences
 
 
 @dataclass(frozen=True)
@@ -192,16 +171,18 @@ class Miniature:
     """A small model with the rotary embedding of a large one.
 
     Args:
-        model: the miniature with the patch, or with the scaling of its configuration.
-        plain: the same weights without scaling.
-        scaling: the difference between the two.
-        short: divisors of the frequencies within the trained context, for methods with two tables.
+        model: the miniature with the patch.
+        plain: the same weights without it.
+        state: the patch.
+        scaling: its frequencies.
+        as_saved: whether the configuration that it was made of has the patch.
     """
 
     model: PreTrainedModel
     plain: PreTrainedModel
+    state: Patch
     scaling: Scaling
-    short: Sequence[float] | None = None
+    as_saved: bool
 
     @classmethod
     def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
@@ -216,36 +197,34 @@ class Miniature:
         Raises:
             RopeExtError: the family is not supported, or RoPE is not scaled.
         """
-        text = copy.deepcopy(config.get_text_config(decoder=True))
+        text, chosen, target = config.get_text_config(decoder=True), method, None
         if text.model_type not in miniatures():
             raise ExportError(
                 f"cannot verify the family {text.model_type!r}; supported families: "
                 f"{', '.join(miniatures())}"
             )
-        record = record_of(text)
-        if record is not None and not record.native:
-            record.restore(text)
-        model = _small(text)
-        if method is not None:
-            patch(model, method, **options)
-        elif record is not None and not record.native:
-            patch(model, record.method, **record.arguments)
-        state = current_patch(model)
+        if chosen is None:
+            whole = read_saved(config).model
+            saved = current_patch(whole)
+            if saved is None:
+                raise ExportError(
+                    "nothing to verify: there is no patch that is known; give --method, or a "
+                    "folder that save_pretrained of a patched model wrote"
+                )
+            chosen, options = saved.record.method, dict(saved.record.arguments)
+            target = saved.target_length
+            text = text_config(text_decoder(unpatch(whole)))
+        model, plain = _small(text), _small(text)
+        plain.load_state_dict(model.state_dict())
+        patch(model, chosen, **options)
+        if target is not None:
+            note_target(model, target)
+        state = not_none(current_patch(model))
         try:
-            scaling = Scaling.configured(model) if state is None else _fixed(state)
+            refuse_unproven(state)
         except Refusal as refusal:
             raise ExportError(f"nothing to verify: {refusal}") from None
-        base, length = scaling.rope.base, scaling.rope.length
-        unscaled = copy.deepcopy(text)
-        if hasattr(unscaled, FIELD):
-            delattr(unscaled, FIELD)
-        others = {n: v for n, v in text.rope_parameters.items() if n not in SCALING_FIELDS}
-        unscaled.rope_parameters = others | {"rope_type": "default", "rope_theta": base}
-        unscaled.max_position_embeddings = length
-        plain = _small(unscaled)
-        plain.load_state_dict(model.state_dict())
-        short = None if state is None else getattr(state.method, "short_factor", None)
-        return cls(model, plain, scaling, short)
+        return cls(model, plain, state, Scaling.from_patch(state), method is None)
 
     def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
         """Prompt lengths in tokens, up to the end of the context or ``longest``."""
@@ -254,14 +233,9 @@ class Miniature:
 
     def prompts(self, longest: int = LENGTH) -> list[list[int]]:
         """Deterministic token IDs; prompts of one length differ in the last token only."""
-        seeded = torch.Generator().manual_seed(0)
-
-        def drawn(count: int) -> list[int]:
-            return torch.randint(4, _VOCABULARY, (count,), generator=seeded).tolist()
-
-        prompts = []
+        seeded, prompts = torch.Generator().manual_seed(0), []
         for length in self.lengths(longest):
-            start = drawn(length - 1)
+            start = torch.randint(4, _VOCABULARY, (length - 1,), generator=seeded).tolist()
             tails = torch.randperm(_VOCABULARY - 4, generator=seeded)[:_TAILS] + 4
             prompts += [[*start, tail] for tail in tails.tolist()]
         return prompts
@@ -270,9 +244,9 @@ class Miniature:
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
         """Log-probabilities as patched and under known mistakes, ``[prompts, vocabulary]`` each."""
-        rows = {VERDICTS[0]: log_probs_of(self.model, prompts)}
+        rows = {PATCHED: log_probs_of(self.model, prompts)}
         model = copy.deepcopy(self.plain)
-        for name, inv_freq, number in self._errors(factor_error):
+        for name, (inv_freq, number) in self._errors(factor_error).items():
             rows[name] = log_probs_of(_scaled(model, inv_freq, number), prompts)
         return rows
 
@@ -287,72 +261,46 @@ class Miniature:
         rounded = _scaled(model, made.inv_freq, made.scaling)
         return float((log_probs_of(rounded, prompts) - exact).square().mean().sqrt())
 
-    def _errors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
-        """Name, frequencies and scaling of each mistake that engines are known to make."""
+    def _errors(self, factor_error: float) -> dict[str, tuple[torch.Tensor, float]]:
+        """Frequencies and scaling of each mistake that engines are known to make."""
         made, rope, number = self.scaling, self.scaling.rope, self.scaling.scaling
-        found = [("unextended", rope.inv_freq, 1.0)]
-        factor = made.target / rope.length
-        usual = yarn_factor(factor)
+        method, factor = cast(FrequencyMethod, self.state.method), made.target / made.rope.length
+        usual, short = yarn_factor(factor), getattr(self.state.method, "short_factor", None)
+        found = {
+            "unextended": (rope.inv_freq, 1.0),
+            "temperature missing": (made.inv_freq, 1.0),
+            "temperature applied twice": (made.inv_freq, number**2),
+        }
         if number != 1:
-            found.append(("temperature missing", made.inv_freq, 1.0))
-            found.append(("temperature applied twice", made.inv_freq, number**2))
-        if number not in (1, usual):
-            found.append((f"other (temperature {usual:.4g})", made.inv_freq, usual))
-        found += self._wrong_factors(factor_error)
-        found.append((f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0))
-        if self.short is not None:
-            table = rope.inv_freq / torch.tensor(self.short, dtype=torch.float64)
-            found.append(("short table", table, number))
-        # Another base, with and without the scaling.
-        for base in _BASES:
-            if not math.isclose(base, rope.base, rel_tol=1e-3):
-                other = Rope.geometric(base, rope.dim, rope.length).inv_freq
-                divided = other * made.inv_freq / rope.inv_freq
-                found.append((f"wrong base ({base:g})", other, 1.0))
-                found.append((f"wrong base ({base:g}, scaled)", divided, number))
-        # Drop mistakes that equal the patch or an earlier mistake.
-        distinct: list[tuple[str, torch.Tensor, float]] = []
-        for name, inv_freq, scaling in found:
-            rivals = [("", made.inv_freq, number), *distinct]
+            found[f"other (temperature {usual:.4g})"] = made.inv_freq, usual
+        percent = f"{100 * factor_error:g} %"
+        ratios = {"twice": 2.0, "half": 0.5, f"{percent} more": 1 + factor_error}
+        for name, ratio in (ratios | {f"{percent} less": 1 / (1 + factor_error)}).items():
+            try:
+                other = dataclasses.replace(method, factor=method.factor * ratio)
+                wrong = other.inv_freq(rope), other.attention_scaling(rope)
+            except RopeExtError:  # a factor below 1
+                continue
+            found[f"wrong factor ({name})"] = wrong
+        found[f"other (all frequencies / {factor:g})"] = rope.inv_freq / factor, 1.0
+        if short is not None:
+            table = torch.tensor(short, dtype=torch.float64)
+            found["short table"] = rope.inv_freq / table, number
+        for base in _BASES:  # with and without the scaling
+            other = Rope.geometric(base, rope.dim, rope.length).inv_freq
+            found[f"wrong base ({base:g})"] = other, 1.0
+            divided = other * made.inv_freq / rope.inv_freq
+            found[f"wrong base ({base:g}, scaled)"] = divided, number
+        # Without those that equal the patch or an earlier mistake.
+        distinct: dict[str, tuple[torch.Tensor, float]] = {"": (made.inv_freq, number)}
+        for name, (inv_freq, scaling) in found.items():
             same = (
                 torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and scaling == theirs
-                for _, other, theirs in rivals
+                for other, theirs in distinct.values()
             )
             if not any(same):
-                distinct.append((name, inv_freq, scaling))
-        return distinct
-
-    def _wrong_factors(self, factor_error: float) -> list[tuple[str, torch.Tensor, float]]:
-        percent = f"{100 * factor_error:g} %"
-        ratios = {
-            "twice": 2.0,
-            "half": 0.5,
-            f"{percent} more": 1 + factor_error,
-            f"{percent} less": 1 / (1 + factor_error),
-        }
-        made = {name: self._with_factor(ratio) for name, ratio in ratios.items()}
-        return [(f"wrong factor ({name})", *pair) for name, pair in made.items() if pair]
-
-    def _with_factor(self, ratio: float) -> tuple[torch.Tensor, float] | None:
-        """Frequencies and scaling for the factor times ``ratio``; None if that is not possible."""
-        state, rope = current_patch(self.model), self.scaling.rope
-        try:
-            if state is not None:
-                made = dataclasses.replace(state.method, factor=state.method.factor * ratio)
-                method = cast(FrequencyMethod, made)  # `Scaling.from_patch` refuses the others
-                return method.inv_freq(rope), method.attention_scaling(rope)
-        except RopeExtError:
-            return None
-        parameters = dict(self.scaling.parameters)
-        kind, factor = parameters["rope_type"], parameters.get("factor")
-        if factor is None or kind not in ROPE_INIT_FUNCTIONS or factor * ratio < 1:
-            return None
-        if math.isclose(parameters.get("attention_factor") or 0, yarn_factor(factor)):
-            parameters["attention_factor"] = yarn_factor(factor * ratio)
-        config = copy.deepcopy(config_of(self.model))
-        config.rope_parameters = parameters | {"factor": factor * ratio}
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=self.scaling.target)
-        return inv_freq.double(), scaling
+                distinct[name] = inv_freq, scaling
+        return {name: pair for name, pair in distinct.items() if name}
 
 
 def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
@@ -363,53 +311,32 @@ def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Modul
     return model
 
 
-def _fixed(state: Patch) -> Scaling:
-    refuse_unproven(state)
-    return Scaling.from_patch(state)
+def _head(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _shrunk(config: Any) -> Any:
     """Shrink a copy of the configuration to two layers and a few MB; head size and RoPE stay."""
-    config = copy.deepcopy(config)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config, dim = copy.deepcopy(config), _head(config)
+    latent = getattr(config, "kv_lora_rank", None)  # latent attention has no grouped keys
     kinds = getattr(config, "layer_types", None)
-    small = {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": 2 * dim,
-        "intermediate_size": 2 * dim,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": torch.float32,
-    }
-    if getattr(config, "kv_lora_rank", None):  # latent attention has no grouped keys
-        small["num_key_value_heads"] = 2
-    for name, value in small.items():
+    there = dict.fromkeys(_WIDTHS, 2 * dim) | _IF_THERE | {"attention_multiplier": dim**-0.5}
+    there = {name: value for name, value in there.items() if getattr(config, name, None)}
+    keys = {"hidden_size": 2 * dim, "num_key_value_heads": 2 if latent else 1}
+    for name, value in (_SMALL | keys | there).items():
         setattr(config, name, value)
-    optional = dict.fromkeys(_WIDTHS, 2 * dim) | _COUNTS
-    if hasattr(config, "attention_multiplier"):
-        optional["attention_multiplier"] = dim**-0.5
-    for name, value in optional.items():
-        if getattr(config, name, None):
-            setattr(config, name, value)
     if kinds is not None:
         config.layer_types = (list(dict.fromkeys(kinds)) * 2)[:2]
     for name in ("no_rope_layers", "mlp_layer_types"):
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:2])
-    if getattr(config, "max_window_layers", None) is not None:
-        config.max_window_layers = 2
     return config
 
 
 def _small(config: Any) -> PreTrainedModel:
     """A two-layer model with random weights whose attention depends on every distance."""
     config = _shrunk(config)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    model, dim = AutoModelForCausalLM.from_config(config).float().eval(), _head(config)
     seeded = torch.Generator().manual_seed(0)
     spread = math.sqrt(_PEAK / math.sqrt(dim))  # standard deviation of queries and keys
     with torch.no_grad():
@@ -419,8 +346,7 @@ def _small(config: Any) -> PreTrainedModel:
                 tied = config.tie_word_embeddings
                 parameter.fill_(2.0 / (_RESIDUAL * math.sqrt(2 * dim)) if tied else 2.0)
                 continue
-            looks = any(part in name for part in _LOOKS)
-            scale = spread if looks else 1.0
+            scale = spread if any(part in name for part in _LOOKS) else 1.0
             if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
                 parameter.fill_(scale)
             elif parameter.ndim == 1:
@@ -479,50 +405,33 @@ def verify(
         raise ExportError(f"{engine} returned no log-probabilities for some prompts")
     rows = miniature.expected(prompts, factor_error)
     if tolerance is None:
-        tolerance = max(TOLERANCE, _ROUNDED * miniature.rounding(prompts, rows[VERDICTS[0]]))
-    found = judge(got, rows, tolerance)
-    returned = float(known.sum(-1).float().mean())
-    notes = _notes(found, len(prompts[-1]), miniature.scaling.rope.length, returned)
-    lengths = tuple(dict.fromkeys(map(len, prompts)))
-    return Verification(
-        **vars(found),
-        engine=engine,
-        lengths=lengths,
-        returned=returned,
-        tolerance=tolerance,
-        notes=notes,
-    )
-
-
-def _notes(found: Judgement, longest: int, trained: int, returned: float) -> tuple[str, ...]:
-    notes = []
-    if found.verdict == "cannot tell":
+        tolerance = max(TOLERANCE, _ROUNDED * miniature.rounding(prompts, rows[PATCHED]))
+    returned, trained = float(known.sum(-1).float().mean()), miniature.scaling.rope.length
+    verdict, candidates, differences = judge(got, rows, tolerance)
+    lengths, notes = tuple(dict.fromkeys(map(len, prompts))), []
+    if verdict == "cannot tell":
         notes.append(
             f"either the engine's rounding errors are too large to tell them apart: serve the "
             f"miniature in float32 (vLLM and SGLang: --dtype float32) and set --tolerance "
-            f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, or "
-            f"increase --length; or the engine computes something else"
+            f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, "
+            f"increase --length, or accept smaller errors of the factor with --factor-error; or "
+            f"the engine computes something else"
         )
-        small = (VERDICTS[0], " more)", " less)")
-        if VERDICTS[0] in found.candidates and all(n.endswith(small) for n in found.candidates):
-            notes.append(
-                "if a small error of the factor does not matter, increase --factor-error to accept "
-                "smaller ones"
-            )
-    if longest <= trained:
+    if lengths[-1] <= trained:
         notes.append(
             f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
             f"differently beyond; increase --length"
         )
-    return tuple(notes)
+    found = (verdict, candidates, differences, lengths, returned, tolerance, tuple(notes))
+    return Verification(engine, *found)
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Write the miniature for engines; returns the commands of ``export`` that serve it.
 
-    If the miniature is patched, the folder holds the unpatched model, so that the commands have to
-    describe the whole patch. If the configuration itself scales RoPE, it is saved as it is.
-    ``MODEL.gguf`` is always unscaled, and is skipped if the ``gguf`` library is not installed.
+    The folder holds the unpatched model, so that the commands have to describe the whole patch, or
+    the patched one if the miniature was made of a saved patch. ``MODEL.gguf`` is always unscaled,
+    and is skipped if the ``gguf`` library is not installed.
 
     Returns:
         Commands by engine, and the reasons why an engine has none.
@@ -533,51 +442,33 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder} is not empty; give --write a new directory")
     folder.mkdir(parents=True, exist_ok=True)
-    patched = current_patch(miniature.model) is not None
-    (miniature.plain if patched else miniature.model).save_pretrained(folder)
+    (miniature.model if miniature.as_saved else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     commands, refusals = {}, []
     for engine in SERVERS:
+        inside = engine == "llama.cpp"
+        config_of(miniature.model)._name_or_path = str(folder)
         try:
-            if engine == "llama.cpp":
+            if inside:
                 gguf_model.write_model(miniature.plain, folder / "MODEL.gguf")
-            commands[engine] = _serving(miniature, engine, folder)
+            where = folder.absolute() if inside else folder
+            made = export(where if miniature.as_saved else miniature.model, engine)
+            if made.files:
+                made.write(folder)
+            enter = f"cd {shlex.quote(str(folder))} && " if inside else ""
+            commands[engine] = enter + made.command
         except ExportError as error:
             refusals.append(str(error))
     return commands, refusals
 
 
-def _serving(miniature: Miniature, engine: str, folder: Path) -> str:
-    """The command that serves a written miniature; writes the files it needs."""
-    model = miniature.model
-    if current_patch(model) is None:
-        if engine != "llama.cpp":
-            launch = {
-                "vllm": ["vllm", "serve", str(folder)],
-                "sglang": ["python", "-m", "sglang.launch_server", "--model-path", str(folder)],
-            }
-            return shlex.join(launch[engine])
-        long = folder / "MODEL-long.gguf"
-        made = gguf_file.following(model, folder / "MODEL.gguf", long)
-        return shlex.join(["llama-server", "--model", str(long), *made.in_file])
-    config_of(model)._name_or_path = str(folder)
-    made = export(model, engine)
-    if engine != "llama.cpp":
-        return made.command
-    if " FOLDER " in made.command:
-        model.save_pretrained(folder / "FOLDER")
-    if made.files:
-        made.write(folder)
-    return f"cd {shlex.quote(str(folder))} && {made.command}"
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> FastTokenizer:
     """A tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
-    names = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, _VOCABULARY))]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>"))
+    unknown, begin, end = special = ("<unk>", "<s>", "</s>")
+    names = [*special, *(f"t{i}" for i in range(3, _VOCABULARY))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unknown))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    unknown, begin, end = names[:3]
-    return PreTrainedTokenizerFast(
+    return FastTokenizer(
         tokenizer_object=words, unk_token=unknown, bos_token=begin, eos_token=end, pad_token=unknown
     )
 
@@ -603,7 +494,7 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
         return lambda prompts: log_probs_of(loaded, prompts)
-    if current_patch(miniature.model) is not None and flags is None:
+    if not miniature.as_saved and flags is None:
         export(miniature.model, "mlx").write(folder)
     return lambda prompts: running.mlx(folder, prompts)
 
@@ -614,17 +505,12 @@ def _llama_words(miniature: Miniature, folder: Path, flags: str | None) -> list[
     if flags is not None:
         return ["--model", str(file), *shlex.split(flags)]
     try:
-        state = current_patch(miniature.model)
-        if state is None:
-            architecture = gguf_file.GGUFFile.read(file).architecture
-            made = llama_cpp.plan(miniature.scaling, architecture, in_file=False)
-        else:
-            made = llama_cpp.planned(state, in_file=False)
+        made = planned(miniature.state, in_file=False)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
     if made.table is not None:
-        gguf_file.GGUFFile.read(file).write(folder / "MODEL-long.gguf", made.keys, made.table)
         file = folder / "MODEL-long.gguf"
+        gguf_file.GGUFFile.read(folder / "MODEL.gguf").write(file, made.keys, made.table)
     return ["--model", str(file), *made.words()]
 
 

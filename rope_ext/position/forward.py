@@ -8,19 +8,19 @@ within their own forward, and refused in the next one with the same cache.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache, StaticLayer
 
-from rope_ext.errors import UnsupportedModelError
+from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
-from rope_ext.methods.temperature import SSMax
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.context import ForwardContext
+from rope_ext.rotary.context import UNKNOWN, ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
@@ -39,6 +39,7 @@ COUNTED = (
     "on the left (padding_side='left' of the tokenizer)"
 )
 _KEYS = "_rope_ext_keys"  # attribute of a cache: its CachedKeys
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,6 @@ class CachedKeys:
     apart: bool = False
 
 
-def keys_of(cache: Cache | None) -> CachedKeys | None:
-    """What is known of the keys in a cache; None: they were put there without a position map."""
-    return getattr(cache, _KEYS, None)
-
-
 def whole(cache: Any) -> StaticLayer | None:
     """The first layer of a static cache that keeps every token; None for other caches."""
     for layer in getattr(cache, "layers", ()):
@@ -69,9 +65,59 @@ def whole(cache: Any) -> StaticLayer | None:
     return None
 
 
-def reads_freely(device: torch.device) -> bool:
-    """Whether reading a value of a tensor waits for nothing."""
-    return device.type == "cpu"
+def require_room(cache: Cache, patch: PositionMap, tokens: int) -> None:
+    """Raise CacheError unless a cache can be continued by so many tokens."""
+    filled, layer, keys = int(cache.get_seq_length()), whole(cache), getattr(cache, _KEYS, None)
+    if layer is not None and filled + tokens > layer.max_cache_len:
+        raise CacheError(
+            f"this static cache has room for {layer.max_cache_len} tokens, and with those of this "
+            f"forward there would be {filled + tokens}; make one with a larger max_cache_len"
+        )
+    if not filled:
+        return
+    if keys is None:
+        raise CacheError(
+            f"this cache was begun before the model was patched with {patch.method.name} (or by "
+            f"prefix tuning), so its keys carry other rotations; start with an empty cache, or use "
+            f"a frequency method such as 'yarn'"
+        )
+    if keys.patch != patch.key:
+        raise CacheError(
+            f"this cache was begun under another patch ({keys.patch[0]}) than the one in force "
+            f"({patch.key[0]}); start with an empty cache"
+        )
+    if keys.counted is not None and filled > keys.counted:
+        raise CacheError(
+            f"the position ids of the tokens in this cache did not count one by one, so "
+            f"{patch.method.name} cannot continue it; start with an empty cache, or run all tokens "
+            f"in one forward"
+        )
+
+
+def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
+    """A traced forward of new tokens after those in a cache, if tensors can express it."""
+
+    def forward(filled: Any, room: int) -> PositionForward:
+        return PositionForward(patch, rows, tokens, filled, cache, True, room=room)
+
+    if cache is None:
+        return forward(0, tokens)
+    if not isinstance(cache, Cache) or cache.offloading:
+        return None
+    layer = whole(cache)
+    if layer is None:
+        length = cache.get_seq_length()
+        return forward(0, tokens) if isinstance(length, int) and length == 0 else None
+    keys = getattr(cache, _KEYS, None)
+    if keys is not None and (keys.patch != patch.key or keys.counted is not None):
+        return None
+    if keys is None and not calls.is_exporting():
+        if layer.is_initialized:
+            torch._assert_async(layer.cumulative_length == 0, UNKNOWN)
+        return forward(0, layer.max_cache_len)
+    # A copy, since the layers increment it in place.
+    filled = layer.cumulative_length.clone() if layer.is_initialized else 0
+    return forward(filled, layer.max_cache_len)
 
 
 class PositionForward(ForwardContext):
@@ -124,7 +170,6 @@ class PositionForward(ForwardContext):
         self.located, self.reads, self.apart = False, False, False
         self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
         self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
-        self.entering: torch.Tensor | None = None  # what an input encoding adds, for all layers
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
         if mask is not None:
             self.pad(mask)
@@ -148,10 +193,10 @@ class PositionForward(ForwardContext):
         if self.located:
             return
         self.located, self.device = True, positions.device
-        known = keys_of(self.cache)
-        self.apart = known is not None and known.apart
+        self.apart = getattr(getattr(self.cache, _KEYS, None), "apart", False)
         in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
-        self.reads = not self.traced and (not in_step or reads_freely(self.device))
+        # Reading a value on a GPU waits for it.
+        self.reads = not self.traced and (not in_step or self.device.type == "cpu")
         if self.padding is not None:
             self.padding = self.padding.to(self.device)
             if self.reads and bool(self.padding.all()):
@@ -240,8 +285,14 @@ class PositionForward(ForwardContext):
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
         new = CachedKeys(self.map.key, None if counts else self.filled_count, self.apart)
-        if keys_of(cache) != new:
+        if getattr(cache, _KEYS, None) != new:
             setattr(cache, _KEYS, new)
+
+    def shared(self, name: Any, make: Callable[[], _Made]) -> _Made:
+        """What the first layer makes for all of them."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
     def slots(self) -> torch.Tensor:
         """Numbers of all slots, int64, ``[room]``."""
@@ -249,69 +300,54 @@ class PositionForward(ForwardContext):
 
     def origin(self) -> torch.Tensor:
         """Slot of the first token of every row, int64, ``[rows or 1, 1]``."""
-        if "origin" not in self.made:
-            origin = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            if self.padding is not None:
-                origin = self.padding.int().argmax(1, keepdim=True)
-            self.made["origin"] = origin
-        return self.made["origin"]
+        if self.padding is None:
+            return torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        padding = self.padding
+        return self.shared("origin", lambda: padding.int().argmax(1, keepdim=True))
 
     def counted(self) -> torch.Tensor:
         """Number of tokens before each slot that has one, int64, ``[rows or 1, room]``."""
         if self.padding is None:
             return self.slots()[None]
-        if "counted" not in self.made:
-            self.made["counted"] = self.padding.long().cumsum(1) - 1
-        return self.made["counted"]
+        padding = self.padding
+        return self.shared("counted", lambda: padding.long().cumsum(1) - 1)
 
     def real(self) -> torch.Tensor:
         """Which slots hold a token, bool, ``[rows or 1, room]``."""
-        if "real" not in self.made:
-            real = (self.slots() < self.filled + self.tokens)[None]
-            self.made["real"] = real if self.padding is None else real & self.padding
-        return self.made["real"]
+        real = (self.slots() < self.filled + self.tokens)[None]
+        return real if self.padding is None else real & self.padding
 
     def visible(self) -> torch.Tensor:
-        """Which slots each of few queries sees, bool, ``[rows or 1, tokens, room]``."""
-        if "visible" not in self.made:
-            new = self.filled + torch.arange(self.tokens, device=self.device)
-            self.made["visible"] = (self.slots() <= new[:, None]) & self.real()[:, None]
-        return self.made["visible"]
+        """Which slots each query sees, bool, ``[rows or 1, tokens, room]``."""
+        new = self.filled + torch.arange(self.tokens, device=self.device)
+        return (self.slots() <= new[:, None]) & self.real()[:, None]
 
     def on(self, device: torch.device) -> PositionForward:
         """The same forward for layers on another device, copied there once for all of them."""
         if self.device == device:
             return self
-        if ("on", device) not in self.made:
-            moved = copy.copy(self)
-            moved.query, moved.key = self.query.to(device), self.key.to(device)
-            moved.padding = None if self.padding is None else self.padding.to(device)
-            moved.device, moved.made = device, {}
-            self.made["on", device] = moved
-        return self.made["on", device]
+        return self.shared(device, lambda: self._copied(device, lambda x: x.to(device)))
 
-    def growth(self, temperature: SSMax, dtype: torch.dtype) -> torch.Tensor | None:
-        """The growth of a temperature, ``[rows or 1, 1, tokens, 1]``; None: 0 everywhere."""
-        key = ("growth", dtype)
-        if key not in self.made:
-            made = temperature.growth(self.query.double().clamp(min=0)).to(dtype)
-            # Reading it would synchronise with a GPU, and is impossible in a graph.
-            readable = not self.traced and made.device.type == "cpu"
-            idle = readable and bool((made == 0).all())
-            self.made[key] = None if idle else made[:, None, :, None]
-        return self.made[key]
+    def row(self, row: int) -> PositionForward:
+        """The same forward of one row."""
+        return self._copied(self.device, lambda x: x[row : row + 1] if len(x) > 1 else x)
+
+    def _copied(
+        self, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor]
+    ) -> PositionForward:
+        made = copy.copy(self)
+        made.query, made.key, made.device, made.made = move(self.query), move(self.key), device, {}
+        made.padding = None if self.padding is None else move(self.padding)
+        return made
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine that the model rotates its queries and keys with."""
-        key = ("embeddings", site.name, site.layer_type)
-        if key not in self.made:
+
+        def make() -> Any:
             made = stored_rotation(self.map, site, self.query, like)
-            if self.traced:
-                alone = isinstance(made, torch.Tensor)
-                held = once([made] if alone else list(made))
-                made = held[0] if alone else tuple(held)
-            self.made[key] = made
-        return self.made[key]
+            return once([made])[0] if isinstance(made, torch.Tensor) else tuple(once([*made]))
+
+        return self.shared(("embeddings", site.name, site.layer_type), make)
 
 
 def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:

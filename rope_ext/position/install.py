@@ -1,4 +1,4 @@
-"""Installs a position map on a decoder (hooks and the attention function), and removes it."""
+"""Installs a position map on a decoder: hooks, learned modules, and the attention function."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from rope_ext.config.record import option_texts
-from rope_ext.encodings import Encoding, Heads
+from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import bias, head_positions, head_scales, inputs, tensors
-from rope_ext.position.attend import LAYER, NAME, AttentionLayer, MappedLayer
-from rope_ext.position.forward import PositionForward, keys_of, whole
-from rope_ext.position.layers import (
-    KeyProjection,
-    LayerInput,
-    Layout,
-    chosen_layers,
-    find_inputs,
-    find_key_projections,
-    find_layouts,
-    layer_number,
-)
+from rope_ext.position import head_positions, inputs, learned, tensors
+from rope_ext.position.attend import LAYER, NAME, Layer
+from rope_ext.position.forward import PositionForward, require_room
+from rope_ext.position.layers import KeyProjection, Layout, find_key_projections, find_layouts
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.position.window_cache import SPARE, shorten
@@ -40,40 +31,30 @@ from rope_ext.rotary.context import (
 )
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
+from rope_ext.rotary.swapping import Changes, set_attribute
 from rope_ext.rotary.third_party import refuse_presses
 
 
-def install(decoder: nn.Module, position_map: PositionMap) -> Installed:
-    """Install a position map on a decoder; the decoder does not change if an error is raised.
+class Installed:
+    """A position map on a decoder: its hooks around a forward.
+
+    Args:
+        decoder: the decoder.
+        position_map: the map that rotates its tokens.
+        changes: get everything that is changed.
+
+    Attributes:
+        mapped: the attention layers that it changes.
+        notes: sentences for ``describe``.
 
     Raises:
         OptionError: the configuration does not allow it.
         UnsupportedModelError: the layers do not allow it.
     """
-    installed = Installed(decoder, position_map)
-    try:
-        installed.put(decoder)
-        if position_map.computes_positions:
-            head_positions.prove(decoder)
-    except BaseException:
-        installed.undo()
-        raise
-    return installed
 
-
-class Installed:
-    """A position map on a decoder: what was installed, and how to remove it.
-
-    Args:
-        decoder: the decoder.
-        position_map: the map that rotates its tokens.
-    """
-
-    def __init__(self, decoder: nn.Module, position_map: PositionMap) -> None:
-        self.map, self.decoder, name = position_map, decoder, position_map.method.name
-        self.handles: list[Any] = []
+    def __init__(self, decoder: nn.Module, position_map: PositionMap, changes: Changes) -> None:
+        self.map, name, encoding = position_map, position_map.method.name, position_map.encoding
         self._config = text_config(decoder)
-        self._before = self._config._attn_implementation_internal
         if getattr(self._config, "output_attentions", False):  # allowed under "eager" only
             raise OptionError(
                 f"config.output_attentions=True would keep transformers from saving a model under "
@@ -81,84 +62,107 @@ class Installed:
                 f"generate, which then return the weights"
             )
         refuse_presses(decoder.modules(), name, position_map.instead)
-        layouts = find_layouts(decoder, list(position_map.frequencies), position_map.instead)
+        sites = list(position_map.frequencies)
+        layouts = find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
-        reach = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
-        self.windowed = len(rotated) - len(reach)
-        if not reach:
+        within = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
+        if not within:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited "
                 f"window only, so {name} cannot lengthen its reach; pass "
                 f"sliding_layers='scale' to change positions within the window all the same"
             )
-        self.layers = position_map.layers
-        if self.layers is None:
-            self.layers = _default_layers(decoder, position_map.encoding, reach)
-        self.mapped = chosen_layers(decoder, reach, self.layers)
-        self.kept = [module for module in rotated if module not in self.mapped]
-        if position_map.window is not None and not self.kept:
+        self.mapped = _chosen(decoder, within, position_map)
+        kept = [module for module in rotated if module not in self.mapped]
+        if position_map.window is not None and not kept:
             raise OptionError(
                 f"{name}: every layer of {type(decoder).__name__} that rotates would lose its "
                 f"rotation, and none is left for the window; choose another every= or start=, or "
                 f"patch with 'nope' for no positions at all"
             )
-        self._stay = {module: rotated[module] for module in self.kept}
-        self.layouts = {**layouts, **dict.fromkeys(self.kept)}
+        self._modules = list(layouts)
+        self._short = [*map(_number, kept)] if position_map.window else []
         self._names = calls.parameters(type(decoder))
-        self._projections: dict[nn.Module, KeyProjection] = {}
-        if position_map.encoding is not None and position_map.encoding.projected:
-            sites = list(position_map.frequencies)
-            self._projections = find_key_projections(decoder, sites, self.mapped)
-        self._inputs: dict[nn.Module, LayerInput] = {}
-        if position_map.computes_positions:
-            self._inputs = find_inputs(decoder, list(position_map.frequencies), self.mapped)
-
-    def put(self, decoder: nn.Module) -> None:
-        """Install hooks and the attention function."""
-        for site in self.map.frequencies:
-            hook = _RotaryHook(self.map, site, bool(self.kept))
-            self.handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
-        self.handles += hooks.keep_native(decoder, self.kept)
-        distinct = list(dict.fromkeys(self.layouts.values()))
-        for module, layout in self.layouts.items():
-            layer, window = AttentionLayer(self.map), self.map.window
-            if layout is not None:
-                rotated = tensors.rotations_of(self.map, distinct.index(layout), layout)
-                biased = self._biased(module, layout)
-                layer = MappedLayer(self.map, layout, rotated, biased)
-                if self.map.learned_temperature is not None:
-                    head_scales.add(module, self.map.learned_temperature, layout.heads.count)
-            elif window is not None and module in self.kept:
-                stays = self._stay[module]
-                rotated = tensors.rotations_of(self.map, len(distinct), stays, window)
-                layer = MappedLayer(self.map, stays, rotated, window=window)
-            module.__dict__[LAYER] = layer
-        self.handles.append(decoder.register_forward_pre_hook(self.begin, with_kwargs=True))
-        self.handles.append(
-            decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
-        )
-        self._copy_constants([layout for layout in distinct if layout is not None])
+        self.notes = self._notes(len(layouts), within, len(rotated) - len(within))
+        self._put_layers(decoder, layouts, kept, changes)
+        handles = [
+            site.module.register_forward_hook(
+                _RotaryHook(position_map, site, bool(kept)), with_kwargs=True
+            )
+            for site in sites
+        ]
+        handles += hooks.keep_native(decoder, kept)
+        handles += [
+            decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
+            decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
+        ]
+        changes += [handle.remove for handle in handles]
+        changes.append(self._give_back)
+        self._before = self._config._attn_implementation_internal
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
-        if self.map.encoding is not None and self.map.encoding.entered:
-            self.handles += inputs.enter(decoder, self.map)
-        if self.map.computes_positions:
-            mapped = {m: layout for m in self.mapped if (layout := self.layouts[m]) is not None}
-            self.handles += head_positions.enter(self.map, mapped, self._inputs)
+        if encoding is not None and encoding.entered:
+            self.notes.append(inputs.enter(decoder, position_map, changes))
+        if position_map.computes_positions:
+            own = {module: rotated[module] for module in self.mapped}
+            head_positions.enter(decoder, position_map, own, changes)
+            head_positions.prove(decoder)
 
-    def _copy_constants(self, layouts: list[Layout]) -> None:
+    def _give_back(self) -> None:
+        if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
+            self._config._attn_implementation_internal = self._before
+
+    def _put_layers(
+        self,
+        decoder: nn.Module,
+        layouts: dict[nn.Module, Layout | None],
+        kept: list[nn.Module],
+        changes: Changes,
+    ) -> None:
+        """Give every attention module its :class:`Layer`, and what it learns."""
+        position_map, encoding = self.map, self.map.encoding
+        _ = position_map.reach  # cached, since a graph could not
+        projections: dict[nn.Module, KeyProjection] = {}
+        if encoding is not None and encoding.projected:
+            sites = list(position_map.frequencies)
+            projections = find_key_projections(decoder, sites, self.mapped)
+        numbers: dict[tuple, int] = {}
+        for module, layout in layouts.items():
+            window = position_map.window if module in kept else None
+            if layout is None or (module in kept and window is None):
+                set_attribute(module, LAYER, Layer(position_map), changes)
+                continue
+            number = numbers.setdefault((layout, window), len(numbers))
+            owner = None
+            if window is None:
+                projection = projections.get(module)
+                owner = self._biased(decoder, module, layout, projection, changes)
+                temperature = position_map.learned_temperature
+                if temperature is not None:
+                    scales = learned.HeadScales(temperature, layout.heads.count, module)
+                    learned.put(module, learned.TEMPERATURE, scales, changes)
+            layer = Layer(position_map, layout, number, window, owner)
+            set_attribute(module, LAYER, layer, changes)
+            self._copy_constants(layout.site, layer)
+
+    def _copy_constants(self, site: RotarySite, layer: Layer) -> None:
         """Copy constants of every forward to its device, since a graph could not cache the copy."""
-        _ = self.map.reach  # cached for the same reason
-        for site in self.map.frequencies:
-            device = getattr(site.module, site.buffer).device
-            if device.type != "meta":
-                self.map.inv_freq(site, device)
-                cached_on_device(site.columns, "pair", device)
-                for layout in (one for one in layouts if one.site is site):
-                    for _, *both in self.map.rotations(layout):
-                        for rotations in both:
-                            rotations.copy_to(device)
+        device = getattr(site.module, site.buffer).device
+        if device.type != "meta":
+            self.map.inv_freq(site, device)
+            cached_on_device(site.columns, "pair", device)
+            for _, *both in layer.rotations:
+                for rotations in both:
+                    for name in rotations.constants:
+                        cached_on_device(rotations, name, device)
 
-    def _biased(self, module: nn.Module, layout: Layout) -> nn.Module | None:
+    def _biased(
+        self,
+        decoder: nn.Module,
+        module: nn.Module,
+        layout: Layout,
+        projection: KeyProjection | None,
+        changes: Changes,
+    ) -> nn.Module | None:
         """Add a bias to a layer, or one for all layers to the decoder; returns its parent module.
 
         A bias that all layers share must not be part of a layer, since FSDP gathers the parameters
@@ -168,13 +172,11 @@ class Installed:
         if encoding is None or not encoding.changes_logits():
             return None
         own = not encoding.shared and encoding.initial(Heads(1, 1, 1), self.map.rope)
-        owner = module if own else self.decoder
-        there = getattr(owner, bias.NAME, None)
+        owner = module if own else decoder
+        there = getattr(owner, learned.BIAS, None)
         if there is None:
-            like = bias.like_weights(module)
-            made = bias.DistanceBias(encoding, layout.heads, self.map.rope, like)
-            made.projection = self._projections.get(module)
-            owner.add_module(bias.NAME, made)
+            made = learned.DistanceBias(encoding, layout.heads, self.map.rope, module, projection)
+            learned.put(owner, learned.BIAS, made, changes)
         elif layout.heads.count != there.heads.count:
             raise UnsupportedModelError(
                 f"the layers have different numbers of heads, and the bias of {encoding.name} is "
@@ -190,63 +192,39 @@ class Installed:
             f"DynamicCache or a StaticCache, or {self.map.instead}"
         )
 
-    def notes(self) -> list[str]:
-        """Sentences for ``describe``."""
+    def _notes(self, layers: int, within: list[nn.Module], windowed: int) -> list[str]:
+        added, mapped = self.map.encoding, self.mapped
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
-        notes = [f"{what} in {len(self.mapped)} of {len(self.layouts)} attention layers"]
-        if self.layers is not None:
-            numbers = (layer_number(module) for module in self.mapped)
-            named = ", ".join(map(str, sorted(n for n in numbers if n is not None)))
+        notes = [f"{what} in {len(mapped)} of {layers} attention layers"]
+        if len(mapped) < len(within) or self.map.layers is not None:
+            named = ", ".join(str(n) for n in sorted(map(_number, mapped)))
             notes.append(f"layers: {named}; the others keep the rotation as it was trained")
         if self.map.window is not None:
             notes.append(
-                f"windows: {len(self.kept)} layers attend to the last {self.map.window} tokens, "
+                f"windows: {len(self._short)} layers attend to the last {self.map.window} tokens, "
                 f"and a DynamicCache keeps {SPARE} others of them"
             )
-        added = self.map.encoding
         if added is not None and added != self.map.method:
             what = ", ".join([added.name, *option_texts(added)])
             notes.append(f"bias: {what}, added to the logits there by distance")
-        if self.map.encoding is not None and self.map.encoding.entered:
-            notes.append(inputs.note(self.decoder))
-        if self.windowed:
-            notes.append(f"sliding layers: {self.windowed} see a limited window and stay")
+        if windowed:
+            notes.append(f"sliding layers: {windowed} see a limited window and stay")
         return notes
-
-    def undo(self) -> None:
-        """Remove hooks and the attention function."""
-        for handle in self.handles:
-            handle.remove()
-        self.decoder._modules.pop(bias.NAME, None)
-        for module in self.layouts:
-            module.__dict__.pop(LAYER, None)
-            for name in (bias.NAME, head_positions.NAME, head_scales.NAME):
-                module._modules.pop(name, None)
-        inputs.leave(self.decoder)
-        if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
-            self._config._attn_implementation_internal = self._before
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
-        if torch.is_grad_enabled():  # an optimizer step may have left the bounds
-            self._clamp()
+        if torch.is_grad_enabled() and getattr(self.map.encoding, "bounds", None):
+            for part in decoder.modules():  # an optimizer step may have left the bounds
+                if isinstance(part, learned.Learning):
+                    part.clamp()
         forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        traced = tensors.traced(self.map, decoder, given) if self.traceable() else None
-        if traced is None:
+        forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
+        if forward is None:
             self._begin(given)
         else:
-            enter(traced)
-
-    def _clamp(self) -> None:
-        encoding = self.map.encoding
-        if encoding is None or not encoding.bounds:
-            return
-        for module in self.mapped:
-            for part in getattr(module, bias.NAME).modules():
-                if isinstance(part, bias.Learning):
-                    part.clamp()
+            enter(forward)
 
     def traceable(self) -> bool:
         """Whether a graph is being made, and no error has to be raised eagerly."""
@@ -260,7 +238,7 @@ class Installed:
     def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         calls.refuse_sharded(name, self.map.instead)
-        refuse_presses(self.layouts, name, self.map.instead)
+        refuse_presses(self._modules, name, self.map.instead)
         if self._config._attn_implementation != NAME:
             raise UnsupportedModelError(
                 f"the attention implementation was set to "
@@ -280,116 +258,112 @@ class Installed:
         if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
         tokens: Any = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
-        mask, weights = given.get("attention_mask"), bool(given.get("output_attentions"))
+        rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
+        mask = given.get("attention_mask")
         if isinstance(mask, dict):  # one per kind of layer, made before the forward
             mask = next(iter(mask.values()), None)
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, torch.Tensor) else 0
-        own = shown(padding) if dimensions == 4 else None
-        rows, length = tokens.shape[:2]
-        filled = 0 if cache is None else int(cache.get_seq_length())
-        if not filled:
-            self._shorten(cache)
+        filled = 0
         if cache is not None:
-            self._require(cache, filled, length)
-        padding = padding if dimensions == 2 else None
+            filled = int(cache.get_seq_length())
+            if not filled:
+                self._shorten(cache)
+            require_room(cache, self.map, length)
         forward = PositionForward(
-            self.map, rows, length, filled, cache, False, padding, weights=weights, shown=own
+            self.map,
+            rows,
+            length,
+            filled,
+            cache,
+            False,
+            padding if dimensions == 2 else None,
+            weights=bool(given.get("output_attentions")),
+            shown=shown(padding) if dimensions == 4 else None,
         )
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
         enter(forward)
 
-    def _require(self, cache: Cache, filled: int, tokens: int) -> None:
-        """Raise CacheError unless a cache can be continued by so many tokens."""
-        layer, known = whole(cache), keys_of(cache)
-        if layer is not None and filled + tokens > layer.max_cache_len:
-            raise CacheError(
-                f"this static cache has room for {layer.max_cache_len} tokens, and with those of "
-                f"this forward there would be {filled + tokens}; make one with a larger "
-                f"max_cache_len"
-            )
-        if not filled:
-            return
-        if known is None:
-            raise CacheError(
-                f"this cache was begun before the model was patched with {self.map.method.name} "
-                f"(or by prefix tuning), so its keys carry other rotations; start with an empty "
-                f"cache, or use a frequency method such as 'yarn'"
-            )
-        if known.patch != self.map.key:
-            raise CacheError(
-                f"this cache was begun under another patch ({known.patch[0]}) than the one in "
-                f"force ({self.map.key[0]}); start with an empty cache"
-            )
-        if known.counted is not None and filled > known.counted:
-            raise CacheError(
-                f"the position ids of the tokens in this cache did not count one by one, so "
-                f"{self.map.method.name} cannot continue it; start with an empty cache, or run "
-                f"all tokens in one forward"
-            )
-
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: notes on a cache that the decoder created, too, what its keys are."""
-        context = current(self.map)
-        if context is None or not context.traced:
+        if is_traced(self.map):
+            self._leave(output)
+        else:
             self._end(output)
-            return
-        leave(context)
-        for cache in caches_in(output):
-            if isinstance(cache, Cache):
-                context.note(cache)
 
     @run_eagerly(tensors.WHY)
     def _end(self, output: Any) -> None:
+        self._leave(output)
+
+    def _leave(self, output: Any) -> None:
         forward = current(self.map)
         if forward is None:  # an error was raised before it began
             return
         leave(forward)
         for cache in caches_in(output):
-            if isinstance(cache, Cache) and cache is not forward.cache:
+            if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
                 self._shorten(cache)
 
     def _shorten(self, cache: Any) -> None:
         """Let a cache keep what layers with a window will attend to."""
-        if self.map.window is not None:
-            numbers = [layer_number(module) for module in self.kept]
-            shorten(cache, [n for n in numbers if n is not None], self.map.window)
+        if self._short and self.map.window is not None:
+            shorten(cache, self._short, self.map.window)
 
 
-def _default_layers(
-    decoder: nn.Module, encoding: Encoding | None, modules: list[nn.Module]
-) -> tuple[int, ...] | None:
-    """The layers that an encoding changes by default, of those of ``modules``; None: all."""
-    if encoding is None:
-        return None
-    chosen = encoding.default_layers(text_config(decoder).num_hidden_layers)
-    if chosen is None:
-        return None
-    numbers = {layer_number(module) for module in modules}
-    if encoding.by_layer:
-        known = None not in numbers  # if not, choosing them raises an error that names them
-        if known and (not chosen or set(chosen) - numbers):
-            raise _no_such_layers(decoder, encoding, chosen, numbers)
-        return chosen
-    found = tuple(number for number in chosen if number in numbers)
-    return found if found and len(found) < len(modules) else None
+def _chosen(
+    decoder: nn.Module, modules: list[nn.Module], position_map: PositionMap
+) -> list[nn.Module]:
+    """The attention modules that ``layers=`` chooses, or the encoding by default.
+
+    Raises:
+        UnsupportedModelError: the layer number of a module is unknown.
+        OptionError: there are none, or a chosen layer is not among them.
+    """
+    layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
+    if layers is None and encoding is not None:
+        layers = encoding.default_layers(text_config(decoder).num_hidden_layers)
+        if layers is not None and not encoding.by_layer:  # of those that there are
+            numbers = {*map(_number, modules)}
+            layers = tuple(number for number in layers if number in numbers) or None
+    if layers is None:
+        return modules
+    known = sorted({*map(_number, modules)})
+    if -1 in known:
+        raise UnsupportedModelError(
+            f"{family}: an attention layer has no layer_idx, so layers={layers!r} cannot choose "
+            f"it; leave layers out"
+        )
+    if isinstance(layers, str):
+        every = int("".join(filter(str.isdigit, layers)))
+        wanted = {number for number in known if (number + 1) % every == 0}
+    else:
+        wanted = set(layers)
+    if not wanted or not wanted <= {*known}:
+        there = f"{family} has a rotation to change in layers {', '.join(map(str, known))}"
+        if position_map.layers is None and encoding is not None:
+            given = encoding.options()
+            named = f"layers {', '.join(map(str, layers))}" if layers else "none of its layers"
+            raise OptionError(
+                f"{encoding.name} with every={given['every']}, start={given['start']} takes the "
+                f"rotation of {named}, and {there}; choose every= and start= that meet only these, "
+                f"or patch with 'nope' and layers=, which has no windows"
+            )
+        shown = layers if isinstance(layers, str) else list(layers)
+        absent = ", ".join(map(str, sorted(wanted - {*known}))) or "none of them"
+        raise OptionError(
+            f"layers={shown!r}: {there}, and {absent} is asked for; choose among these (sliding "
+            f"layers with sliding_layers='scale')"
+        )
+    return [module for module in modules if _number(module) in wanted]
 
 
-def _no_such_layers(
-    decoder: nn.Module, encoding: Encoding, chosen: tuple[int, ...], rotating: set[int | None]
-) -> OptionError:
-    given, family = encoding.options(), type(decoder).__name__
-    there = ", ".join(str(number) for number in sorted(n for n in rotating if n is not None))
-    layers = f"layers {', '.join(map(str, chosen))}" if chosen else "none of its layers"
-    return OptionError(
-        f"{encoding.name} with every={given['every']}, start={given['start']} takes the rotation "
-        f"of {layers}, and {family} has a rotation to take in layers {there}; choose every= and "
-        f"start= that meet only these, or patch with 'nope' and layers=, which has no windows"
-    )
+def _number(module: nn.Module) -> int:
+    """The number of the decoder layer that an attention module is in; -1: it is not known."""
+    number = getattr(module, "layer_idx", None)
+    return number if isinstance(number, int) else -1
 
 
 class _RotaryHook:
@@ -402,15 +376,15 @@ class _RotaryHook:
         self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        if is_traced(self.map):
-            return self._rotated(current(self.map), args, kwargs, output)
-        return self._rotation(args, kwargs, output)
+        rotate = self._rotated if is_traced(self.map) else self._rotated_eagerly
+        return rotate(args, kwargs, output)
 
     @run_eagerly(tensors.WHY)
-    def _rotation(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        return self._rotated(current(self.map), args, kwargs, output)
+    def _rotated_eagerly(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        return self._rotated(args, kwargs, output)
 
-    def _rotated(self, forward: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    def _rotated(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        forward = current(self.map)
         if forward is None or not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]

@@ -13,10 +13,10 @@ take the place of what their projections and norms return.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
-from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.context import forward_context
 from rope_ext.rotary.sites import (
     RotarySite,
@@ -38,7 +38,6 @@ from rope_ext.rotary.third_party import replaced
 
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 16
-_Found = TypeVar("_Found")
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the size of a column
 _EXACT = 1e-4
 _ROUNDED = 3e-2  # of what a quantized linear layer returns
@@ -54,6 +53,8 @@ class Layout:
         pair: index of each pair in the frequencies of the site, int64, ``[pairs]``.
         local: whether the layer sees a limited window only.
         heads: number of query heads, and columns of heads.
+        key_heads: number of key heads.
+        inputs: columns of the hidden states that are its first argument; None: it gets others.
     """
 
     site: RotarySite
@@ -61,20 +62,8 @@ class Layout:
     pair: torch.Tensor
     local: bool
     heads: Heads
-
-    def equals(self, other: Layout) -> bool:
-        """Whether both rotate the same columns by the same frequencies, for the same reach."""
-        columns = (self.pairs.first, self.pairs.second, self.pair)
-        others = (other.pairs.first, other.pairs.second, other.pair)
-        same = all(_same_columns(one, two) for one, two in zip(columns, others, strict=True))
-        alike = (self.site, self.local, self.heads) == (other.site, other.local, other.heads)
-        return alike and same
-
-
-def _same_columns(one: slice | torch.Tensor, two: slice | torch.Tensor) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return torch.equal(one, two)
-    return isinstance(one, slice) and isinstance(two, slice) and one == two
+    key_heads: int
+    inputs: int | None
 
 
 def find_layouts(
@@ -82,95 +71,63 @@ def find_layouts(
 ) -> dict[nn.Module, Layout | None]:
     """The layout of every attention layer of ``decoder``; None for layers that no site rotates.
 
-    ``instead`` is the advice at the end of an error.
+    Layers that rotate alike share one object. ``instead`` is the advice at the end of an error.
 
     Raises:
         UnsupportedModelError: the rotation of a layer cannot be proven, or a layer does not use
             transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
+    known: dict[str, Layout] = {}
     with _refusing(decoder, f"rope_ext's attention cannot be shown to be correct here; {instead}"):
-        for site in sites:
-            for module, query, key, columns, window in _run(decoder, site, _ProbeRotation(site)):
-                layout = _read(decoder, module, site, query, key, columns, window)
-                if layout is not None:  # one object for all layers that rotate alike
-                    known = (other for other in layouts.values() if other and other.equals(layout))
-                    layout = next(known, layout)
-                before = layouts.get(module)
+        for number, site in enumerate(sites):
+            for seen in _run(decoder, site):
+                layout = _read(decoder, site, seen)
+                if layout is not None:
+                    name = {**vars(layout), "site": number}
+                    layout = known.setdefault(str(name), layout)
+                before = layouts.get(seen.module)
                 if layout is not None and before is not None and layout is not before:
-                    raise _RefusedError(f"{_path(decoder, module)} rotates in two ways")
-                layouts[module] = before or layout
+                    raise _RefusedError(f"{_path(decoder, seen.module)} rotates in two ways")
+                layouts[seen.module] = before or layout
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
     return layouts
 
 
-def layer_number(module: nn.Module) -> int | None:
-    """The number of the decoder layer that an attention module is in, as transformers counts."""
-    number = getattr(module, "layer_idx", None)
-    return number if isinstance(number, int) else None
-
-
-def chosen_layers(
-    decoder: nn.Module, modules: list[nn.Module], layers: tuple[int, ...] | str | None
-) -> list[nn.Module]:
-    """The attention modules that ``layers`` chooses; see :class:`rope_ext.options.Options`.
-
-    Raises:
-        UnsupportedModelError: the layer number of a module is unknown.
-        OptionError: there are none, or a chosen layer is not among them.
-    """
-    if layers is None:
-        return modules
-    numbers, family = {}, type(decoder).__name__
-    for module in modules:
-        number = layer_number(module)
-        if number is None:
-            raise UnsupportedModelError(
-                f"{family}: {_path(decoder, module)} has no layer_idx, so layers={layers!r} cannot "
-                f"choose it; leave layers out"
-            )
-        numbers[module] = number
-    known = set(numbers.values())
-    if isinstance(layers, str):
-        every = int("".join(filter(str.isdigit, layers)))
-        wanted = {number for number in known if (number + 1) % every == 0}
-    else:
-        wanted = set(layers)
-    if not wanted or wanted - known:
-        shown = layers if isinstance(layers, str) else list(layers)
-        absent = ", ".join(map(str, sorted(wanted - known))) or "none of them"
-        raise OptionError(
-            f"layers={shown!r}: {family} has a rotation to change in layers "
-            f"{', '.join(map(str, sorted(numbers.values())))}, and {absent} is asked for; choose "
-            f"among these (sliding layers with sliding_layers='scale')"
-        )
-    return [module for module, number in numbers.items() if number in wanted]
-
-
 def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
-    """The attention layers whose queries ``sites`` rotate, in any layout.
-
-    Returns:
-        Whether each sees a limited window only.
+    """The attention layers whose queries ``sites`` rotate in any layout, and whether each is local.
 
     Raises:
         UnsupportedModelError: there are none, or they do not go through transformers' attention
             interface.
     """
-    found: dict[nn.Module, bool] = {}
-    with _refusing(
-        decoder,
+    advice = (
         "a temperature cannot be proven to reach them; leave temperature out, or give an "
-        "attention_factor, which multiplies cosine and sine",
-    ):
-        for site in sites:
-            for module, query, _, _, window in _run(decoder, site, _ProbeRotation(site)):
-                if _changes(decoder, module, query):
-                    found[module] = sees_window(text_config(decoder), module, window)
+        "attention_factor, which multiplies cosine and sine"
+    )
+    with _refusing(decoder, advice):
+        found = {
+            seen.module: sees_window(text_config(decoder), seen.module, seen.window)
+            for site in sites
+            for seen in _run(decoder, site)
+            if _changes(decoder, seen.module, seen.query)
+        }
         if not found:
             raise _RefusedError("no attention layer takes its queries from the rotary embedding")
     return found
+
+
+def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
+    """Whether a factor of cosine and sine has no effect, since queries are normalized afterwards.
+
+    False if the probe cannot tell.
+    """
+    try:
+        seen = _run(decoder, site, scaling=1.5)
+        return bool(seen) and not any(_changes(decoder, one.module, one.query) for one in seen)
+    except _RefusedError:
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,61 +162,6 @@ class KeyProjection:
         return weight[self.rows].unflatten(0, (self.heads, -1))
 
 
-class LayerInput(NamedTuple):
-    """Columns of the hidden states that an attention layer gets, and its number of key heads."""
-
-    columns: int
-    heads: int
-
-
-def _complete(
-    decoder: nn.Module, modules: list[nn.Module], found: dict[nn.Module, _Found], problem: str
-) -> dict[nn.Module, _Found]:
-    """``found``; raises an UnsupportedModelError if one of ``modules`` is not in it.
-
-    ``problem``: what is wrong with such a module, with braces for its path.
-    """
-    lacking = next((module for module in modules if module not in found), None)
-    if lacking is not None:
-        named = problem.format(_path(decoder, lacking))
-        raise UnsupportedModelError(f"{type(decoder).__name__}: {named}")
-    return found
-
-
-def find_inputs(
-    decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
-) -> dict[nn.Module, LayerInput]:
-    """The input of attention layers.
-
-    Raises:
-        UnsupportedModelError: the first argument of a layer is not the hidden states.
-    """
-    found: dict[nn.Module, LayerInput] = {}
-    given: dict[nn.Module, Any] = {}
-
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        given[module] = args[0] if args else kwargs.get("hidden_states")
-
-    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in modules]
-    try:
-        for site in sites:
-            for module, query, key, *_ in _run(decoder, site, _ProbeRotation(site)):
-                x = given.get(module)
-                tokens = (len(query), query.shape[2])
-                if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[:2] == tokens:
-                    found[module] = LayerInput(x.shape[-1], key.shape[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return _complete(
-        decoder,
-        modules,
-        found,
-        "{} does not get hidden states of [rows, tokens, columns] as its first argument, so it "
-        "cannot compute positions from them; use an encoding such as 'alibi'",
-    )
-
-
 def find_key_projections(
     decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
 ) -> dict[nn.Module, KeyProjection]:
@@ -270,43 +172,26 @@ def find_key_projections(
             returns, as where they are normalized.
     """
     found: dict[nn.Module, KeyProjection] = {}
-    returned: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def look(part: nn.Module, args: tuple, output: Any) -> None:
-        if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            returned[part] = args[0], output
-
-    parts = {part for module in modules for part in module.children()}
-    handles = [part.register_forward_hook(look) for part in parts]
-    try:
-        for site in sites:
-            for module, _, key, *_ in _run(decoder, site, _ProbeRotation(site)):
-                for name, part in module.named_children():
-                    if module in modules and module not in found and part in returned:
-                        made = _key_projection(module, name, key[0], *returned[part])
-                        found |= {} if made is None else {module: made}
-    finally:
-        for handle in handles:
-            handle.remove()
-    return _complete(
-        decoder,
-        modules,
-        found,
-        "the keys of {} are not what one linear layer in it returns (they may be normalized, or "
-        "made in several steps), so there is no key projection to apply to positions; use "
-        "projection='learned'",
-    )
+    for seen in (seen for site in sites for seen in _run(decoder, site)):
+        for name, part in seen.module.named_children():
+            if seen.module in modules and part in seen.returned:
+                made = _key_projection(seen, name, part)
+                if made is not None:
+                    found.setdefault(seen.module, made)
+    lacking = next((module for module in modules if module not in found), None)
+    if lacking is not None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: the keys of {_path(decoder, lacking)} are not what one "
+            f"linear layer in it returns (they may be normalized, or made in several steps), so "
+            f"there is no key projection to apply to positions; use projection='learned'"
+        )
+    return found
 
 
 @torch.no_grad()
-def _key_projection(
-    module: nn.Module, name: str, key: torch.Tensor, x: torch.Tensor, y: torch.Tensor
-) -> KeyProjection | None:
-    """The submodule ``name`` of ``module`` if it is linear and returns ``key``, not rotated.
-
-    ``x`` and ``y`` are its input and what the probe put in place of its output; rows of a probe
-    differ in the rotation alone.
-    """
+def _key_projection(seen: _Seen, name: str, part: nn.Module) -> KeyProjection | None:
+    """The submodule ``part`` of a layer if it is linear and returns the keys, not rotated."""
+    key, (x, y) = seen.key[0], seen.returned[part]  # rows of a probe differ in the rotation alone
     if x.ndim != 3 or y.ndim != 3 or y.shape[:2] != x.shape[:2]:
         return None
     keys = key.transpose(0, 1).flatten(1).double()  # [tokens, columns of all heads]
@@ -315,10 +200,10 @@ def _key_projection(
         return None
     made = KeyProjection(name, _columns(rows), len(key), x.shape[-1])
     try:
-        weight = made.weight(module, key.device, key.dtype).flatten(0, 1).double()
+        weight = made.weight(seen.module, key.device, key.dtype).flatten(0, 1).double()
     except (RuntimeError, TypeError):  # it does not take other numbers of tokens
         return None
-    y = getattr(module, name)(x)[0].double()[:, rows]
+    y = part(x)[0].double()[:, rows]
     x = x[0].double()
     # Without a bias, and up to the rounding of quantized layers, in any dtype.
     away = (x - x[:1]) @ weight.mT - (y - y[:1])
@@ -326,17 +211,8 @@ def _key_projection(
     return made if bool((away.norm(dim=0) <= _ROUNDED * size.norm(dim=0)).all()) else None
 
 
-def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
-    """Whether a factor of cosine and sine has no effect, since queries are normalized afterwards.
-
-    False if the probe cannot tell.
-    """
-    try:
-        seen = _run(decoder, site, _ProbeRotation(site, scaling=1.5))
-        rotated = [query for module, query, *_ in seen if _changes(decoder, module, query)]
-    except _RefusedError:
-        return False
-    return bool(seen) and not rotated
+class _RefusedError(AttributeError):  # so that hasattr says no
+    """A decoder cannot be probed; the message says why."""
 
 
 @contextmanager
@@ -352,60 +228,58 @@ def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
         ) from error
 
 
-def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the rows of a probe differ in the queries or keys of a layer."""
-    if len(x) != 3:
-        raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
-    return _differs(x, _tolerance(x))
-
-
-def _differs(x: torch.Tensor, tolerance: float) -> bool:
-    """Whether the rows of ``x`` differ in a column by more than this share of its largest value."""
-    columns = x.double().unsqueeze(1).flatten(1, -2)  # [rows, values, columns]
-    away = (columns - columns[:1]).abs().amax((0, 1))
-    return bool((away > tolerance * columns.abs().amax((0, 1))).any())
-
-
 def _path(decoder: nn.Module, module: nn.Module) -> str:
     return next(name for name, other in decoder.named_modules() if other is module)
 
 
-def _angles(pairs: int) -> torch.Tensor:
-    """A different angle for each pair, far apart, radians."""
-    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
+class _Seen(NamedTuple):
+    """One call of attention: one row for each rotation, value columns, and the layer's window.
+
+    ``hidden`` is the first argument of the layer; ``returned`` what its parts got and returned.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value_columns: int
+    window: int | None
+    hidden: Any
+    returned: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
 
 
 @torch.no_grad()
-def _run(
-    decoder: nn.Module, site: RotarySite, probe_rotation: Callable[..., Any]
-) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, int, int | None]]:
-    """Queries and keys of every attention layer, one row per rotation; value columns, window."""
+def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> list[_Seen]:
+    """What every attention layer attends with, under the rotations of :func:`_rotation`."""
     if _lacks_weights(decoder):
         raise _RefusedError("its weights are on the meta device (load them first)")
     if any(hasattr(parameter, "device_mesh") for parameter in decoder.parameters()):
         raise _RefusedError("its weights are sharded (patch it before fully_shard)")
     probe = _Probe()
-    hidden = _forward(decoder, site, probe_rotation, probe)
+    hidden = _forward(decoder, site, scaling, probe)
     if hidden.isnan().any():
         raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
-    if not torch.equal(hidden, hidden[:1].expand_as(hidden)):
-        # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
-        still = _forward(decoder, site, _ProbeRotation(site, scaling=1.0), _Probe())
-        if _spread(hidden) > 4 * _spread(still):
-            raise _RefusedError("positions act outside of its attention layers")
+    # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
+    if not torch.equal(hidden, hidden[:1].expand_as(hidden)) and (
+        _spread(hidden) > 4 * _spread(_forward(decoder, site, 1.0, _Probe()))
+    ):
+        raise _RefusedError("positions act outside of its attention layers")
     return probe.seen
 
 
 def _forward(
-    decoder: nn.Module, site: RotarySite, probe_rotation: Callable[..., Any], probe: _Probe
+    decoder: nn.Module, site: RotarySite, scaling: float | None, probe: _Probe
 ) -> torch.Tensor:
     """Run the decoder with ``probe`` in place of attention; its hidden states in float64."""
+
+    def rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        return _rotation(site, scaling, output) if site.called(args, kwargs) else None
+
     config = text_config(decoder)
     vocabulary = vocabulary_of(decoder)
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary.num_embeddings
     parts = [module for module in decoder.modules() if next(module.children(), None) is not None]
     handles = [part.register_forward_pre_hook(probe.called, with_kwargs=True) for part in parts]
-    handles.append(site.module.register_forward_hook(probe_rotation, with_kwargs=True))
+    handles.append(site.module.register_forward_hook(rotate, with_kwargs=True))
     before = config._attn_implementation_internal
     forward_context.probed = probe
     try:
@@ -424,6 +298,33 @@ def _forward(
         config._attn_implementation_internal = before
         forward_context.probed = None
     return output[0].double()
+
+
+def _rotation(site: RotarySite, scaling: float | None, output: Any) -> Any:
+    """For ``output`` of the rotary module: row 0 not rotated, row 1 by a quarter, row 2 by pair.
+
+    With ``scaling``, no row is rotated, and the cosine of the last row is multiplied by it.
+    """
+    columns = site.columns
+    angles = _angles(len(site.loaded))[columns.pair]
+    rotations = torch.stack((0 * angles, torch.full_like(angles, math.pi / 2), angles))
+    like = output if columns.complex else output[0]
+    rows = rotations.unsqueeze(1).expand(-1, like.shape[-2], -1)
+    cos, sin = (f(rows.to(like.device)) for f in (torch.cos, torch.sin))
+    cos[1] = 0  # exactly
+    if scaling is not None:
+        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        cos[2] = scaling
+    if like.ndim == 4:
+        cos, sin = (part.expand(len(like), -1, -1, -1) for part in (cos, sin))
+    if columns.complex:
+        return torch.complex(cos, sin).to(like.dtype)
+    return cos.to(like.dtype), sin.to(like.dtype)
+
+
+def _angles(pairs: int) -> torch.Tensor:
+    """A different angle for each pair, far apart, radians."""
+    return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
 
 
 def _spread(hidden: torch.Tensor) -> float:
@@ -446,66 +347,52 @@ def _lacks_weights(module: nn.Module, loaded: bool = False) -> bool:
     return any(_lacks_weights(part, loaded) for part in module.children())
 
 
+def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the rows of a probe differ in the queries or keys of a layer."""
+    if len(x) != 3:
+        raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
+    return _differs(x, _tolerance(x))
+
+
+def _differs(x: torch.Tensor, tolerance: float) -> bool:
+    """Whether the rows of ``x`` differ in a column by more than this share of its largest value."""
+    columns = x.double().unsqueeze(1).flatten(1, -2)  # [rows, values, columns]
+    away = (columns - columns[:1]).abs().amax((0, 1))
+    return bool((away > tolerance * columns.abs().amax((0, 1))).any())
+
+
 def _tolerance(x: torch.Tensor) -> float:
     return _TOLERANCE.get(x.dtype, _EXACT)
-
-
-class _ProbeRotation:
-    """Forward hook of a rotary module: row 0 is not rotated, row 1 by a quarter, row 2 by pair.
-
-    With ``scaling``, no row is rotated, and the cosine of the last row is multiplied by it.
-    """
-
-    def __init__(self, site: RotarySite, scaling: float | None = None) -> None:
-        self.site, self.scaling = site, scaling
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        if not self.site.called(args, kwargs):
-            return None
-        columns = self.site.columns
-        angles = _angles(len(self.site.loaded))[columns.pair]
-        rotations = torch.stack(
-            (torch.zeros_like(angles), torch.full_like(angles, math.pi / 2), angles)
-        )
-        like = output if columns.complex else output[0]
-        rows = rotations.unsqueeze(1).expand(-1, like.shape[-2], -1)
-        cos, sin = (f(rows.to(like.device)) for f in (torch.cos, torch.sin))
-        cos[1] = 0  # exactly
-        if self.scaling is not None:
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-            cos[2] = self.scaling
-        if like.ndim == 4:
-            cos, sin = (part.expand(len(like), -1, -1, -1) for part in (cos, sin))
-        if columns.complex:
-            return torch.complex(cos, sin).to(like.dtype)
-        return cos.to(like.dtype), sin.to(like.dtype)
 
 
 class _Probe:
     """The queries and keys that attention layers make of random numbers."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.seen: list[_Seen] = []
         self._calls: dict[nn.Module, tuple[tuple, dict]] = {}
         self._again: nn.Module | None = None
+        self._returned: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
         self._generator = torch.Generator("cpu").manual_seed(0)
 
     def called(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of every module that may be an attention layer."""
         self._calls[module] = args, kwargs
 
-    def attends(self, module: nn.Module, call: tuple) -> None:
-        """Record ``call`` of the attention function, which tells that ``module`` is a layer.
+    def attends(self, seen: _Seen) -> None:
+        """Record a call of the attention function, which tells that its module is a layer.
 
         The layer made it of its weights. So it runs once more, on random numbers.
         """
+        module = seen.module
+        args, kwargs = self._calls.get(module, ((), {}))
         if self._again is module or module not in self._calls:
-            self.seen.append(call)
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            self.seen.append(seen._replace(hidden=hidden, returned=self._returned))
             return
-        args, kwargs = self._calls[module]
         parts = [part for part in module.modules() if part is not module]
         handles = [part.register_forward_hook(self._replace, prepend=True) for part in parts]
-        self._again = module
+        self._again, self._returned = module, {}
         try:
             module.forward(*args, **kwargs)
         finally:
@@ -525,7 +412,10 @@ class _Probe:
         if _differs(rows, 0.1):  # it comes after the rotation
             return output
         known = torch.randn(rows.shape[1:], generator=self._generator, device="cpu")
-        return known.to(output).expand_as(rows).flatten(0, 1)
+        made = known.to(output).expand_as(rows).flatten(0, 1)
+        if args and isinstance(args[0], torch.Tensor):
+            self._returned[part] = args[0], made
+        return made
 
 
 def _look(
@@ -540,16 +430,11 @@ def _look(
     """Attention function that attends to nothing, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    assert forward_context.probed is not None, "only _run sets this attention function"
-    forward_context.probed.attends(
-        module, (module, query, key, value.shape[-1], kwargs.get("sliding_window"))
-    )
+    assert forward_context.probed is not None, "only _forward sets this attention function"
+    window = kwargs.get("sliding_window")
+    forward_context.probed.attends(_Seen(module, query, key, value.shape[-1], window, None, {}))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
-
-
-class _RefusedError(AttributeError):  # so that hasattr says no
-    """A decoder cannot be probed; the message says why."""
 
 
 class _Mask:
@@ -567,45 +452,37 @@ AttentionInterface.register(_NAME, _look)
 AttentionMaskInterface.register(_NAME, lambda **arguments: _MASK)
 
 
-def _read(
-    decoder: nn.Module,
-    module: nn.Module,
-    site: RotarySite,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value_columns: int,
-    window: int | None,
-) -> Layout | None:
-    where = _path(decoder, module)
-    found = []
-    for x in (query, key):
-        if not _changes(decoder, module, x):
-            found.append(None)
-            continue
-        rows = x.transpose(1, 3).flatten(2).double()  # [3, columns, tokens * heads]
-        pairs = _pairs(rows, len(site.loaded), _tolerance(x))
-        if pairs is None:
-            raise _RefusedError(f"{where} does not rotate pairs of columns")
-        found.append(pairs)
-    if found[0] is None and found[1] is None:
+def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
+    """The layout of a layer; None if it does not rotate."""
+    where, query, key, x = _path(decoder, seen.module), seen.query, seen.key, seen.hidden
+    rotates = [_changes(decoder, seen.module, one) for one in (query, key)]
+    if not any(rotates):
         return None
-    if found[0] is None or found[1] is None or not torch.equal(*found):
+    if not all(rotates):
+        raise _RefusedError(f"{where} rotates its queries and keys differently")
+    found = [_pairs(one, len(site.loaded)) for one in (query, key)]
+    if found[0] is None or found[1] is None:
+        raise _RefusedError(f"{where} does not rotate pairs of columns")
+    if not torch.equal(found[0], found[1]):
         raise _RefusedError(f"{where} rotates its queries and keys differently")
     first, second, pair = found[0]
-    local = sees_window(text_config(decoder), module, window)
-    heads = Heads(query.shape[1], query.shape[-1], value_columns)
-    return Layout(site, Pairs(_columns(first), _columns(second)), pair, local, heads)
+    local = sees_window(text_config(decoder), seen.module, seen.window)
+    heads = Heads(query.shape[1], query.shape[-1], seen.value_columns)
+    fits = isinstance(x, torch.Tensor) and x.shape[:-1] == (len(query), query.shape[2])
+    inputs = x.shape[-1] if fits else None
+    pairs = Pairs(_columns(first), _columns(second))
+    return Layout(site, pairs, pair, local, heads, key.shape[1], inputs)
 
 
-def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | None:
+def _pairs(x: torch.Tensor, pairs: int) -> torch.Tensor | None:
     """First column, second column and index of every pair, ``[3, pairs]``; None: no rotation.
 
     Args:
-        rows: not rotated, rotated by a quarter, by :func:`_angles`; ``[3, columns, samples]``.
+        x: queries or keys: not rotated, rotated by a quarter, by :func:`_angles`.
         pairs: number of frequencies.
-        tolerance: largest error, as a share of the size of a column.
     """
-    still, quarter, rotated = rows
+    tolerance = _tolerance(x)  # a share of the size of a column
+    still, quarter, rotated = x.transpose(1, 3).flatten(2).double()  # [columns, tokens * heads]
     size, turned = still.norm(dim=1), quarter.norm(dim=1)
     # A quarter rotation makes the first column minus the second, and the second the first.
     away = torch.cdist(_directions(quarter), -_directions(still))
@@ -615,17 +492,16 @@ def _pairs(rows: torch.Tensor, pairs: int, tolerance: float) -> torch.Tensor | N
     alike = (turned - size[second]).abs() <= tolerance * size[second]
     first = torch.nonzero(moved & alike & (distance <= tolerance)).flatten()
     second = second[first]
-    if 2 * len(first) != int(moved.sum()) or len(torch.cat((first, second)).unique()) != 2 * len(
-        first
-    ):
+    both = torch.cat((first, second))
+    if len(both) != int(moved.sum()) or len(both.unique()) != len(both):
         return None
-    angles = _angles(pairs).to(rows.device)[:, None, None]
+    angles = _angles(pairs).to(x.device)[:, None, None]
     a, b = still[first], still[second]
     error = (a * angles.cos() - b * angles.sin() - rotated[first]).norm(dim=-1)
     error += (b * angles.cos() + a * angles.sin() - rotated[second]).norm(dim=-1)
     worst, pair = (error / torch.maximum(size[first], size[second])).min(0)  # over frequencies
-    others = torch.ones(len(still), dtype=torch.bool, device=rows.device)
-    others[first] = others[second] = False
+    others = torch.ones(len(still), dtype=torch.bool, device=x.device)
+    others[both] = False
     same = (rotated - still).norm(dim=1) <= tolerance * size
     if not same[others].all() or bool((worst > 2 * tolerance).any()):
         return None

@@ -12,6 +12,7 @@ import torch
 
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
+from rope_ext.methods.geometry import Distance
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import Layout
 from rope_ext.position.tables import BandRotations, Decay, RotationTable
@@ -83,27 +84,30 @@ class PositionMap:
         growth = None if self.encoding is None else self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
-    def rotations(self, layout: Layout) -> BandRotations:
-        """For each band, its geometry and the rotations of queries and keys."""
-        if layout not in self._rotations:
-            self._rotations[layout] = self._made(layout)
-        return self._rotations[layout]
+    def rotations(self, layout: Layout, window: int | None = None) -> BandRotations:
+        """For each band, its geometry and the rotations of queries and keys.
 
-    def _made(self, layout: Layout) -> BandRotations:
-        inv_freq = self.frequencies[layout.site][0]
+        With ``window``, of layers that keep the trained rotation and attend to so many tokens.
+        """
+        if (layout, window) not in self._rotations:
+            self._rotations[layout, window] = self._made(layout, window)
+        return self._rotations[layout, window]
+
+    def _made(self, layout: Layout, window: int | None) -> BandRotations:
+        inv_freq, pair = self.frequencies[layout.site][0], layout.pair
         growth = None if self.encoding is None else self.encoding.growth(len(inv_freq))
+        inv_freq = inv_freq[pair].to(torch.float64 if self.precise else torch.float32)
+        if window is not None:
+            idle = RotationTable(0, 0, inv_freq, pair)
+            return [(Distance(0, window), idle, idle)]
         if growth is not None:
-            growth = growth[layout.pair]
-            return [(band.geometry, Decay(growth), Decay(-growth)) for band in self.bands]
-        inv_freq = inv_freq[layout.pair].to(torch.float64 if self.precise else torch.float32)
-        return [
-            (
-                band.geometry,
-                RotationTable(band.query, self.stored, inv_freq, layout.pair),
-                RotationTable(band.key, self.stored, inv_freq, layout.pair),
-            )
-            for band in self.bands
-        ]
+            of_query, of_key = Decay(growth[pair]), Decay(-growth[pair])
+            return [(band.geometry, of_query, of_key) for band in self.bands]
+
+        def table(to: Map) -> RotationTable:
+            return RotationTable(to, self.stored, inv_freq, pair)
+
+        return [(band.geometry, table(band.query), table(band.key)) for band in self.bands]
 
     @property
     def computes_positions(self) -> bool:
@@ -131,9 +135,7 @@ class PositionMap:
         return None if made is None else made.to(dtype)
 
     @functools.cached_property
-    def _rotations(
-        self,
-    ) -> dict[Layout, BandRotations]:
+    def _rotations(self) -> dict[tuple[Layout, int | None], BandRotations]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # fields only: cached bands hold functions

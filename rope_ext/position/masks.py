@@ -95,6 +95,8 @@ class BatchMask:
 
     Attributes:
         plain: whether it is causal, as far as a compiled forward needs to know.
+        valid: the padding of all slots, ``[rows, slots]``, of a mask that is made before a forward.
+        ready: that mask itself, for a single query.
     """
 
     ndim = 4  # transformers then takes it for a mask that is already prepared
@@ -110,8 +112,6 @@ class BatchMask:
         self.ready: torch.Tensor | None = None
         self.plain = True
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
-        self._moved: dict[torch.device, torch.Tensor] = {}
-        self._of: BatchMask | None = None  # a mask of more keys
 
     @property
     def forward(self) -> PositionForward:
@@ -145,11 +145,7 @@ class BatchMask:
             forward.split(documents)
 
     def prepare(self) -> None:
-        """Prepare what a compiled forward needs of a mask that is made before it.
-
-        Sets ``valid``, the padding of all slots, whose shape then stays the same (``[rows,
-        slots]``), and for a single query ``ready``, the mask itself; for several, ``plain``.
-        """
+        """Make what a compiled forward needs of a mask that is made before it."""
         padding, arguments = self.padding, self.arguments or {}
         if padding is not None:
             slots = arguments["kv_length"]
@@ -167,38 +163,25 @@ class BatchMask:
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
         """The mask for layers that the map leaves alone; None: causal."""
-        if self._of is not None:
-            whole = self._of.dense
-            return None if whole is None else whole[..., self.offset - self._of.offset :]
         return self.given if self.arguments is None else sdpa_mask(**self.arguments)
-
-    def behind(self, offset: int) -> BatchMask:
-        """The mask of a layer whose cache has no slots before ``offset``."""
-        if offset == self.offset:
-            return self
-        name = "behind", offset
-        if name not in self.made:
-            made = BatchMask(self.owner, self.arguments, self.given)
-            made._of, made.offset = self, offset
-            self.made[name] = made
-        return self.made[name]
 
     def dense_on(self, device: torch.device) -> torch.Tensor | None:
         """:attr:`dense` on the device of a layer, moved there once for all layers."""
         if self.dense is None or self.dense.device == device:
             return self.dense
-        if device not in self._moved:
-            self._moved[device] = self.dense.to(device)
-        return self._moved[device]
+        if device not in self.made:
+            self.made[device] = self.dense.to(device)
+        return self.made[device]
 
     @functools.cached_property
-    def ahead(self) -> list[int]:
-        """How far queries see beyond themselves at most, tokens, by row; 0: the mask is causal."""
+    def ahead(self) -> int:
+        """How far queries see beyond themselves at most, tokens; 0: the mask is causal."""
         forward = self.forward
         if self.causal or self.dense is None:
-            return [0] * forward.rows
-        visible = shown(self.dense[..., : self.keys])
-        t = self.positions.to(visible.device).expand(forward.rows, -1)[:, None]
+            return 0
+        t = forward.key[:, self.offset :]
+        visible = shown(self.dense[..., : t.shape[1]])
+        t = t.to(visible.device).expand(forward.rows, -1)[:, None]
         newest = [  # position of the newest key that a query sees; [rows, heads, queries]
             torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in visible.split(256, 2)
         ]
@@ -208,39 +191,31 @@ class BatchMask:
         after = after.where(seen | ~visible.all(-1), 0)
         if forward.padding is not None:
             after = after * forward.padding[:, None, -forward.tokens :].to(after.device)
-        return after.clamp(min=0).amax((1, 2)).tolist()
+        return int(after.clamp(min=0).amax())
 
     @functools.cached_property
     def offset(self) -> int:
         """Index of the first key in the sequence; above 0 in sliding caches."""
         return 0 if self.arguments is None else self.arguments["kv_offset"]
 
-    @property
-    def keys(self) -> int:
-        """Number of filled keys; a static cache has room for more."""
-        return self.forward.filled_count + self.forward.tokens - self.offset
-
-    @functools.cached_property
-    def positions(self) -> torch.Tensor:
-        """Position of every key, ``[rows or 1, keys]``."""
-        return self.forward.key[:, self.offset :]
-
     @functools.cached_property
     def window(self) -> int | None:
         """Window to which the mask limits every token."""
         return None if self.arguments is None else self.arguments.get("local_size")
 
-    def runs(self) -> list[runs.Run]:
-        """The batch as runs of consecutive tokens; raises where positions go back."""
-        if "runs" not in self.made:
-            forward, first = self.forward, self.offset
-            sequences = forward.documents
-            if sequences is None:
-                sequences = forward.real().long() - 1
-            new = self.keys - forward.tokens
-            given = self.positions, sequences[:, first:], forward.rows, new
-            self.made["runs"] = runs.runs(*given)
-        return self.made["runs"]
+    def runs(self, offset: int = 0) -> list[runs.Run]:
+        """The keys from ``offset`` on as runs of consecutive tokens.
+
+        Raises:
+            UnsupportedModelError: positions go back.
+        """
+        if ("runs", offset) not in self.made:
+            forward, documents = self.forward, self.forward.documents
+            sequences = forward.real().long() - 1 if documents is None else documents
+            keys = forward.key[:, offset:], sequences[:, offset:]
+            new = keys[0].shape[1] - forward.tokens
+            self.made["runs", offset] = runs.runs(*keys, forward.rows, new)
+        return self.made["runs", offset]
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:

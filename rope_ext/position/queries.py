@@ -19,12 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.temperature import SSMax, Temperature
-from rope_ext.position import head_scales
 from rope_ext.position.layers import rotated_layers
-from rope_ext.rotary.buffers import Changes
+from rope_ext.position.learned import TEMPERATURE, HeadScales, put
+from rope_ext.position.tensors import dtype_of
 from rope_ext.rotary.context import is_traced, run_eagerly
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, evaluating, input_device, text_config
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
 
@@ -51,7 +52,7 @@ class View:
         self.config, self.eager = config, eager
         self.temperature, self.sequences = temperature, sequences
         self.constant = temperature.constant
-        self.reached: dict[nn.Module, int] | None = None  # in the proof: modules, and their heads
+        self.heads: int | None = None  # of the query, once the layer has attended by this view
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "config":  # while a copy is being made
@@ -59,6 +60,7 @@ class View:
         return getattr(self.config, name)
 
 
+@torch.no_grad()
 def install(
     place: PatchTarget,
     temperature: Temperature,
@@ -90,49 +92,28 @@ def install(
             f"only, where a temperature is of no use; pass sliding_layers='scale' to have it there "
             f"all the same"
         )
+    views = {}
     for module in chosen:
         eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
-        if module.__dict__.get("config") is not config:
+        views[module] = View(config, eager, temperature, sequences)
+        if module.__dict__.get("config") is config:
+            set_attribute(module, "config", views[module], changes)
+    tokens = torch.ones(1, 2, dtype=torch.long, device=input_device(decoder))
+    with evaluating(decoder):
+        decoder(input_ids=tokens, use_cache=False)
+    for module, view in views.items():
+        if view.heads is None:
             raise UnsupportedModelError(
-                f"{type(decoder).__name__}: {type(module).__name__} reads its attention function "
-                f"in a configuration of its own, so a temperature cannot be put there; leave "
-                f"temperature out, or give an attention_factor"
+                f"{type(decoder).__name__}: {type(module).__name__} does not read its attention "
+                f"function in the configuration of the decoder, so a temperature cannot be put "
+                f"there; leave temperature out, or give an attention_factor"
             )
-        changes.replaced.append((module, "config", config))
-        view = View(config, eager, temperature, sequences)
-        setattr(module, "config", view)  # noqa: B010  # nn.Module declares tensors
-    heads = _prove(decoder, chosen)
-    if isinstance(temperature, SSMax):
-        for module in chosen:
-            head_scales.add(module, temperature, heads[module])
-        changes.parts.append(head_scales.Added(chosen))
+        if isinstance(temperature, SSMax):
+            put(module, TEMPERATURE, HeadScales(temperature, view.heads, module), changes)
     notes = [f"temperature: {temperature.formula}, in {len(chosen)} attention layers"]
     if len(chosen) < len(layers):
         notes[0] += f"; {len(layers) - len(chosen)} that see a limited window have none"
     return notes
-
-
-@torch.no_grad()
-def _prove(decoder: nn.Module, modules: list[nn.Module]) -> dict[nn.Module, int]:
-    """The query heads of every module; raises unless their attention uses their views."""
-    tokens = torch.ones(1, 2, dtype=torch.long, device=input_device(decoder))
-    views = [cast("View", module.config) for module in modules]
-    reached: dict[nn.Module, int] = {}
-    for view in views:
-        view.reached = reached
-    try:
-        with evaluating(decoder):
-            decoder(input_ids=tokens, use_cache=False)
-    finally:
-        for view in views:
-            view.reached = None
-    if set(reached) != set(modules):
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: its attention layers do not read their attention function "
-            f"in their configuration, so a temperature cannot be put there; leave temperature out, "
-            f"or give an attention_factor"
-        )
-    return reached
 
 
 def _attend(
@@ -146,27 +127,26 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function under :data:`NAME`."""
     view = cast("View", module.config)
-    if view.reached is not None:
-        view.reached[module] = query.shape[1]
-    name = view.config._attn_implementation
-    own = ALL_ATTENTION_FUNCTIONS.get_interface(name, view.eager)
-    if view.sequences is None:
+    own = ALL_ATTENTION_FUNCTIONS.get_interface(view.config._attn_implementation, view.eager)
+    if view.heads is None:
+        view.heads = query.shape[1]
+    elif view.sequences is None:
         query = query * cast("float", view.constant)  # which others have instead of sequences
     elif torch.compiler.is_compiling() and not is_traced(view.sequences):
-        query = _untraced(view, view.sequences, module, query)
+        query = _by_position_eagerly(view, view.sequences, module, query)
     else:
-        query = by_position(view, view.sequences, module, query)
+        query = _by_position(view, view.sequences, module, query)
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
 @run_eagerly()
-def _untraced(
+def _by_position_eagerly(
     view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
 ) -> torch.Tensor:
-    return by_position(view, sequences, module, query)
+    return _by_position(view, sequences, module, query)
 
 
-def by_position(
+def _by_position(
     view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
 ) -> torch.Tensor:
     """``query`` times a temperature that follows positions, or that learns in ``module``."""
@@ -176,18 +156,15 @@ def by_position(
             f"an attention layer with temperature={view.temperature!r} was run by itself, and its "
             f"positions are not known; run the whole model, or give temperature= a number"
         )
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query_scale = forward.query_scale(view.temperature, query.device, dtype)
-    if query_scale is not None and query_scale.shape[2] != query.shape[2]:
+    scale = forward.query_scale(view.temperature, query.device, dtype_of(query))
+    if scale is not None and scale.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
-            f"an attention layer has {query.shape[2]} queries for {query_scale.shape[2]} "
-            f"positions, so temperature={view.temperature!r} cannot follow them; give "
-            f"temperature= a number"
+            f"an attention layer has {query.shape[2]} queries for {scale.shape[2]} positions, so "
+            f"temperature={view.temperature!r} cannot follow them; give temperature= a number"
         )
-    # During the proof, the scales are not there yet.
-    if isinstance(view.temperature, SSMax) and view.reached is None:
-        return getattr(module, head_scales.NAME)(query, query_scale)
-    return query if query_scale is None else (query * query_scale).to(query.dtype)
+    if isinstance(view.temperature, SSMax):
+        return getattr(module, TEMPERATURE)(query, scale)
+    return query if scale is None else (query * scale).to(query.dtype)
 
 
 AttentionInterface.register(NAME, _attend)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
-from rope_ext.rotary.buffers import ABSENT, Changes
 from rope_ext.rotary.context import run_eagerly
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 
 @functools.cache
@@ -51,20 +50,11 @@ def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) 
     """
     name = "init_continuous_batching"  # called by all of its entry points
     if hasattr(type(model), name):
-        replace_method(model, name, functools.partial(_refuse, reason), changes)
+        set_attribute(model, name, functools.partial(_refuse, reason), changes)
 
 
 def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
     raise CacheError(reason)
-
-
-def replace_method(model: nn.Module, name: str, call: Callable[..., Any], changes: Changes) -> None:
-    """Make ``model.name(...)`` return ``call(original, ...)`` until the changes are undone."""
-    original = getattr(model, name)
-    replacement: Any = functools.partial(call, original)
-    replacement.__wrapped__ = original  # transformers inspects the signature of the original
-    changes.replaced.append((model, name, model.__dict__.get(name, ABSENT)))
-    setattr(model, name, replacement)
 
 
 @run_eagerly()

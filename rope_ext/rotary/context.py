@@ -75,7 +75,7 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Any] = []  # ForwardContexts in progress, innermost last
-        self.requests: list[Any] = []  # calls of generate under a method that follows sequences
+        self.requests: list[Any] = []  # calls of generate: what follows its sequences, tokens
         self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
         self.rotating: dict[Any, Any] = {}  # rotations of layers with positions of their own
         self.probed: Any = None  # records attention layers while layouts are probed
@@ -116,9 +116,19 @@ def forget_failed_exports() -> None:
         stack[:] = [context for context in stack if not context.exported]
 
 
+def run(patch: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, as a part of the graph only if the forward in progress is traced."""
+    return function(*args) if is_traced(patch) else _run(function, *args)
+
+
 def run_eagerly(reason: str | None = None) -> Callable[[_Function], _Function]:
     """:func:`torch.compiler.disable` as a decorator that keeps the type of the function."""
     return cast("Callable[[_Function], _Function]", torch.compiler.disable(reason=reason))
+
+
+@run_eagerly()
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def cache_among(given: Mapping[str, Any]) -> Any:

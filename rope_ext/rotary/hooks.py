@@ -17,7 +17,7 @@ from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.calls import parameters
-from rope_ext.rotary.context import is_traced, run_eagerly
+from rope_ext.rotary.context import run, run_eagerly
 from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_of
@@ -30,16 +30,15 @@ _NATIVE = "_rope_ext_native"  # attribute of a cosine tensor: the unpatched cosi
 
 
 class RotaryHook:
-    """Replaces cosine and sine of a rotary module, computed from float64 frequencies.
+    """Forward hook of a rotary module: replaces cosine and sine, from float64 frequencies.
 
     Args:
         site: the rotary site.
         inv_freq: float64, ``[pairs]``; used unless frequencies follow the sequence.
         scaling: factor of cosine and sine; used unless it follows the sequence.
         precise: compute angles in float64; else in float32, as transformers does.
-        sequences: the sequences of the batch, for methods that depend on them.
+        sequences: the sequences of the batch, if something depends on their positions.
         native: also return what the unpatched module would have returned.
-        start: number of tokens at the start of a sequence that keep the trained frequencies.
     """
 
     def __init__(
@@ -50,23 +49,22 @@ class RotaryHook:
         precise: bool,
         sequences: Sequences | None,
         native: bool,
-        start: int,
     ) -> None:
         self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
-        self.precise, self.sequences, self.native, self.start = precise, sequences, native, start
+        self.precise, self.sequences, self.native = precise, sequences, native
+        method = None if sequences is None else sequences.method
+        self.computes = precise or (method and (method.is_dynamic or method.start_tokens))
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Forward hook of the rotary module."""
         if not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        used = positions, cached_on_device(self, "inv_freq", positions.device), self.scaling
+        if self.sequences is not None:
+            used = run(self.sequences, self._follow, self.sequences, *used)
         result = output
-        if self.precise or self.sequences is not None:
-            rotated, inv_freq, scaling = positions, self.inv_freq, self.scaling
-            if self.sequences is not None:
-                rotated, inv_freq, scaling = self._followed(self.sequences, positions)
-            if inv_freq is self.inv_freq:
-                inv_freq = cached_on_device(self, "inv_freq", positions.device)
+        if self.computes:
+            rotated, inv_freq, scaling = used
             result = rotation(self.site, rotated, inv_freq, scaling, self.precise, output)
         if self.native:
             theta, scaling = self.site.loaded, self.site.scaling
@@ -74,62 +72,25 @@ class RotaryHook:
             result = with_native(result, native)
         return result
 
-    def _followed(
-        self, sequences: Sequences, positions: torch.Tensor
+    def _follow(
+        self,
+        sequences: Sequences,
+        positions: torch.Tensor,
+        inv_freq: torch.Tensor,
+        scaling: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Positions, frequencies and scaling of the current sequences."""
-        follow = self._follow if is_traced(sequences) else self._follow_eagerly
-        return follow(sequences, positions)
-
-    @run_eagerly()
-    def _follow_eagerly(
-        self, sequences: Sequences, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        return self._follow(sequences, positions)
-
-    def _follow(
-        self, sequences: Sequences, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        forward = sequences.at(positions)
+        forward, method = sequences.at(positions), sequences.method
         dtype = torch.float64 if self.precise else torch.float32
-        inv_freq, scaling = self.inv_freq, self.scaling
-        if sequences.method.is_dynamic:
+        if method.is_dynamic:
             inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
-        if self.start:
+        if method.start_tokens:  # the first ones keep the trained frequencies
             positions = forward.counted(positions)
-            inv_freq = self._kept(positions, inv_freq, dtype)
+            place = positions.amax(0) if positions.ndim == 3 else positions
+            trained = cached_on_device(self.site, "loaded", place.device).to(dtype)
+            early = (place < method.start_tokens).unsqueeze(-1)
+            inv_freq = torch.where(early, trained, inv_freq.to(place.device, dtype))
         return positions, inv_freq, scaling
-
-    def _kept(
-        self, positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Frequencies of every token, ``[rows, tokens, pairs]``; the first ones stay as trained."""
-        place = positions.amax(0) if positions.ndim == 3 else positions
-        trained = cached_on_device(self.site, "loaded", place.device).to(dtype)
-        if inv_freq is self.inv_freq:
-            inv_freq = cached_on_device(self, "inv_freq", place.device)
-        inv_freq = inv_freq.to(place.device, dtype)
-        return torch.where((place < self.start).unsqueeze(-1), trained, inv_freq)
-
-
-class Locating:
-    """Forward hook of a rotary module that records positions and changes nothing."""
-
-    def __init__(self, site: RotarySite, sequences: Sequences) -> None:
-        self.site, self.sequences = site, sequences
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Forward hook of the rotary module."""
-        locate = self._locate if is_traced(self.sequences) else self._locate_eagerly
-        locate(args, kwargs)
-
-    @run_eagerly()
-    def _locate_eagerly(self, args: tuple, kwargs: dict) -> None:
-        self._locate(args, kwargs)
-
-    def _locate(self, args: tuple, kwargs: dict) -> None:
-        if self.site.called(args, kwargs):
-            self.sequences.at(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
 
 
 @torch.no_grad()
@@ -220,17 +181,14 @@ class _Both(tuple):
 
     native: Any
 
-    def __new__(cls, embeddings: tuple, native: Any) -> _Both:
-        made = super().__new__(cls, embeddings)
-        made.native = native
-        return made
-
 
 def with_native(embeddings: Any, native: Any) -> Any:
     """``embeddings`` with the output of the unpatched module attached, for layers to find."""
     if torch.compiler.is_compiling() and isinstance(embeddings, tuple):
-        return _Both(embeddings, native)
-    _attach(embeddings, native)
+        embeddings = _Both(embeddings)
+        embeddings.native = native
+    else:
+        _attach(embeddings, native)
     return embeddings
 
 
@@ -266,16 +224,15 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
         UnsupportedModelError: a layer does not take them as an argument.
     """
     handles = []
-    for name, module in decoder.named_modules():
-        if module not in modules:
-            continue
+    for module in modules:
+        names = parameters(type(module))
         if "position_embeddings" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(
-                f"{type(decoder).__name__}: {name} takes no position_embeddings, so it cannot be "
-                f"kept as it was beside patched layers; use sliding_layers='scale', and patch "
-                f"every layer"
+                f"{type(decoder).__name__}: {type(module).__name__} takes no position_embeddings, "
+                f"so it cannot be kept as it was beside patched layers; use "
+                f"sliding_layers='scale', and patch every layer"
             )
-        hook = partial(_use_native, parameters(type(module)))
+        hook = partial(_use_native, names)
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
 

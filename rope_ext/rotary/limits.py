@@ -1,115 +1,52 @@
-"""One warning where a model, or a draft or an adapter beside it, does not fit its extension."""
+"""Warns once where a forward has more tokens than its patch reaches."""
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext.config.record import SIDECAR, Record
-from rope_ext.errors import RecordError
 from rope_ext.methods import Method
-from rope_ext.rotary.buffers import Changes
-from rope_ext.rotary.calls import parameters, replace_method
+from rope_ext.rotary.calls import parameters
 from rope_ext.rotary.context import cache_among
-from rope_ext.rotary.sites import PatchTarget, text_config
+from rope_ext.rotary.sites import PatchTarget
+from rope_ext.rotary.swapping import Changes
 
 _logger = logging.getLogger("rope_ext")
 
 
 class Limit:
-    """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches.
+    """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
 
-    Args:
-        method: named in the warning.
-        trained, target: lengths in tokens.
-        names: names of the decoder's arguments.
-    """
-
-    def __init__(self, method: str, trained: int, target: int, names: tuple[str, ...]) -> None:
-        self.method, self.trained, self.target, self.names = method, trained, target, names
-        self.told = self.told_of_draft = False
+    def __init__(self, method: str, trained: int, target: int) -> None:
+        self.method, self.trained, self.target, self.told = method, trained, target, False
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or self.told:
             return
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        tokens = _tokens(given)
-        if tokens <= self.target:
-            return
-        positions = given.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions.device.type != "meta":
+        given = {**dict(zip(parameters(type(decoder)), args, strict=False)), **kwargs}
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        cache = cache_among(given)
+        filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
+            return  # a length on a device is not waited for
+        tokens, positions = inputs.shape[1] + filled, given.get("position_ids")
+        if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
             tokens = int(positions.max()) + 1  # packed or padded rows are longer than their texts
-            if tokens <= self.target:
-                return
-        self.told = True
-        _logger.warning(
-            "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
-            "factor=%g or more (replace=True)",
-            *(tokens, self.target, self.method, math.ceil(tokens / self.trained * 100) / 100),
-        )
-
-    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """``model.generate``, after a look at the draft model of assisted generation."""
-        draft = kwargs.get("assistant_model")
-        if isinstance(draft, nn.Module) and not self.told_of_draft:
-            reach = getattr(text_config(draft), "max_position_embeddings", None)
-            if isinstance(reach, int) and reach < self.target:
-                self.told_of_draft = True
-                _logger.warning(
-                    "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond "
-                    "that its drafts are rejected and only cost time; extend it too: "
-                    "rope_ext.patch(assistant_model, ..., factor=%g)",
-                    *(reach, self.target, math.ceil(self.target / reach * 100) / 100),
-                )
-        return original(*args, **kwargs)
-
-
-def _tokens(given: dict[str, Any]) -> int:
-    """Tokens of a forward and of its cache, without waiting for a device."""
-    inputs = given.get("input_ids")
-    inputs = given.get("inputs_embeds") if inputs is None else inputs
-    tokens = inputs.shape[1] if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 else 0
-    cache = cache_among(given)
-    filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-    return tokens + (filled if isinstance(filled, int) else 0)
+        if tokens > self.target:
+            self.told = True
+            _logger.warning(
+                "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
+                "factor=%g or more (replace=True)",
+                *(tokens, self.target, self.method, math.ceil(tokens / self.trained * 100) / 100),
+            )
 
 
 def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Changes) -> None:
     """Warn once if the patch is used beyond ``target`` tokens, unless it follows the sequence."""
-    if method.is_dynamic or method.kind not in ("frequency", "position"):
-        return
-    trained, names = place.scaled[0].rope.length, parameters(type(place.decoder))
-    limit = Limit(method.name, trained, target, names)
-    changes.handles.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True))
-    if hasattr(type(place.model), "generate"):
-        replace_method(place.model, "generate", limit.generate, changes)
-
-
-def warn_of_adapters(place: PatchTarget, record: Record, changes: Changes) -> None:
-    """Warn where ``model.load_adapter`` loads an adapter that was trained under another patch."""
-    if hasattr(type(place.model), "load_adapter"):
-        call = functools.partial(_load_adapter, record)
-        replace_method(place.model, "load_adapter", call, changes)
-
-
-def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
-    folder = kwargs.get("peft_model_id", args[0] if args else None)
-    file = Path(str(folder)) / SIDECAR
-    try:
-        trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError, RecordError):  # on the Hub, or of a model without a patch
-        trained = record
-    if not trained.same(record):
-        _logger.warning(
-            "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
-            "patch it like that (replace=True)",
-            *(folder, trained.call(), record.call()),
-        )
-    return original(*args, **kwargs)
+    if not method.is_dynamic and method.kind in ("frequency", "position"):
+        limit = Limit(method.name, place.scaled[0].rope.length, target)
+        changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)

@@ -1,8 +1,9 @@
 """Follows the sequences that a decoder runs, and keeps the frequencies of each fixed.
 
-The state of a request is stored on its cache, or in the state of the thread while the request
-runs: the same model may serve several threads, and one of them may start a second request within
-the first.
+A row of a batch may begin with padding, and may hold several documents one after the other.
+Positions of a sequence count from its first token. Its frequencies follow from its length and stay
+fixed, because the keys and values of earlier tokens were computed with them. The state of a request
+is on its cache, or with the thread while it runs: one model may serve several threads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,18 +19,18 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.rotary.buffers import Changes
+from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.rotary.calls import (
     is_exporting,
     is_sharded,
     parameters,
     refuse_continuous_batching,
     refuse_sharded,
-    replace_method,
     runs_layers_again,
 )
 from rope_ext.rotary.context import (
     UNKNOWN,
+    ForwardContext,
     cache_among,
     caches_in,
     current,
@@ -37,38 +38,224 @@ from rope_ext.rotary.context import (
     forward_context,
     is_paged,
     leave,
+    run,
     run_eagerly,
 )
-from rope_ext.rotary.sequence_forward import STARTED, SequenceForward, Started
 from rope_ext.rotary.sites import RotarySite
-from rope_ext.rotary.third_party import refuse_rerotation
+from rope_ext.rotary.swapping import Changes, set_attribute
+from rope_ext.rotary.third_party import refuse_presses
 
-_logger = logging.getLogger("rope_ext")
+_STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
+_EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
     "a cache that was reset has no sequence for a compiled step to continue; begin again with a "
     "forward that is not compiled"
 )
+_logger = logging.getLogger("rope_ext")
 
 
-@dataclass(eq=False)
-class Request:
-    """A call of ``generate`` in progress.
+@dataclass(frozen=True)
+class Started:
+    """The last sequence in each row of a batch, whose frequencies stay fixed.
+
+    It is kept on the cache, whose rows have to stay in their order, as ``generate`` leaves them.
 
     Args:
-        sequences: the sequences of the model that generates.
-        lengths: number of tokens that each row will have, float64, ``[rows]``; None: not known.
-        room: the same for the whole batch, including padding.
-        guided: whether ``guidance_scale`` runs a second branch without the prompt. It gets the
-            frequencies of the first, since the two are subtracted from each other.
-        due: whether the next forward belongs to the call, and not to a streamer, a stopping
-            criterion or the like.
+        method: the method of the patch.
+        lengths: number of tokens that the frequencies of each row are made for, ``[rows]``, on the
+            CPU; 0 for rows with only padding so far. One row if all are equal.
+        first: position of the first token of each, same shape; -1 for rows with only padding.
+        room: number of tokens for the whole batch including padding, as a cache counts them.
+        begun: whether every row has a token.
+        made: frequencies and scaling, by site, device and dtype.
     """
 
-    sequences: Sequences
-    lengths: torch.Tensor | None
+    method: FrequencyMethod
+    lengths: torch.Tensor
+    first: torch.Tensor
     room: int
-    guided: bool
-    due: bool = False
+    begun: bool = True
+    made: dict[tuple, Any] = field(default_factory=dict)
+
+
+class SequenceForward(ForwardContext):
+    """One forward of a decoder under a method that follows sequences.
+
+    Args:
+        patch: the :class:`Sequences` of the decoder.
+        rows, tokens, filled, cache, traced: see :class:`ForwardContext`; ``filled`` is 0 in a
+            graph, where ``started`` replaces it.
+        started: the sequences recorded on the cache; None: they begin with this forward.
+        room: number of tokens that a call of ``generate`` plans for; None: not known.
+        mask: the attention mask that the decoder received.
+    """
+
+    def __init__(
+        self,
+        patch: Sequences,
+        rows: int,
+        tokens: int,
+        filled: int = 0,
+        cache: Any = None,
+        traced: bool = False,
+        started: Started | None = None,
+        room: int | None = None,
+        mask: Any = None,
+    ) -> None:
+        super().__init__(patch, rows, tokens, filled, cache, traced)
+        self.started, self.room, self.mask = started, room, mask
+        self.lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
+        self.first: torch.Tensor | None = None  # their first positions, same shape
+        self.positions: torch.Tensor | None = None  # position ids of the model
+        self._made: dict[tuple, Any] = {}
+
+    def locate(self, positions: torch.Tensor) -> None:
+        """Find the sequences from the position ids that the model itself uses."""
+        if self.positions is not None:
+            return
+        self.positions = positions
+        if self.started is None or not self.started.begun:
+            self.started = self._start(positions)
+
+    def _start(self, positions: torch.Tensor) -> Started:
+        filled, old = self.filled_count, self.started
+        if positions.ndim == 3:  # axes, rows, tokens
+            positions = positions.amax(0)
+        if positions.shape[-1] != self.tokens:  # those of compressed keys
+            positions = torch.arange(filled, filled + self.tokens, device=positions.device)
+        positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
+        masked = read(self.mask, filled, self.tokens)
+        lengths, first, start, number = documents(positions, *masked)
+        if self.traced:
+            self.require((first[:, -1] >= 0).all(), RuntimeError, _EMPTY)
+            self.lengths, self.first = lengths, first
+            return Started(self.patch.method, lengths[:, -1].cpu(), first[:, -1], self.tokens)
+        # Read them once: it waits for the device.
+        of_row, first_of_row, place, count = torch.stack(
+            [x[:, -1] for x in (lengths, first, start, number)]
+        ).cpu()
+        room = max(filled + self.tokens, int(of_row.max()))
+        if self.room is not None:
+            room = self.room
+            of_row = torch.where(first_of_row >= 0, room - filled - place, 0)
+        elif old is None and int(count.max()) > 1:
+            self.lengths, self.first = lengths, first
+        if old is not None:  # rows that had only padding so far begin here
+            of_row = torch.where(old.lengths > 0, old.lengths, of_row)
+            first_of_row = torch.where(old.lengths > 0, old.first.cpu(), first_of_row)
+            room = max(room, old.room)
+        if bool((of_row == of_row[0]).all() and (first_of_row == first_of_row[0]).all()):
+            of_row, first_of_row = of_row[:1], first_of_row[:1]
+        begun = bool((first_of_row >= 0).all())
+        return Started(
+            self.patch.method, of_row, first_of_row.to(positions.device), room, begun=begun
+        )
+
+    def frequencies(
+        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
+
+        Rows and tokens are 1 where all are equal.
+        """
+        assert self.started is not None, "locate() comes first"
+        by_token = self.lengths
+        if by_token is not None and by_token.shape[1] != positions.shape[-1]:
+            by_token = None
+        key = (site.name, site.layer_type, positions.device, dtype)
+        # Those on a cache serve every later forward of its sequences, including graphs.
+        tables = [(self.started.made, self.started.lengths[:, None])]
+        if by_token is not None:
+            tables.append((self._made, by_token))
+        for made, lengths in tables:
+            if key not in made:
+                inv_freq, scaling = self.patch.at_lengths(site, lengths.flatten().cpu().double())
+                made[key] = (
+                    inv_freq.unflatten(0, lengths.shape).to(positions.device, dtype),
+                    scaling.view(*lengths.shape, 1).to(positions.device, dtype),
+                )
+        return tables[-1][0][key]
+
+    def query_scale(
+        self, temperature: Temperature, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Factor of the queries, ``[rows or 1, 1, tokens, 1]``.
+
+        Of a temperature that learns, the growth that its scales multiply.
+        """
+        key = ("query_scale", device, dtype)
+        if key not in self._made:
+            assert self.positions is not None
+            positions = self.counted(self.positions)
+            if positions.ndim == 3:  # axes, rows, tokens
+                positions = positions.amax(0)
+            t = positions.double().clamp(min=0)
+            tau = temperature.growth(t) if isinstance(temperature, SSMax) else temperature.at(t)
+            self._made[key] = tau.to(device, dtype)[:, None, :, None]
+        return self._made[key]
+
+    def counted(self, positions: torch.Tensor) -> torch.Tensor:
+        """``positions`` counted from the first token of each sequence."""
+        assert self.started is not None, "locate() comes first"
+        first = self.first
+        if first is None or first.shape[1] != positions.shape[-1]:
+            first = self.started.first[:, None]
+        return positions - first.to(positions.device)
+
+
+def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Which tokens are real, and at which a sequence begins; bool, ``[rows, tokens]``, or None."""
+    if isinstance(mask, dict):  # one for each kind of layer, made before the forward
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if not isinstance(mask, torch.Tensor):
+        return None, None
+    if mask.ndim == 2:
+        mask = mask[:, filled : filled + tokens]
+        return (mask != 0 if mask.shape[1] == tokens else None), None
+    if mask.ndim != 4 or filled or mask.shape[2] != tokens or mask.shape[3] < tokens:
+        return None, None
+    seen = mask if mask.dtype == torch.bool else mask.float().exp() > 0
+    seen = seen[..., :tokens].any(1)
+    real = seen.diagonal(dim1=1, dim2=2)
+    place = torch.arange(tokens, device=mask.device)
+    furthest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
+    # An edge is where no later token sees anything before it; windows and branches are no edges.
+    return real, furthest.flip(1).cummin(1).values.flip(1) >= place
+
+
+def documents(
+    positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """The sequence that each token belongs to: length, first position, place and number in its row.
+
+    A row begins at its first real token. A new document begins where positions restart, as packing
+    does, and where tokens see nothing before it. Before the first real token of a row, lengths and
+    numbers are 0, and positions -1.
+
+    Args:
+        positions: int64, ``[rows, tokens]``.
+        real: bool, ``[rows or 1, tokens]``; None: all are real.
+        edges: bool, same shape; None: no edges.
+
+    Returns:
+        Four int64 tensors, ``[rows, tokens]``; places count from 0, numbers from 1.
+    """
+    device = positions.device
+    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
+    real = real.expand(len(positions), -1)
+    origin = positions.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
+    # A token that is no later than the one before it, but later than the first, is a branch.
+    begins = (positions.diff(dim=1, prepend=positions[:, :1]) <= 0) & (positions <= origin)
+    if edges is not None:
+        begins = begins | edges.to(device)
+    begins = real & (begins | (real.cumsum(1) == 1))
+    number = begins.cumsum(1)
+    start = torch.where(begins, torch.arange(positions.shape[1], device=device), 0).cummax(1).values
+    first = positions.gather(1, start)
+    count = torch.where(real, positions - first + 1, 0)
+    lengths = torch.zeros_like(positions).scatter_reduce(1, start, count, "amax").gather(1, start)
+    began = number > 0
+    return torch.where(began, lengths, 0), torch.where(began, first, -1), start, number
 
 
 class Sequences:
@@ -88,6 +275,15 @@ class Sequences:
         self.layers: list[nn.Module] = []  # that attend
         self.names: tuple[str, ...] = ()  # of the decoder's arguments
         self.warned = False
+        self.cure = (
+            "pass length=TOKENS to fix the frequencies"
+            if method.is_dynamic
+            else "leave start_tokens out, and give temperature= a number"
+        )
+        self.unbatched = (
+            f"continuous batching packs many sequences into one row, and {method.name} follows the "
+            f"positions of each; {self.cure}, or call generate with a padded batch"
+        )
 
     def current(self) -> SequenceForward | None:
         """The forward in progress."""
@@ -95,27 +291,17 @@ class Sequences:
         if forward is None and torch._C._current_graph_task_id() != -1:
             # Gradient checkpointing runs a layer again.
             forward = forward_context.recomputed
-            if forward is not None and forward.patch is not self:
-                forward = None
-        return forward
+        return forward if forward is not None and forward.patch is self else None
 
     def at(self, positions: torch.Tensor) -> SequenceForward:
         """The forward in progress; if there is none, one made from ``positions`` alone."""
         forward = self.current()
         if forward is None:
-            forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False, None)
-            length = positions.max().double().cpu().reshape(1) + 1
-            first = torch.zeros(1, dtype=torch.long, device="cpu")
-            forward.started = Started(self.method, length, first, int(length))
+            forward = SequenceForward(self, 1, positions.shape[-1])
+            length = positions.max().reshape(1) + 1
+            forward.started = Started(self.method, length.cpu(), torch.zeros_like(length), 0)
         forward.locate(positions)
         return forward
-
-    def _request(self) -> Request | None:
-        """The innermost call of ``generate`` in progress."""
-        for request in reversed(forward_context.requests):
-            if request.sequences is self:
-                return request
-        return None
 
     def at_lengths(
         self, site: RotarySite, lengths: torch.Tensor
@@ -143,107 +329,66 @@ class Sequences:
         """The forward with these arguments in tensors; None if tensors cannot express it."""
         if is_paged(given) or is_sharded() or runs_layers_again(decoder):
             return None
-        tokens = given.get("input_ids")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
-        rows, length = tokens.shape[:2]
+        rows, tokens = _shape(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
-        if isinstance(filled, torch.Tensor) and not hasattr(cache, STARTED):
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, _STARTED):
             torch._assert_async(filled == 0, UNKNOWN)
             filled = 0
         if isinstance(filled, torch.Tensor) or filled:
-            stored = getattr(cache, STARTED, None)
+            stored = getattr(cache, _STARTED, None)
             if stored is None or stored.method is not self.method or not stored.begun:
                 return None
             if len(stored.lengths) not in (1, rows):
                 return None
             if isinstance(filled, torch.Tensor):
-                if length > 1:  # perhaps the first tokens of a cache that was reset
+                if tokens > 1:  # perhaps the first tokens of a cache that was reset
                     return None
                 torch._assert_async(filled > 0, _FILLED)
-        for request in forward_context.requests:
-            if request.sequences is self:
-                if stored is None:  # only a request knows how long they will be
-                    return None
-                request.due = False
+        elif any(one is self for one, _ in forward_context.requests):
+            return None  # how long its sequences will be has to be read
         mask = given.get("attention_mask")
-        return SequenceForward(self, rows, length, 0, None, True, stored, mask=mask)
+        return SequenceForward(self, rows, tokens, traced=True, started=stored, mask=mask)
 
     @run_eagerly()
     def _begin(self, given: dict[str, Any]) -> None:
         """Begin a forward whose values can be read."""
-        name, request = self.method.name, self._request()
-        if request is not None and not (request.due or request.guided):
-            request = None
-        elif request is not None:
-            request.due = False
-        does, cure = self._does()
+        name = self.method.name
         refuse_sharded(name)
         if self.method.is_dynamic:
-            refuse_rerotation(self.layers, name)
+            refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
         if is_exporting():
             raise UnsupportedModelError(
-                f"{name} {does} of every sequence as it comes, which an exported graph cannot do; "
-                f"{cure}"
+                f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"
             )
         if is_paged(given):
-            raise CacheError(self.unbatched())
-        tokens = given.get("input_ids")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
+            raise CacheError(self.unbatched)
+        rows, tokens = _shape(given)
         cache = cache_among(given)
-        rows, length = tokens.shape[:2]
         filled = 0 if cache is None else int(cache.get_seq_length())
         stored = self._stored(cache, rows) if filled else None
         if stored is not None and self.method.is_dynamic:
-            self._warn(stored, filled + length)
-        announced = None
-        lengths = None if request is None else request.lengths
-        if request is not None and lengths is not None and rows % len(lengths) == 0:
-            announced = lengths, request.room
-        mask = given.get("attention_mask")
-        enter(SequenceForward(self, rows, length, filled, cache, False, stored, announced, mask))
+            self._warn(stored, filled + tokens)
+        rooms = [room for one, room in forward_context.requests if one is self]
+        room, mask = rooms[-1] if rooms else None, given.get("attention_mask")
+        enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, room, mask))
 
-    def unbatched(self) -> str:
-        """Why continuous batching is refused, and what to do."""
-        does, cure = self._does()
-        return (
-            f"continuous batching packs many sequences into one row, and {self.method.name} {does} "
-            f"of each by itself; {cure}, or call generate with a padded batch"
-        )
-
-    def _does(self) -> tuple[str, str]:
-        """What the method does to every sequence, and how to avoid it."""
-        if self.method.is_dynamic:
-            return "chooses the frequencies", "pass length=TOKENS to fix them"
-        if self.method.start_tokens:
-            return "chooses the frequencies", "leave start_tokens out"
-        return "scales the queries", "give temperature= a number, or leave it out"
-
-    def _stored(self, cache: Any, rows: int) -> Started | None:
+    def _stored(self, cache: Any, rows: int) -> Started:
         """The sequences recorded on a cache that has tokens."""
-        name, stored = self.method.name, getattr(cache, STARTED, None)
-        if not self.method.is_dynamic and stored is None:
-            return Started(
-                self.method,
-                torch.zeros(1, device="cpu"),
-                torch.zeros(1, dtype=torch.long, device="cpu"),
-                0,
-            )
-        if stored is None:
+        stored = getattr(cache, _STARTED, None)
+        if stored is None and not self.method.is_dynamic:
+            zero = torch.zeros(1, dtype=torch.long, device="cpu")
+            return Started(self.method, zero, zero, 0)
+        if stored is None or stored.method != self.method:
             raise CacheError(
-                f"this cache was begun before the model was patched with {name} (or by prefix "
-                f"tuning), so the length of its sequences is not known; start with an empty cache, "
-                f"or pass length=TOKENS to fix the frequencies"
-            )
-        if stored.method != self.method:
-            raise CacheError(
-                f"this cache was begun under another patch ({stored.method}) than the one in "
-                f"force ({self.method}); start with an empty cache"
+                f"this cache was begun before the model was patched with {self.method} (or by "
+                f"prefix tuning), so the length of its sequences is not known; start with an empty "
+                f"cache, or {self.cure}"
             )
         if len(stored.lengths) not in (1, rows):
             raise CacheError(
                 f"this cache was begun with {len(stored.lengths)} rows and is continued with "
-                f"{rows}; start again with an empty cache, or set length= to fix the frequencies"
+                f"{rows}; start with an empty cache, or {self.cure}"
             )
         return stored
 
@@ -257,87 +402,67 @@ class Sequences:
             "are made for %d: by generate on a patched model (not its decoder), prompt plus "
             "max_new_tokens; else the first forward. To go on with a cache beyond that, in a "
             "chat for instance, pass length=TOKENS to rope_ext.patch",
-            self.method.name,
-            reached,
-            stored.room,
+            *(self.method.name, reached, stored.room),
         )
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: records the sequences on a cache that the decoder created, too."""
-        forward = current(self)
-        if forward is None or not forward.traced:
-            self._end(decoder, output)
-            return
-        leave(forward)
-        for cache in caches_in(output):
-            if forward.started is not None and getattr(cache, STARTED, None) is not forward.started:
-                setattr(cache, STARTED, forward.started)
+        """Decoder hook: records the sequences on the cache, which the decoder may have created."""
+        run(self, self._end, decoder, output)
 
-    @run_eagerly()
     def _end(self, decoder: nn.Module, output: Any) -> None:
-        forward = current(self)
+        forward: SequenceForward | None = current(self)
         if forward is None:  # an error was raised before it began
             return
         leave(forward)
         if forward.started is None or output is None:
             return
-        for cache in caches_in(output):
-            forward.started.keep(cache)
+        for cache in (forward.cache, *caches_in(output)):
+            if cache is not None and getattr(cache, _STARTED, None) is not forward.started:
+                setattr(cache, _STARTED, forward.started)
+        forward.mask = forward.cache = None  # autograd may keep this object alive for long
         hidden = output[0]
-        if decoder.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
+        if trains and hidden.requires_grad:
             # With gradient checkpointing, layers run again in the thread that goes backward.
             hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 
     def generate(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Announce prompt plus new tokens of every row, then generate."""
-        names = tuple(inspect.signature(type(model).generate).parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        """Announce prompt plus new tokens of the batch, then generate."""
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
-        if drafts and self._request() is not None:  # an assistant drafts for the same sequence
-            return original(*args, **kwargs)
-        prepare = getattr(model.prepare_inputs_for_generation, "func", None)
-        # PEFT's prompt tuning prepares inputs differently: take the first forward at least.
-        request = Request(self, *_announced(model, given), due=prepare != self.prepare)
-        forward_context.requests.append(request)
+        if drafts and any(one is self for one, _ in forward_context.requests):
+            return original(*args, **kwargs)  # an assistant drafts for the same sequence
+        forward_context.requests.append((self, _room(model, given)))
         try:
             return original(*args, **kwargs)
         finally:
-            forward_context.requests.remove(request)
-
-    def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """What generate calls right before each forward of its own."""
-        inputs = original(*args, **kwargs)
-        request = self._request()
-        if request is not None:
-            request.due = True
-        return inputs
+            forward_context.requests.pop()
 
 
-def _announced(model: Any, given: dict[str, Any]) -> tuple[torch.Tensor | None, int, bool]:
-    """``lengths``, ``room`` and ``guided`` of a :class:`Request`."""
-    tokens = given.get("inputs") if given.get("input_ids") is None else given["input_ids"]
-    embeds = given.get("inputs_embeds")
-    prompt = tokens if embeds is None else embeds
+def _shape(given: dict[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of a forward."""
+    tokens = given.get("input_ids")
+    rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
+    return rows, length
+
+
+def _room(model: Any, given: dict[str, Any]) -> int | None:
+    """Tokens of the prompt, with its padding, and those to generate; None: not known."""
+    names = ("inputs_embeds", "input_ids", "inputs")
+    prompt = next((given[name] for name in names if given.get(name) is not None), None)
     if not isinstance(prompt, torch.Tensor):
-        return None, 0, False  # every row keeps the length of its prompt
+        return None
     configs = (given.get("generation_config"), model.generation_config)
 
     def setting(name: str) -> Any:  # in the order of transformers
         values = (given.get(name), *(getattr(config, name, None) for config in configs))
         return next((value for value in values if value is not None), None)
 
-    mask, pad, eos = given.get("attention_mask"), setting("pad_token_id"), setting("eos_token_id")
-    ends = eos if isinstance(eos, (list, tuple)) else [eos]
-    if mask is None and embeds is None and pad is not None and pad not in ends:
-        mask = prompt.ne(pad)  # as generate infers it
-    real = torch.full((len(prompt),), prompt.shape[1], dtype=torch.float64, device="cpu")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        real = mask.sum(-1).double().cpu()
-    new = setting("max_new_tokens")
+    new, total = setting("max_new_tokens"), setting("max_length")
     if new is None:
-        total = setting("max_length")
         new = 20 if total is None else max(0, total - prompt.shape[1])
-    return real + new, prompt.shape[1] + new, setting("guidance_scale") not in (None, 1)
+    return prompt.shape[1] + new
 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
@@ -346,16 +471,12 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
     sequences.layers = [
         m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
     ]
-    refuse_continuous_batching(model, sequences.unbatched(), changes)
-    changes.handles.append(decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True))
-    changes.handles.append(
-        decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
-    )
-    if not sequences.method.is_dynamic or not hasattr(type(model), "generate"):
-        return
-    calls = {
-        "generate": functools.partial(sequences.generate, model),
-        "prepare_inputs_for_generation": sequences.prepare,
-    }
-    for name, call in calls.items():
-        replace_method(model, name, call, changes)
+    refuse_continuous_batching(model, sequences.unbatched, changes)
+    begin = decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True)
+    end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
+    changes += [begin.remove, end.remove]
+    if sequences.method.is_dynamic and hasattr(type(model), "generate"):
+        original: Any = model.generate
+        call: Any = functools.partial(sequences.generate, model, original)
+        call.__wrapped__ = original  # transformers inspects its signature
+        set_attribute(model, "generate", call, changes)

@@ -7,6 +7,7 @@ and ``probe`` proves how its module uses it.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,19 +32,6 @@ _LOW = (torch.bfloat16, torch.float16)
 _BUILT = 1e-5  # pow differs by a few units in the last place between devices
 
 
-@dataclass(frozen=True)
-class Raised:
-    """The checkpoint's own scaling with a larger factor.
-
-    Args:
-        entry: its ``rope_parameters`` with the new factor.
-        target: context after the extension, tokens.
-    """
-
-    entry: Mapping[str, Any]
-    target: int
-
-
 @dataclass(eq=False)
 class RotarySite:
     """One set of rotary frequencies of a loaded model.
@@ -56,8 +44,9 @@ class RotarySite:
         loaded: the frequencies of the checkpoint, float32 on the CPU, ``[pairs]``: those of the
             buffer, or of a rebuilt one if a cast has rounded it.
         rounded: whether a cast has rounded the buffer.
-        raised: with ``compose="raise"``, the checkpoint's own entry with its larger factor. The
-            other fields then describe the embedding without its scaling.
+        raised: with ``compose="raise"``, the checkpoint's own entry of ``rope_parameters`` with its
+            larger factor, and the context in tokens after it. The other fields then describe the
+            embedding without its scaling.
         scaling: factor of cosine and sine in the checkpoint.
         rope_type: transformers' name for the scaling of the checkpoint.
         local: whether only layers with a limited window use it.
@@ -81,7 +70,7 @@ class RotarySite:
     settings: RopeSettings
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False
-    raised: Raised | None = None
+    raised: tuple[Mapping[str, Any], int] | None = None
 
     @property
     def prefix(self) -> str:
@@ -144,7 +133,7 @@ class RotarySite:
 
     def target_length(self, method: Method) -> int:
         """Context in tokens under ``method``."""
-        return method.target_length(self.rope) if self.raised is None else self.raised.target
+        return method.target_length(self.rope) if self.raised is None else self.raised[1]
 
     @property
     def moving(self) -> bool:
@@ -350,19 +339,30 @@ def _baked(decoder: nn.Module, settings: RopeSettings) -> tuple[nn.Module, ...]:
     """Layers whose softmax scale would differ without ``mscale_all_dim``."""
     if not settings.parameters.get("mscale_all_dim") or settings.rope_type not in SCALED_TYPES:
         return ()
+    parameters = {**text_config(decoder).rope_parameters, "mscale_all_dim": 0}
+    return tuple(softmax_scales(decoder, parameters) or ())
+
+
+def softmax_scales(
+    decoder: nn.Module, parameters: Mapping[str, Any]
+) -> dict[nn.Module, float] | None:
+    """The layers whose softmax scale would be another under these ``rope_parameters``, and it.
+
+    None: the decoder cannot be built from a configuration alone.
+    """
     config = copy.deepcopy(text_config(decoder))
-    config.rope_parameters = {**config.rope_parameters, "mscale_all_dim": 0}
+    config.rope_parameters = copy.deepcopy(dict(parameters))
     try:
         with torch.device("meta"):
-            plain = dict(type(decoder)(config).named_modules())
-    except Exception:  # the class cannot be built from a configuration alone, so it is unknown
-        return ()
-    return tuple(
-        module
-        for name, module in decoder.named_modules()
-        if isinstance(module.__dict__.get("scaling"), float)
-        and module.scaling != getattr(plain.get(name), "scaling", module.scaling)
-    )
+            built = dict(type(decoder)(config).named_modules())
+    except Exception:
+        return None
+    found = {}
+    for name, module in decoder.named_modules():
+        old, new = module.__dict__.get("scaling"), getattr(built.get(name), "scaling", None)
+        if isinstance(old, float) and isinstance(new, float) and new != old:
+            found[module] = new
+    return found
 
 
 def _base(decoder: nn.Module, base: Any, loaded: torch.Tensor) -> float:
@@ -417,13 +417,12 @@ def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
     if found.shape != built.shape:
         return False
     # Rounding keeps the order, so what was built within this range is rounded to within it.
-    low, high = built * (1 - _BUILT), built * (1 + _BUILT)
-    for first in _LOW:
-        for second in _LOW:
-            for third in _LOW:  # further casts change nothing more
-                least, most = (x.to(first).to(second).to(third).float() for x in (low, high))
-                if bool(((least <= found) & (found <= most)).all()):
-                    return True
+    for casts in itertools.product(_LOW, repeat=3):  # further casts change nothing more
+        least, most = built * (1 - _BUILT), built * (1 + _BUILT)
+        for dtype in casts:
+            least, most = least.to(dtype), most.to(dtype)
+        if bool(((least.float() <= found) & (found <= most.float())).all()):
+            return True
     return False
 
 

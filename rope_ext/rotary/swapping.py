@@ -1,11 +1,47 @@
-"""Gives a single object a class of its own, and remembers its original class."""
+"""Changes to objects of other libraries, and the list that undoes them.
+
+A patch appends one call to its ``Changes`` for each thing that it changes. They are bound methods
+or partials of functions of modules, so that a copied or pickled model undoes its own changes.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+Changes = list[Callable[[], Any]]
+"""Calls that undo what was changed, in the order in which it was changed."""
+ABSENT = ...
+"""The value of an attribute that is not there; the same object after pickling."""
 _PLAIN = "_rope_ext_plain"  # on a class made here: the original class
+
+
+def undo(changes: Changes) -> None:
+    """Undo every change, the last one first."""
+    while changes:
+        changes.pop()()
+
+
+def set_attribute(holder: Any, name: str, value: Any, changes: Changes) -> None:
+    """Set an attribute until ``changes`` are undone."""
+    keep_attributes(holder, (name,), changes)
+    setattr(holder, name, value)
+
+
+def keep_attributes(holder: Any, names: tuple[str, ...], changes: Changes) -> None:
+    """Restore attributes of an object to what they are now when ``changes`` are undone."""
+    own = {name: vars(holder).get(name, ABSENT) for name in names}
+    changes.append(functools.partial(restore, holder, own))
+
+
+def restore(holder: Any, own: dict[str, Any]) -> None:
+    """Set attributes of an object; remove those that are ``ABSENT``."""
+    for name, value in own.items():
+        if value is ABSENT:
+            vars(holder).pop(name, None)
+        else:
+            vars(holder)[name] = value
 
 
 def swap(instance: Any, parent: type) -> None:

@@ -54,41 +54,32 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
     return {_path(function if wrapper not in known else inner): f"{owner.__name__}.forward"}
 
 
-def refuse_presses(modules: Iterable[nn.Module], method: str, instead: str) -> None:
+def refuse_presses(
+    modules: Iterable[nn.Module], method: str, instead: str, rerotating: bool = False
+) -> None:
     """Raise CacheError if a kvpress press drops keys of one of these attention modules.
 
     Args:
         modules: attention layers.
         method: name of the patch, for the error.
         instead: advice at the end of the error.
+        rerotating: only if the press rotates keys by the frequencies in the buffer.
     """
-    for press in _presses(modules):
-        raise CacheError(
-            f"{press} of kvpress keeps different keys for each head and does not keep their "
-            f"positions, but {method} needs the position of every cached key to rotate it again; "
-            f"{instead}"
-        )
-
-
-def refuse_rerotation(modules: Iterable[nn.Module], method: str) -> None:
-    """Raise CacheError if a kvpress press rotates keys by the frequencies in the buffer."""
-    for press in _presses(modules):
-        if press in _REROTATING_PRESSES:
+    for press in (press for module in modules for press in _presses(module)):
+        if press in _REROTATING_PRESSES or not rerotating:
             raise CacheError(
-                f"{press} of kvpress rotates keys by the frequencies in the rotary module, but "
-                f"{method} uses different ones for each sequence; pass length=TOKENS to fix them, "
-                f"or use another press"
+                f"{press} of kvpress drops keys or rotates them by the frequencies in the rotary "
+                f"module, and {method} needs the position of every key to rotate it; {instead}"
             )
 
 
-def _presses(modules: Iterable[nn.Module]) -> Iterator[str]:
-    """Names of the presses that kvpress hooked to modules, and of the presses they wrap."""
-    for module in modules:
-        for hook in module._forward_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if owner is None and _package(hook) == "kvpress":
-                yield hook.__qualname__.partition(".")[0]
-            yield from _wrapped(owner)
+def _presses(module: nn.Module) -> Iterator[str]:
+    """Names of the presses that kvpress hooked to a module, and of the presses they wrap."""
+    for hook in module._forward_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if owner is None and _package(hook) == "kvpress":
+            yield hook.__qualname__.partition(".")[0]
+        yield from _wrapped(owner)
 
 
 def _wrapped(press: Any) -> Iterator[str]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import Record, record_of
-from rope_ext.config.settings import all_settings, contradictions
+from rope_ext.config.settings import all_settings
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import (
     MeasureError,
@@ -29,12 +28,11 @@ from rope_ext.errors import (
     nearest,
 )
 from rope_ext.patching import unpatch
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from rope_ext.saving import hub
 from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.load import from_pretrained
 
-_logger = logging.getLogger("rope_ext")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -46,9 +44,7 @@ def load_config(model: str) -> Any:
     Raises:
         MeasureError: it cannot be loaded, or ``model`` is an adapter.
     """
-    if os.path.exists(
-        f"{model}/adapter_config.json"
-    ):  # transformers would load it on the unpatched base
+    if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its unpatched base
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
         )
@@ -58,17 +54,7 @@ def load_config(model: str) -> Any:
 def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
-    config = AutoConfig.from_pretrained(model)
-    told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
-    if told:
-        _warn(f"rope_ext: {model}: {told}")
-    return config
-
-
-@functools.cache
-def _warn(sentence: str) -> None:
-    """Warn once, however often a configuration is read."""
-    _logger.warning(sentence)
+    return AutoConfig.from_pretrained(model)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -78,9 +64,7 @@ def load_tokenizer(model: str) -> Any:
         MeasureError: it cannot be loaded.
     """
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
-    if not tokenizer("a", verbose=False)[
-        "input_ids"
-    ]:  # transformers builds an empty one if files are missing
+    if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds it without files
         raise MeasureError(
             f"the tokenizer of {model!r} has an empty vocabulary, probably because its files are "
             f"missing; save it next to the model with tokenizer.save_pretrained"
@@ -129,21 +113,28 @@ def load_model(
     if recorded and not as_saved:
         unpatch(loaded)
     if adapter is not None:
-        loaded = _adapted(loaded, adapter)
+        with _reading(adapter):
+            from peft import PeftModel
+
+            loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
 
 
-def _adapted(model: Any, adapter: str) -> Any:
+@contextmanager
+def _reading(adapter: str) -> Iterator[None]:
     try:
-        from peft import PeftModel
+        yield
     except ImportError:
         raise MeasureError(
             'loading an adapter requires peft; install it with: pip install "peft"'
         ) from None
-    try:
-        return PeftModel.from_pretrained(model, adapter)
+    except RopeExtError:
+        raise
     except _FAILURES as error:
-        raise _no_adapter(adapter, error) from error
+        raise MeasureError(
+            f"cannot load the adapter {adapter!r} ({first_line(error)}); set --adapter to a folder "
+            f"written by PeftModel.save_pretrained"
+        ) from error
 
 
 def load_learned(model: Any, adapter: str) -> None:
@@ -158,23 +149,13 @@ def load_learned(model: Any, adapter: str) -> None:
     parameters = learned(model)
     if not parameters:
         return
-    from peft.utils import load_peft_weights
+    with _reading(adapter), torch.no_grad():
+        from peft.utils import load_peft_weights
 
-    try:
         saved = load_peft_weights(adapter, device="cpu")
-    except _FAILURES as error:
-        raise _no_adapter(adapter, error) from error
-    with torch.no_grad():
         for name, parameter in parameters.items():
             if name in saved and saved[name].shape == parameter.shape:
                 parameter.copy_(saved[name])
-
-
-def _no_adapter(adapter: str, error: Exception) -> MeasureError:
-    return MeasureError(
-        f"cannot load the adapter {adapter!r} ({first_line(error)}); set --adapter to a folder "
-        f"written by PeftModel.save_pretrained"
-    )
 
 
 def adapter_record(adapter: str) -> Record | None:
@@ -184,14 +165,10 @@ def adapter_record(adapter: str) -> Record | None:
         MeasureError: the adapter cannot be found.
         RecordError: the record cannot be read.
     """
-    try:
+    with _reading(adapter):
         _require_place(adapter)
         sidecar = read_sidecar(adapter)
-    except RopeExtError:
-        raise
-    except (OSError, ValueError) as error:
-        raise _no_adapter(adapter, error) from error
-    return None if sidecar is None else sidecar.record
+        return None if sidecar is None else sidecar.record
 
 
 def resolve_device(device: str) -> str:

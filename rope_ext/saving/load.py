@@ -16,18 +16,13 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, Record
 from rope_ext.errors import CURE, AdapterError, LoadError, RecordError, first_line
 from rope_ext.patching import current_patch, patch
-from rope_ext.position import bias, head_positions, head_scales, inputs
+from rope_ext.position import learned
 from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.adapters import load_adapter, require_peft, require_sidecar
@@ -41,7 +36,7 @@ _TASKS = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
-_LEARNED = rf"(^|\.)({bias.NAME}|{inputs.NAME}|{head_positions.NAME}|{head_scales.NAME})\."
+_LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 """Names of a patch's parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _logger = logging.getLogger("rope_ext")
@@ -92,7 +87,7 @@ def from_pretrained(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         _patch(model, record)
-        _load_learned(model, path, kwargs.get("variant"), where)
+        _load_learned(model, path, where)
         state = current_patch(model)
         assert state is not None
         if not record.same(state.record):
@@ -212,8 +207,6 @@ def _load(
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
     if gguf_file is not None:
         gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
-    elif record is None and kwargs.get("config") is None:
-        configuration.restore_older(_config_json(path, kwargs), model.config)
     return loaded, record
 
 
@@ -238,16 +231,10 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
     return getattr(transformers, _CAUSAL)  # such as where the modeling code is on the Hub
 
 
-def _config_json(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved configuration as it is written."""
-    return PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
-
-
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
     """Raise RecordError if a configuration passed by the user would hide a record."""
-    config = _config_json(path, kwargs)
-    texts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    if any(FIELD in part for part in texts):
+    config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
+    if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise RecordError(
             f"{path} was saved under a patch that its config.json records and config= does not; "
             f"leave config= out, or modify the configuration that AutoConfig loads from {path}"
@@ -278,9 +265,7 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
         setattr(PreTrainedModel, _IGNORED, before)
 
 
-def _load_learned(
-    model: nn.Module, path: str, variant: str | None, where: Mapping[str, Any]
-) -> None:
+def _load_learned(model: nn.Module, path: str, where: Mapping[str, Any]) -> None:
     """Load a patch's learned parameters, which transformers ignores.
 
     Raises:
@@ -288,47 +273,32 @@ def _load_learned(
     """
     # Names within the decoder: what stands before them depends on the class that was saved, and
     # transformers renames it for some families.
-    wanted = bias.learned(text_decoder(model))
+    wanted = learned.learned(text_decoder(model))
     if not wanted:
         return
-    missing = dict(wanted)
+    missing = set(wanted)
     with hub.loading("weights", path), torch.no_grad():
-        for key, value in _stored(path, variant, where):
-            name = next((name for name in wanted if f".{key}".endswith(f".{name}")), None)
-            if name is not None:
+        for key, value in _stored(path, where):
+            for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
                 wanted[name].copy_(value)
-                missing.pop(name, None)
+                missing.discard(name)
     for module in model.modules():
-        if isinstance(module, bias.Learning):
+        if isinstance(module, learned.Learning):
             module.clamp()  # older versions stored values outside of their bounds
     if missing:
         raise LoadError(
             f"{path} does not contain {', '.join(sorted(missing))}, the learned parameters of its "
-            f"patch; save the complete model again"
+            f"patch, in safetensors; save the complete model again"
         )
 
 
-def _stored(
-    path: str, variant: str | None, where: Mapping[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(path: str, where: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a folder that a patch may have learned, by name."""
-    files = {_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)}
-    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        index = hub.find(path, _variant(name, variant), **where)
-        if index is not None:
-            shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            files |= {file for key, file in shards.items() if "rope_ext_" in key}
+    files, index = {SAFE_WEIGHTS_NAME}, hub.find(path, SAFE_WEIGHTS_INDEX_NAME, **where)
+    if index is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        files |= {file for key, file in shards.items() if "rope_ext_" in key}
     for file in filter(None, (hub.find(path, name, **where) for name in sorted(files))):
-        if file.endswith(".safetensors"):
-            with safe_open(file, "pt") as weights:
-                names = [key for key in weights.keys() if "rope_ext_" in key]  # noqa: SIM118
-                yield from ((key, weights.get_tensor(key)) for key in names)
-        else:
-            saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            yield from ((key, value) for key, value in saved.items() if "rope_ext_" in key)
-
-
-def _variant(name: str, variant: str | None) -> str:
-    """File name of weights for a ``variant``, as transformers builds it."""
-    stem, dot, ending = name.rpartition(".")
-    return name if variant is None else f"{stem}{dot}{variant}.{ending}"
+        with safe_open(file, "pt") as weights:
+            names = [key for key in weights.keys() if "rope_ext_" in key]  # noqa: SIM118
+            yield from ((key, weights.get_tensor(key)) for key in names)

@@ -12,7 +12,7 @@ from torch import nn
 
 import rope_ext
 from rope_ext.encodings.alibi import slopes
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from tests.helpers.encodings import ALL, parameters
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import EXACT, logits

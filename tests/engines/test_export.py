@@ -1,8 +1,6 @@
-"""Exported settings, put into the engines' formulas, give the patched model's numbers.
+"""Exported settings give the patched model's numbers, and what cannot be exported is refused.
 
-The formulas are written down in float64 from vLLM 0.33.0, SGLang 0.5.23, llama.cpp at 0c1e57098
-and its converter, and mlx-lm 0.32.2: each takes the settings and nothing of ours. The engines
-themselves are run by the slow tests in ``engines``.
+The engines themselves are run by the slow tests beside this file.
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.patching import current_patch
+from tests.families.zoo import tiny_model
+from tests.helpers.engines import TABLE, built
 from tests.helpers.models import LENGTH, tiny_llama
 
-DIM = 16
-TABLE = [1.0 + 0.5 * i for i in range(8)]
 FIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("yarn", {}),
     "yarn hotter": ("yarn", {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}),
@@ -47,7 +45,6 @@ FIXED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BY_FLAGS = ["yarn", "yarn hotter", "ntk", "abf", "pi", "dynamic_ntk"]
 """What llama.cpp needs no table for."""
-Numbers = tuple[torch.Tensor, float]
 
 
 def patched(case: str, model: Any = None, **more: Any) -> Any:
@@ -55,74 +52,37 @@ def patched(case: str, model: Any = None, **more: Any) -> Any:
     return rope_ext.patch(model or tiny_llama(), name, **{"factor": 4, **options, **more})
 
 
-def same(got: Numbers, model: Any) -> None:
-    """1e-6 is the float32 of the buffers; a frequency of zero goes out as 1e-30 of its own."""
-    rotary = model.model.rotary_emb
-    torch.testing.assert_close(got[0], rotary.inv_freq.double(), rtol=1e-6, atol=1e-25)
-    assert got[1] == pytest.approx(rotary.attention_scaling, rel=1e-6)
-
-
-def theta(base: float) -> torch.Tensor:
-    return torch.tensor([base ** (-2 * i / DIM) for i in range(DIM // 2)], dtype=torch.float64)
-
-
-def ramped(base: float, s: float, length: int, fast: float, slow: float, whole: bool) -> Any:
-    """YaRN by index, as all three engines have it: kept below ``low``, divided above ``high``."""
-    low, high = (
-        DIM * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-        for turns in (fast, slow)
-    )
-    if whole:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, DIM - 1)
-    index = torch.arange(DIM // 2, dtype=torch.float64)
-    away = ((index - low) / max(0.001, high - low)).clamp(0, 1)
-    return theta(base) * (away / s + (1 - away))
-
-
-def by_server(overrides: dict[str, Any], engine: str) -> Numbers:
-    """What vLLM and SGLang make of the fields of a configuration."""
-    p, scaling = overrides["rope_parameters"], 1.0
-    base, kind, s = p["rope_theta"], p["rope_type"], p.get("factor")
-    if kind == "default":
-        return theta(base), 1.0
-    if kind == "linear":
-        return theta(base) / s, 1.0
-    length = p["original_max_position_embeddings"]
-    if kind == "longrope":
-        grown = overrides["max_position_embeddings"] / length
-        scaling = p.get("long_mscale", math.sqrt(1 + math.log(grown) / math.log(length)))
-        assert p["short_factor"] == p["long_factor"] and p["short_mscale"] == scaling
-        return theta(base) / torch.tensor(p["long_factor"], dtype=torch.float64), scaling
-    if kind == "llama3":
-        wave = 2 * math.pi / theta(base)
-        low, high = p["low_freq_factor"], p["high_freq_factor"]
-        smooth = (length / wave - low) / (high - low)
-        mixed = (1 - smooth) * theta(base) / s + smooth * theta(base)
-        slow = torch.where(wave > length / low, theta(base) / s, mixed)
-        return torch.where(wave < length / high, theta(base), slow), 1.0
-    assert kind == "yarn"
-    scaling = 0.1 * math.log(s) + 1
-    if engine == "vllm":  # attention_factor is the number itself
-        scaling = p.get("attention_factor", scaling)
-    else:  # SGLang knows attn_factor only, which is multiplied in
-        scaling *= p.get("attn_factor", 1.0)
-    whole = p.get("truncate", True)
-    return ramped(base, s, length, p.get("beta_fast", 32), p.get("beta_slow", 1), whole), scaling
+def of(engine: str, made: rope_ext.Export) -> dict[str, Any]:
+    return made.settings[{"vllm": "hf_overrides"}.get(engine, "json_model_override_args")]
 
 
 @pytest.mark.parametrize("case", FIXED)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_servers_compute_the_patch(engine: str, case: str) -> None:
+def test_servers_are_given_the_patch(engine: str, case: str) -> None:
+    """Plain transformers reads the same fields."""
     model = patched(case)
     made = rope_ext.export(model, engine)
-    overrides, length = made.settings.values()
-    same(by_server(overrides, engine), model)
-    assert length == current_patch(model).target_length == overrides["max_position_embeddings"]
+    config = AutoConfig.for_model(**model.config.to_dict() | of(engine, made))
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    assert torch.equal(rotary.inv_freq, model.model.rotary_emb.inv_freq)
+    assert rotary.attention_scaling == model.model.rotary_emb.attention_scaling
+    length = current_patch(model).target_length
+    assert length == config.max_position_embeddings
     words = shlex.split(made.command)
     flag = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}[engine]
-    assert json.loads(words[words.index(flag) + 1]) == overrides
+    assert json.loads(words[words.index(flag) + 1]) == of(engine, made)
     assert words[-2:] == [{"vllm": "--max-model-len"}.get(engine, "--context-length"), str(length)]
+
+
+def test_numbers_of_their_own_have_the_names_of_the_servers() -> None:
+    hotter, table = patched("yarn hotter"), patched("dynamic_yarn")
+    for engine in ("vllm", "sglang"):
+        found = of(engine, rope_ext.export(hotter, engine))["rope_parameters"]
+        assert found["attention_factor"] == 1.3  # of newer vLLM; the others multiply
+        assert found["attn_factor"] * (1 + 0.1 * math.log(4)) == pytest.approx(1.3, rel=1e-12)
+        found = of(engine, rope_ext.export(table, engine))["rope_parameters"]
+        number = table.model.rotary_emb.attention_scaling
+        assert (found["short_mscale"], found["long_mscale"]) == (number, number)
 
 
 def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
@@ -156,7 +116,7 @@ def test_flags_and_keys_of_llama_cpp_say_the_same() -> None:
 
 
 def test_the_factor_of_llama_cpp_is_raised_by_rounding_alone() -> None:
-    for length, factor in ((64, 7), (101, 1.3), (4096, 3)):
+    for length, factor in ((64, 7), (101, 1.3)):
         model = rope_ext.patch(tiny_llama(max_position_embeddings=length), "yarn", factor=factor)
         flags = rope_ext.export(model, "llama.cpp").settings["flags"]
         assert flags["--rope-scale"] == pytest.approx(factor, rel=1e-6)
@@ -164,15 +124,12 @@ def test_the_factor_of_llama_cpp_is_raised_by_rounding_alone() -> None:
         assert int(length / inverse) >= int(length * factor)
 
 
-def test_the_tensor_is_the_one_that_the_converter_writes() -> None:
-    factors = rope_ext.export(patched("llama3"), "llama.cpp").settings["tensors"]
-    expected = []
-    for frequency in theta(10000.0).tolist():  # factor 4, low 1, high 4, 64 tokens
-        wave = 2 * math.pi / frequency
-        smooth = (64 / wave - 1) / (4 - 1)
-        between = 1 / ((1 - smooth) / 4 + smooth)
-        expected.append(1.0 if wave < 16 else 4.0 if wave > 64 else between)
-    assert factors["rope_freqs.weight"] == pytest.approx(expected, rel=1e-6)
+def test_the_tensor_divides_the_frequencies() -> None:
+    model = patched("llama3")
+    table = rope_ext.export(model, "llama.cpp").settings["tensors"]["rope_freqs.weight"]
+    theta = torch.tensor([10000.0 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
+    found = theta / torch.tensor(table, dtype=torch.float64)
+    torch.testing.assert_close(found, model.model.rotary_emb.inv_freq.double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("case", FIXED)
@@ -209,15 +166,9 @@ def test_transformers_builds_the_patch_from_the_file(tmp_path, case: str) -> Non
     files = rope_ext.export(model, "transformers").files
     (tmp_path / "config.json").write_text(files["config.json"])
     config = AutoConfig.from_pretrained(tmp_path)
-    built = AutoModelForCausalLM.from_config(config).model.rotary_emb
-    assert torch.equal(built.inv_freq, model.model.rotary_emb.inv_freq)
-    assert built.attention_scaling == model.model.rotary_emb.attention_scaling
-
-
-def qwen() -> Any:
-    small = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": LENGTH}
-    return Qwen2ForCausalLM(Qwen2Config(**small, **heads))
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    assert torch.equal(rotary.inv_freq, model.model.rotary_emb.inv_freq)
+    assert rotary.attention_scaling == model.model.rotary_emb.attention_scaling
 
 
 @pytest.mark.parametrize(
@@ -237,7 +188,7 @@ def test_what_an_engine_cannot_run_is_refused(engine, method, options, message) 
 
 
 def test_families_and_names_that_were_not_checked_are_refused() -> None:
-    model = rope_ext.patch(qwen(), "llama3", factor=4)
+    model = rope_ext.patch(built("qwen2"), "llama3", factor=4)
     others = "'vllm' and 'sglang' and 'transformers' and 'mlx' can"
     message = f"for the architectures 'llama', .* only, and this is 'qwen2'.*{others}"
     with pytest.raises(rope_ext.ExportError, match=message):
@@ -260,7 +211,8 @@ def test_a_checkpoint_that_scales_by_itself(tmp_path) -> None:
     rope_ext.patch(tiny_llama(), "llama3", factor=2).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     rope_ext.patch(model, "pi", factor=2, compose=True)
-    same(by_server(rope_ext.export(model, "vllm").settings["hf_overrides"], "vllm"), model)
+    parameters = of("vllm", rope_ext.export(model, "vllm"))["rope_parameters"]
+    assert parameters["rope_type"] == "longrope" and parameters["long_mscale"] == 1
     made = rope_ext.export(model, "llama.cpp")
     assert made.command.startswith("rope-ext gguf FOLDER MODEL.gguf --output MODEL-long.gguf && ")
     assert f"vllm serve {tmp_path} " in rope_ext.export(model, "vllm").command
@@ -281,14 +233,6 @@ def test_command_line(tmp_path) -> None:
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["rope_scaling"]["factor"] == 4
 
 
-def test_the_written_file_keeps_the_dtype_of_the_weights(tmp_path) -> None:
-    tiny_llama().bfloat16().save_pretrained(tmp_path)
-    words = ["export", str(tmp_path), "--method", "pi", "--factor", "4", "--engine", "transformers"]
-    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "config.json").read_text("utf-8"))["dtype"] == "bfloat16"
-
-
 def test_options_of_engines_are_checked() -> None:
     model = patched("yarn")
     with pytest.raises(rope_ext.ExportError, match="sglang has no option 'legacy'; it has none"):
@@ -300,7 +244,54 @@ def test_options_of_engines_are_checked() -> None:
 def test_files_are_written_into_a_new_folder(tmp_path: Path) -> None:
     made = rope_ext.export(patched("yarn"), "transformers")
     assert made.write(tmp_path / "new" / "folder") == [tmp_path / "new" / "folder" / "config.json"]
-    assert json.loads((tmp_path / "new" / "folder" / "config.json").read_text())["rope_parameters"]
+    written = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
+    assert written["rope_parameters"]["factor"] == 4
     (tmp_path / "file").write_text("")
     with pytest.raises(rope_ext.ExportError, match="is a file; give the name of a folder"):
         made.write(tmp_path / "file")
+
+
+REFUSED = {
+    "vllm": {"gpt_oss": ["ntk", "pi"], "deepseek_v3": ["ntk", "pi"], "qwen3_5_text": ["pi"]},
+    "sglang": {"gemma3_text": ["yarn"], "qwen3_next": ["yarn"], "qwen3_5_text": ["pi"]},
+    "mlx": {"mixtral": ["yarn"], "gpt_oss": ["ntk"]},
+    "llama.cpp": {"lfm2": ["yarn"], "qwen3": ["resonance"]},
+}
+
+
+@pytest.mark.parametrize("engine", REFUSED)
+def test_what_a_family_cannot_be_given_is_refused(engine: str) -> None:
+    for family, methods in REFUSED[engine].items():
+        for method in methods:
+            model = rope_ext.patch(tiny_model(family), method, factor=4)
+            with pytest.raises(rope_ext.ExportError, match=f"{engine} cannot run {method}: "):
+                rope_ext.export(model, engine)
+
+
+def by_dual_chunk(given: dict[str, int], i: int, j: int) -> int:
+    """The distance that vLLM 0.10 rotates query ``i`` and key ``j`` by."""
+    chunk = given["chunk_size"] - given["local_size"]
+    key, apart = j % chunk, i // chunk - j // chunk
+    if apart == 0:
+        return i % chunk - key
+    if apart == 1:
+        return min(i % chunk + chunk, given["chunk_size"]) - key
+    return min(2 * chunk - 1, given["chunk_size"]) - key
+
+
+def test_dual_chunk_is_exported_to_the_versions_that_run_it() -> None:
+    model = rope_ext.patch(built("qwen2"), "dual_chunk", factor=4, attention_factor=1)
+    made = rope_ext.export(model, "vllm", dual_chunk=True)
+    given = made.settings["hf_overrides"]["dual_chunk_attention_config"]
+    at = torch.arange(4 * LENGTH, dtype=torch.float64)
+    bands = [b.distances(at[:, None], at)[..., 0] for b in current_patch(model).method.bands()]
+    ours = torch.stack(bands).nan_to_num(0).sum(0)
+    for i in range(0, 4 * LENGTH, 7):
+        assert ours[i, : i + 1].tolist() == [by_dual_chunk(given, i, j) for j in range(i + 1)]
+    assert made.command.startswith("VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN ")
+    with pytest.raises(rope_ext.ExportError, match="but has dropped the attention"):
+        rope_ext.export(model, "vllm")
+    for options in ({}, {"attention_factor": 1, "chunk": 48, "local": 32}):
+        rope_ext.patch(model, "dual_chunk", factor=4, replace=True, **options)
+        with pytest.raises(rope_ext.ExportError, match="local of at most half of chunk"):
+            rope_ext.export(model, "vllm", dual_chunk=True)

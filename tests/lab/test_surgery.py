@@ -20,7 +20,7 @@ from rope_eval.run.runner import Runner
 from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.errors import OptionError
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.checkpoints import load_model
 from tests.helpers import pictures

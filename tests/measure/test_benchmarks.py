@@ -24,8 +24,6 @@ from rope_eval.run.runner import share_found
 from rope_eval.settings import Settings
 from rope_eval.tasks import Task, build
 from rope_eval.tasks.helmet import Ndcg, Substring
-from rope_eval.tasks.hops import OnlyEnd
-from rope_eval.tasks.mrcr import Repeated
 from rope_eval.tasks.nolima import (
     TEMPLATE,
     Book,
@@ -33,6 +31,7 @@ from rope_eval.tasks.nolima import (
     distractor_depth,
     read_tests,
 )
+from rope_eval.tasks.story import OnlyEnd, Repeated
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers import published_rows
 from tests.helpers.published_rows import (
@@ -55,8 +54,7 @@ def frame() -> Frame:
 @pytest.fixture(scope="module")
 def chat(frame: Frame) -> Frame:
     """The same model with a template."""
-    around = (tuple(encode(frame.tokenizer, text)) for text in ("Q: ", "\nA: "))
-    return Frame(frame.tokenizer, *around)
+    return Frame(frame.tokenizer, (), ("Q: ", "\nA: "))
 
 
 def given(name: str, folder: Path, rows: list[published_rows.Row] | None = None) -> Task:
@@ -82,8 +80,9 @@ def given(name: str, folder: Path, rows: list[published_rows.Row] | None = None)
 
 def texts(task: Task, frame: Frame, length: int = 65536, seed: int = 42) -> list[str]:
     cases = task.questions(frame, [length], seed).cases
-    cut = slice(len(frame.head), -len(frame.tail) or None)
-    return [frame.tokenizer.decode(case.ids[cut]) for case in cases]
+    before, after = frame.around or ("", "")
+    found = [frame.tokenizer.decode(case.ids[len(frame.head) :]) for case in cases]
+    return [text.removeprefix(before).removesuffix(after) for text in found]
 
 
 # What the authors' code makes of the same rows
@@ -112,17 +111,16 @@ def test_prompts_are_those_of_the_official_code(
     name: str, frame: Frame, chat: Frame, tmp_path: Path
 ) -> None:
     """With the rows that it draws, and the demonstrations."""
-    task = given(name, tmp_path)
-    task = replace(task, made={n: replace(one, samples=2) for n, one in task.made.items()})
+    task = replace(given(name, tmp_path), samples=2)
     for model, official in zip((frame, chat), OFFICIAL[name], strict=True):
         assert digests(texts(task, model)) == official.split()
 
 
 def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Path) -> None:
     task = given("helmet_icl_trec_coarse", tmp_path)
-    few = replace(task.at(8192), shots=18)
+    few = replace(task, shape=replace(task.shape, shots=(18,) * 5))
     rows = HELMET["icl_trec_coarse"]
-    for prompt, row in zip(texts(few, frame), rows, strict=True):
+    for prompt, row in zip(texts(few, frame, 8192), rows, strict=True):
         instruction, *shown, end = prompt.split("\n\n")
         assert instruction == (
             "Use the provided mapping from the text to label to assign a label to the text. Only "
@@ -138,7 +136,7 @@ def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Pat
         shown = frame.tokenizer.decode(case.ids)
         assert f" of {row['coarse_label']}?\nlabel: {case.key}\n" in shown
         assert case.judge(f" {case.key}\n") == 1 and case.judge(" 77") == 0
-    assert [task.at(n).shots for n in (8192, 65536, 131072, 16000)] == [400, 3300, 6600, 805]
+    assert [task.shown(n) for n in (8192, 65536, 131072, 16000)] == [400, 3300, 6600, 805]
 
 
 def test_nolima_fills_in_what_the_needle_set_says(tmp_path: Path) -> None:
@@ -169,11 +167,11 @@ def test_nolima_needles_follow_the_line_at_their_depth(frame: Frame) -> None:
         start, at, end = book.place(500, depth)
         line = min(place for place in [0, *breaks] if place >= depth * 501)
         assert (start, at, end) == (line - round(500 * depth), line + 1, start + 500)
-        made = book.stretch(frame.tokenizer, 500, depth, "NEEDLE")
+        made = book.span(frame.tokenizer, 500, depth, "NEEDLE")
         before, after = made.split(" NEEDLE\n")
         assert before == frame.tokenizer.decode(ids[start:at]).rpartition("\n")[0]
         assert after == frame.tokenizer.decode(ids[at:end])
-    with pytest.raises(MeasureError, match="too few lines for a stretch of 9999; give --nolima-bo"):
+    with pytest.raises(MeasureError, match="too few lines for a span of 9999; give --nolima-bo"):
         book.place(9999, 0.5)
 
 
@@ -217,7 +215,7 @@ def test_helmet_takes_a_file_for_each_length(frame: Frame, tmp_path: Path) -> No
 
 
 def test_nolima_prompts_fill_their_length(frame: Frame, chat: Frame, tmp_path: Path) -> None:
-    task = replace(given("nolima", tmp_path), samples=None, depths=3)
+    task = replace(given("nolima", tmp_path), samples=None, placements=3)
     for model in (frame, chat):
         made = task.questions(model, [600, 1000], 0)
         assert len(made.cases) == 2 * 5 * 3

@@ -15,7 +15,7 @@ from rope_eval.reports.intervals import (
     rate_interval,
     sum_ends,
 )
-from rope_eval.reports.recommendation import Scores, recommend
+from rope_eval.reports.recommendation import Recommendation, Scores
 from rope_eval.reports.summary import (
     TOO_FEW,
     Estimate,
@@ -114,7 +114,7 @@ def test_passkeys_found_by_luck_throw_no_method_out() -> None:
         "dynamic_yarn": scores(0.6, 0.0, 3, 4, 15),
         "leaky_rerope": scores(0.4, 0.02, 13, 0, 15),
     }
-    found = recommend(measured, 512)
+    found = Recommendation(measured, 512)
     assert found.beyond.best.name == "leaky_rerope" and found.cheap.best.name == "leaky_rerope"
     assert "the unpatched model finds 27% [8, 55], less than half" in str(found)
 
@@ -126,7 +126,7 @@ def test_the_best_the_cheap_and_the_served_are_named() -> None:
         "cheap": scores(0.5, 0.01, 20),
         "served": scores(0.9, 0.0, 20),
     }
-    found = recommend(measured, 512, {"served": ["vllm"]})
+    found = Recommendation(measured, 512, {"served": ["vllm"]})
     picks = (found.beyond, found.cheap, found.served)
     assert [pick.best.name for pick in picks] == ["dear", "cheap", "served"]
     assert found.choice.name == "served"
@@ -138,11 +138,11 @@ def test_a_cost_whose_interval_reaches_beyond_5_percent_is_not_called_little() -
     costs = [0.0, 0.0, 0.12, 0.0, 0.12, 0.0]
     dear = Scores({512: [a + b for a, b in zip(EASY, costs, strict=True)], 1024: EASY})
     plain = Scores({512: EASY, 1024: [loss + 1 for loss in EASY]})
-    found = recommend({"none": plain, "dear": dear}, 512)
+    found = Recommendation({"none": plain, "dear": dear}, 512)
     assert found.cheap is None and found.beyond.best.cost.value < 0.05
     assert "Cannot tell whether a method costs at most 5% at 512 tokens." in str(found)
     few = {512: EASY[:3], 1024: EASY[:3]}
-    found = recommend({"none": Scores({**few, 1024: [9.0] * 3}), "a": Scores(few)}, 512)
+    found = Recommendation({"none": Scores({**few, 1024: [9.0] * 3}), "a": Scores(few)}, 512)
     assert "Cannot tell whether a method costs" in str(found)
 
 
@@ -152,26 +152,26 @@ def test_what_finds_clearly_fewer_passkeys_is_not_best() -> None:
         "smooth": scores(0.1, 0.0, 2),
         "finder": scores(0.3, 0.0, 19),
     }
-    assert recommend(measured, 512).beyond.best.name == "finder"
+    assert Recommendation(measured, 512).beyond.best.name == "finder"
 
 
 def test_ties_are_called_ties_and_nothing_is_said_without_evidence() -> None:
     tied = {"none": scores(2.0, 0.0, 0), "a": scores(0.5, 0.0, 20), "b": scores(0.5, 0.0, 19)}
-    assert "Not significantly different: b" in str(recommend(tied, 512))
+    assert "Not significantly different: b" in str(Recommendation(tied, 512))
     same = {"none": scores(0.5, 0.0, 9), "a": scores(0.5, 0.0, 11)}
-    assert str(recommend(same, 512)).startswith("Cannot tell whether any method helps")
+    assert str(Recommendation(same, 512)).startswith("Cannot tell whether any method helps")
     worse = {"none": scores(0.5, 0.0, 9), "a": scores(0.9, 0.0, 9)}
-    assert str(recommend(worse, 512)).startswith("No method helps beyond 512 tokens")
-    assert str(recommend(same, 2048)).startswith("No recommendation: no length beyond")
+    assert str(Recommendation(worse, 512)).startswith("No method helps beyond 512 tokens")
+    assert str(Recommendation(same, 2048)).startswith("No recommendation: no length beyond")
 
 
 def test_a_model_without_finite_losses_gets_no_method() -> None:
     broken = Scores({512: [math.inf] * 6, 1024: [math.inf] * 6})
-    found = recommend({"none": broken, "a": broken}, 512)
+    found = Recommendation({"none": broken, "a": broken}, 512)
     assert "within 512 tokens the loss of the unpatched model is NaN or infinite" in str(found)
     assert found.broken and found.choice is None
     beyond = Scores({512: EASY, 1024: [math.inf] * 6})  # which a method may well help
-    assert not recommend({"none": beyond, "a": Scores({512: EASY, 1024: EASY})}, 512).broken
+    assert not Recommendation({"none": beyond, "a": Scores({512: EASY, 1024: EASY})}, 512).broken
 
 
 def test_equal_methods_are_rarely_recommended() -> None:
@@ -181,6 +181,6 @@ def test_equal_methods_are_rarely_recommended() -> None:
             name: Scores({512: EASY, 1024: rng.normal(2, 0.3, 6).tolist()})
             for name in ("none", "a", "b", "c", "d")
         }
-        found = recommend(measured, 512)
+        found = Recommendation(measured, 512)
         wrong += found.beyond.best.helps
     assert wrong / 400 < 0.08  # 5 %, and 2.7 standard errors

@@ -203,17 +203,17 @@ def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None
 # Passkey and prompts
 
 
-def test_passkey_prompts_have_exactly_the_length_asked_for(tokenizer: Any) -> None:
+def test_passkey_prompts_have_the_length_asked_for_but_for_a_sentence(tokenizer: Any) -> None:
     prompts = PasskeyPrompts(tokenizer)
     least = prompts.minimum_length()
     for length in (*range(least, least + 60), 400, 1001):
         case = prompts.case(length, 0.5, seed=length)
-        assert len(case.ids) == length == case.tokens
+        assert length - 12 < len(case.ids) == case.tokens <= length
         text = tokenizer.decode(case.ids)
         assert text.count(case.key) == 3 and text.endswith(f"The pass key is {case.key}")
         assert tokenizer.decode(case.ids[-case.count :]) == case.key
         # Filler ends where sentences end, before the needle and after it.
-        assert re.search(rf"[.\n] The pass key is {case.key}\. Remember it\.", text)
+        assert re.search(rf"\. The pass key is {case.key}\. Remember it\.", text)
         assert re.search(rf"{case.key} is the pass key\.( [A-Z][a-z ]*\.)*\nWhat is", text)
     with pytest.raises(OptionError, match=f"needs at least {least} tokens"):
         prompts.case(least - 1, 0.5, seed=0)
@@ -231,7 +231,7 @@ def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -
     lead = odd(QUESTION, add_special_tokens=False)["input_ids"]
     assert odd(QUESTION + " 7", add_special_tokens=False)["input_ids"][: len(lead)] != lead
     case = PasskeyPrompts(odd).case(300, 0.5, seed=0)
-    assert len(case.ids) == 300
+    assert 290 < len(case.ids) <= 300
     assert odd.decode(case.ids[-case.count :]).strip() == case.key
     assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
 
@@ -251,7 +251,7 @@ def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
     assert len(cases) == 2 * 4 * 2 == len({case.key for case in cases})
     for case in cases:
         assert case.bin / 4 <= case.depth < (case.bin + 1) / 4
-        assert len(case.key) == 10 and len(case.ids) == case.length
+        assert len(case.key) == 10 and case.length - 12 < len(case.ids) <= case.length
     assert cases == task.questions(frame, [200, 300], seed=0).cases
     assert cases != task.questions(frame, [200, 300], seed=1).cases
 
@@ -265,11 +265,10 @@ TEMPLATE = (
 def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) -> None:
     chat = AutoTokenizer.from_pretrained(checkpoint)
     chat.chat_template = TEMPLATE
-    assert Frame.from_tokenizer(chat, "no") == Frame.from_tokenizer(chat, "no")
-    assert Frame.from_tokenizer(chat, "no").tail == Frame.from_tokenizer(tokenizer).tail == ()
+    assert Frame.from_tokenizer(chat, "no").around is Frame.from_tokenizer(tokenizer).around is None
     case = PasskeyPrompts(chat, Frame.from_tokenizer(chat)).case(300, 0.5, seed=0)
     text = chat.decode(case.ids)
-    assert len(case.ids) == 300 and case.ids.tolist().count(chat.bos_token_id) == 1
+    assert 288 < len(case.ids) <= 300 and case.ids.tolist().count(chat.bos_token_id) == 1
     assert re.match(r"<s>\s?\[user\] There is an important info", text)
     assert text.endswith(f"What is the pass key?\n[assistant] The pass key is {case.key}")
     with pytest.raises(OptionError, match="no chat template; give --chat no"):
@@ -315,8 +314,6 @@ def test_writing_stops_at_the_end_and_ignores_the_checkpoints_settings(
 def test_shares_are_rulers() -> None:
     case = Case("vt", 9, 0, "write", 9, joined([]), ("ABC", "DEF", "GHI", "JKL"))
     assert share_found(case, "abc, xDEFx") == 0.5
-    whole = dataclasses.replace(case, answers=("123",), whole=True)
-    assert share_found(whole, " 123") == 1 and share_found(whole, "1234") == 0
 
 
 # Differences

@@ -65,7 +65,7 @@ def test_right_digits_after_a_wrong_first_token_are_counted_and_the_chat_templat
         for o in report.outcomes
     ]
     made = Report(report.plan, found)
-    texts = made.markdown(), dump(made.to_json()), made._page([])
+    texts = made.markdown(), dump(made.to_json()), made.page([])
     # Two trials in each of two depth bins at two lengths; those of the second bin begin otherwise.
     assert all("4 of 8 (none), 4 of 8 (yarn" in text for text in texts)
     assert all("no chat template" in text for text in texts[::2])

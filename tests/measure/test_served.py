@@ -143,7 +143,7 @@ TEXT, LOSS = PASSKEYS[1], Perplexity(BOOK, windows=2)
     [
         (TEXT, lambda answer: {"error": {"message": "full"}}, "full"),
         (TEXT, lambda answer: {**answer, "choices": []}, "has no choices"),
-        (TEXT, lambda answer: "<html>502</html>", "is not JSON"),
+        (TEXT, lambda answer: "<html>502</html>", "has no choices: <html>"),
         (TEXT, lambda answer: [1], "has no choices"),
         (TEXT, choice(text=None), "has no text"),
         (TEXT, choice(text="Mary had a little lamb. " * 50), "tokens are too many"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -173,29 +170,3 @@ def test_padding_counts_for_nothing_on_several_axes(ids) -> None:
             alone = model(ids[1:, :70], position_ids=places[:, :1, :70], use_cache=False)
         ours, right = together.last_hidden_state[1:, 90:], alone.last_hidden_state
         torch.testing.assert_close(ours, right, **EXACT)
-
-
-@every_method
-@pytest.mark.parametrize("copied", [False, True])
-def test_rows_of_a_cache_keep_their_frequencies_wherever_they_go(ids, method, copied) -> None:
-    model = rope_ext.patch(tiny_llama(), method)
-    batch, mask = padded([ids[0, :100], ids[1, :40]], "left")
-    more = ids[:, 100:103]
-
-    def continued(order: list[int], move) -> torch.Tensor:
-        cache = DynamicCache(config=model.config)
-        said(model, batch, attention_mask=mask, past_key_values=cache, use_cache=True)
-        if copied:
-            cache = copy.deepcopy(pickle.loads(pickle.dumps(cache)))
-        move(cache)
-        longer = torch.cat((mask[order], torch.ones(len(order), 3, dtype=torch.long)), 1)
-        given = {"attention_mask": longer, "past_key_values": cache, "use_cache": True}
-        return said(model, more[order], **given)
-
-    right = continued([0, 1], lambda cache: None)
-    for order, move in (
-        ([1, 0], lambda cache: cache.reorder_cache(torch.tensor([1, 0]))),
-        ([1], lambda cache: cache.batch_select_indices(torch.tensor([1]))),
-        ([0, 0, 1, 1], lambda cache: cache.batch_repeat_interleave(2)),
-    ):
-        torch.testing.assert_close(continued(order, move), right[order], **EXACT)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import rope_ext
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
@@ -169,18 +169,6 @@ def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool)
     with torch.no_grad():
         ours = compiled(ids, use_cache=False).last_hidden_state
         torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
-
-
-def test_two_patched_models_cannot_share_one_configuration(model, ids) -> None:
-    other = type(model)(model.config)
-    said = logits(other, ids)
-    rope_ext.patch(model, "ntk", factor=4)  # reads as a plain model with another base
-    with pytest.raises(rope_ext.UnsupportedModelError, match="its own copy"):
-        rope_ext.patch(other, "ntk", factor=4)
-    assert torch.equal(logits(other, ids), said)
-    rope_ext.unpatch(model)
-    rope_ext.patch(other, "ntk", factor=4)
-    assert other.config.max_position_embeddings == 4 * LENGTH
 
 
 # --- the configuration -------------------------------------------------------------------------

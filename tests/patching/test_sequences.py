@@ -149,8 +149,7 @@ def test_a_cache_continued_with_other_rows_is_refused(model, ids) -> None:
     padded[0, :30] = 0
     with torch.no_grad():
         model(ids[:, :80], attention_mask=padded, past_key_values=cache)
-    for layer in cache.layers:  # past the cache, which would know where its rows went
-        layer.batch_repeat_interleave(2)
+    cache.batch_repeat_interleave(2)
     with pytest.raises(rope_ext.CacheError, match="2 rows"):
         decoded(model, ids[:, 80:].repeat(2, 1), [80], cache)
 

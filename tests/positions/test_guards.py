@@ -116,7 +116,7 @@ CONTINUOUS: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "layers": ("yarn", {"layers": [0]}, "patch with 'yarn' without layers=", "yarn", {}),
     "t5": ("t5", {}, "use a frequency method such as 'yarn'", "yarn", {}),
     "dynamic": ("dynamic_yarn", {}, "pass length=TOKENS", "dynamic_yarn", {"length": 200}),
-    "temperature": ("yarn", {"temperature": "log_n"}, "or leave it out", "yarn", {}),
+    "temperature": ("yarn", {"temperature": "log_n"}, "temperature= a number", "yarn", {}),
 }
 
 

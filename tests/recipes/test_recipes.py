@@ -19,7 +19,7 @@ import rope_ext
 from recipes import data, finetune, merge, positions, settings
 from recipes.loss import ChunkedLoss
 from rope_ext import OptionError, RopeExtError
-from rope_ext.position.bias import learned
+from rope_ext.position.learned import learned
 from tests.helpers.checkpoint import TRAINED
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import arguments

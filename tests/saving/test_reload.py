@@ -155,13 +155,6 @@ def as_shards(model: Any, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def as_pickles(model: Any, folder: Path) -> dict[str, Any]:
-    model.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    return {"use_safetensors": False}
-
-
 def as_subfolder(model: Any, folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder / "step-3")
     return {"subfolder": "step-3"}
@@ -177,14 +170,7 @@ def as_snapshot(model: Any, folder: Path) -> dict[str, Any]:
     return {"subfolder": "snapshots"}
 
 
-def as_variant(model: Any, folder: Path) -> dict[str, Any]:
-    """In shards, which an index of that variant lists."""
-    model.save_pretrained(folder, variant="fp16", max_shard_size="40KB")
-    assert len(list(folder.glob("*.fp16-*.safetensors"))) > 2
-    return {"variant": "fp16"}
-
-
-LAYOUTS = [as_shards, as_pickles, as_subfolder, as_snapshot, as_variant]
+LAYOUTS = [as_shards, as_subfolder, as_snapshot]
 
 
 @pytest.mark.parametrize("save_as", LAYOUTS)

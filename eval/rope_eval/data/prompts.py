@@ -17,8 +17,6 @@ from rope_ext.errors import OptionError
 
 Chat = Literal["auto", "yes", "no"]
 _MARK = "@@CONTENT@@"
-
-
 Ids = TypeVar("Ids", bound=Sequence[int])
 """Token ids: a list, a tuple or a compact array."""
 
@@ -33,6 +31,14 @@ def joined(*parts: Iterable[int]) -> array:
     return array("i", chain(*parts))
 
 
+def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
+    """How many of the last ``count`` tokens are blank before the first one that is not.
+
+    Where digits stand alone, the space before an answer is a token of its own.
+    """
+    return next(n for n in range(count) if tokenizer.decode([ids[n - count]]).strip())
+
+
 @dataclass(frozen=True)
 class Frame:
     """The template around the content of a prompt.
@@ -43,23 +49,17 @@ class Frame:
 
     Args:
         tokenizer: of the model.
-        head: tokens before the content.
-        tail: tokens after it; none for a base model.
-        around: text of a chat template before and after the content.
+        head: tokens before the content of a base model.
+        around: text of a chat template before and after the content; None for a base model.
     """
 
     tokenizer: Any
     head: tuple[int, ...]
-    tail: tuple[int, ...] = ()
     around: tuple[str, str] | None = None
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:
-        """The frame of a tokenizer; ``auto`` uses a chat template if there is one.
-
-        Raises:
-            OptionError: a chat template is requested, but there is none.
-        """
+        """The frame of a tokenizer; ``auto`` uses a chat template if there is one."""
         template = getattr(tokenizer, "chat_template", None)
         if chat == "yes" and not template:
             raise OptionError("this tokenizer has no chat template; give --chat no")
@@ -70,8 +70,7 @@ class Frame:
         head, mark, tail = text.partition(_MARK)
         if not mark:
             raise OptionError("the chat template leaves the user's text out; give --chat no")
-        before, after = (tuple(encode(tokenizer, text)) for text in (head, tail))
-        return cls(tokenizer, before, after, (head, tail))
+        return cls(tokenizer, (), (head, tail))
 
     def whole(
         self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
@@ -89,51 +88,20 @@ class Frame:
             Token ids, and the number of tokens at their end that the model must write to give the
             answer, including the space before it.
         """
-        head: tuple[int, ...] = self.head
         if self.around is not None:
             before, after = self.around
             # After a line break or a space of the template an answer begins without another one.
             lead = lead.lstrip() if after[-1:].isspace() and not keep_space else lead
-            head, content = (), before + content + after
+            content = before + content + after
         given = encode(self.tokenizer, content + lead)
         if not answer:
-            return joined(head, given), 0
+            return joined(self.head, given), 0
         ids = encode(self.tokenizer, f"{content}{lead} {answer}")
         pairs = enumerate(zip(given, ids, strict=False))
         shared = next((at for at, (one, other) in pairs if one != other), len(given))
         if self.tokenizer.decode(ids[shared:]).strip() != answer:  # it merges with the lead
             ids, shared = [*given, *encode(self.tokenizer, f" {answer}")], len(given)
-        return joined(head, ids), len(ids) - shared
-
-    def ask(self, question: str, lead: str, answer: str = "") -> tuple[list[int], int]:
-        """The end of a prompt whose content is token ids: the question and the answer.
-
-        Args:
-            question: ends the content.
-            lead: begins the answer, such as ``" The pass key is"``.
-            answer: follows after a space; ``""`` for a prompt that the model continues.
-
-        Returns:
-            Token ids, and the number of tokens at their end that spell the answer.
-        """
-        if self.tail:
-            before = [*encode(self.tokenizer, question), *self.tail]
-            lead = lead.lstrip()
-        else:
-            before, lead = [], question + lead
-        given = encode(self.tokenizer, lead)
-        if not answer:
-            return [*before, *given], 0
-        ids = encode(self.tokenizer, f"{lead} {answer}")
-        shared = 0
-        while shared < len(given) and ids[shared] == given[shared]:
-            shared += 1
-        if self.tokenizer.decode(ids[shared:]).strip() != answer:  # it merges with the lead
-            ids, shared = [*given, *encode(self.tokenizer, f" {answer}")], len(given)
-        # Where digits stand alone, the space before them is a token of its own: it is given.
-        while not self.tokenizer.decode([ids[shared]]).strip():
-            shared += 1
-        return [*before, *ids], len(ids) - shared
+        return joined(self.head, ids), len(ids) - shared
 
 
 def beginning(tokenizer: Any) -> tuple[int, ...]:
@@ -177,49 +145,3 @@ def longest(
         else:
             high = guess
     return low, ids
-
-
-class Filler:
-    """Repeated sentences, cut at sentence ends to a number of tokens.
-
-    The sentences follow each other in order; the last ones are chosen so that the lengths add up.
-    Line breaks fill what no choice of sentences can reach.
-
-    Args:
-        tokenizer: of the model.
-        sentences: each with the space before it.
-    """
-
-    def __init__(self, tokenizer: Any, sentences: Sequence[str]) -> None:
-        self.sentences = tuple(sentences)
-        text = "".join(sentences)
-
-        def tokens(middle: str) -> int:
-            return len(encode(tokenizer, text + middle + text))
-
-        self.sizes = [max(1, tokens(sentence) - tokens("")) for sentence in sentences]
-        # Above this, every sum that the lengths can reach at all is reached (Sylvester).
-        self._rest = max(self.sizes) ** 2
-        self._ways = self._reach(self._rest + max(self.sizes))
-
-    def _reach(self, most: int) -> list[tuple[int, ...] | None]:
-        """The smallest number of sentences, by index, for each total number of tokens."""
-        ways: list[tuple[int, ...] | None] = [()]
-        for total in range(1, most + 1):
-            choices = [
-                (*way, index)
-                for index, size in enumerate(self.sizes)
-                if size <= total and (way := ways[total - size]) is not None
-            ]
-            ways.append(min(choices, key=len) if choices else None)
-        return ways
-
-    def fill(self, tokens: int) -> tuple[list[str], int]:
-        """Sentences with ``tokens`` tokens in total, minus the number of line breaks to add."""
-        chosen: list[int] = []
-        while tokens > self._rest:
-            chosen.append(len(chosen) % len(self.sizes))
-            tokens -= self.sizes[chosen[-1]]
-        breaks = next(n for n in range(tokens + 1) if self._ways[tokens - n] is not None)
-        chosen += self._ways[tokens - breaks] or ()
-        return [self.sentences[index] for index in chosen], breaks

@@ -13,7 +13,7 @@ from rope_ext.errors import MeasureError, first_line
 
 @dataclass(frozen=True)
 class Row:
-    """One row; errors about missing fields or wrong types name the row.
+    """One row; what reads a field raises MeasureError if it is missing or has another type.
 
     Args:
         data: by field name.
@@ -29,12 +29,8 @@ class Row:
         return self.data.get(name) is not None
 
     def value(self, name: str) -> Any:
-        """The field, with any type.
-
-        Raises:
-            MeasureError: there is no such field.
-        """
-        if self.data.get(name) is None:
+        """The field, with any type."""
+        if name not in self:
             known = ", ".join(map(repr, self.data)) or "none"
             raise MeasureError(
                 f"{self.where} has no field {name!r} but {known}; give {self.option} the data as "
@@ -42,67 +38,41 @@ class Row:
             )
         return self.data[name]
 
-    def either(self, name: str, other: str) -> str:
-        """The name of the field, or of the other one if only that exists."""
-        return other if other in self and name not in self else name
-
     def text(self, name: str) -> str:
-        """The field, a string.
-
-        Raises:
-            MeasureError: it is missing or has another type.
-        """
-        value = self.value(name)
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
-        return value
+        """The field, a string."""
+        return self._of(name, isinstance(self.value(name), str), "a string")
 
     def key(self, name: str) -> str | int:
-        """The field, an identifier of rows.
+        """The field, an identifier of rows."""
+        return self._of(name, type(self.value(name)) in (str, int), "a string or a whole number")
 
-        Raises:
-            MeasureError: it is missing, or neither a string nor an integer.
-        """
-        value = self.value(name)
-        if type(value) not in (str, int):
-            raise self.wrong(name, "a string or a whole number")
-        return value
-
-    def texts(self, name: str, count: int | None = None) -> list[str]:
-        """The field, a list of strings; a single string counts as a list.
-
-        Raises:
-            MeasureError: it is missing, has another type, or does not have ``count`` entries.
-        """
+    def texts(self, name: str) -> list[str]:
+        """The field, a list of strings, or of lists of strings; a string counts as a list."""
         value = self.value(name)
         value = [value] if isinstance(value, str) else value
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            value = [one for several in value for one in several]
         right = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
-        if not right or len(value) != (count or len(value)):
-            raise self.wrong(name, f"{count or 'some'} strings")
+        self._of(name, bool(right), "some strings")
         return value
 
     def rows(self, name: str) -> list[Row]:
-        """The field, a list of objects.
-
-        Raises:
-            MeasureError: it is missing or has another type.
-        """
+        """The field, a list of objects."""
         value = self.value(name)
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            raise self.wrong(name, "a list of objects")
+        right = isinstance(value, list) and all(isinstance(one, dict) for one in value)
         place = f"{self.where}, {name}"
-        return [Row(one, f"{place} {i}", self.option) for i, one in enumerate(value, 1)]
+        found = enumerate(self._of(name, right, "a list of objects"), 1)
+        return [Row(one, f"{place} {number}", self.option) for number, one in found]
 
     def row(self, name: str) -> Row:
-        """The field, an object.
-
-        Raises:
-            MeasureError: it is missing or has another type.
-        """
-        value = self.value(name)
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
+        """The field, an object."""
+        value = self._of(name, isinstance(self.value(name), dict), "an object")
         return Row(value, f"{self.where}, {name}", self.option)
+
+    def _of(self, name: str, right: bool, wanted: str) -> Any:
+        if not right:
+            raise self.wrong(name, wanted)
+        return self.data[name]
 
     def wrong(self, name: str, wanted: str) -> MeasureError:
         """The error for a field with another type than ``wanted``."""
@@ -144,18 +114,26 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
 
 
 def _json(path: Path, option: str) -> list[Any]:
+    where = str(path)
     try:
         content = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".jsonl":
+            data = []
+            for number, line in enumerate(content.split("\n"), 1):
+                where = f"{path}, line {number}"
+                data += [json.loads(line)] if line.strip() else []
+            return data
+        data = json.loads(content)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise MeasureError(
+            f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
+            f"published"
+        ) from None
     except (OSError, ValueError) as error:  # the latter: not UTF-8, or no name of a file
         reason = getattr(error, "strerror", None) or first_line(error)
         raise MeasureError(
             f"cannot read {path} ({reason}); give {option} a file, or hf:ID/CONFIG:SPLIT"
         ) from None
-    if path.suffix == ".jsonl":
-        lines = content.split("\n")
-        places = ((f"{path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip())
-        return [_parsed(where, line, option) for where, line in places]
-    data = _parsed(str(path), content, option)
     data = data.get("data") if isinstance(data, dict) else data
     if not isinstance(data, list):
         raise MeasureError(
@@ -163,16 +141,6 @@ def _json(path: Path, option: str) -> list[Any]:
             f"data as they are published (a file with a line for each row is called .jsonl)"
         )
     return data
-
-
-def _parsed(where: str, text: str, option: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MeasureError(
-            f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
-            f"published"
-        ) from None
 
 
 def _hub(name: str, option: str, most: int | None) -> list[Any]:
@@ -198,11 +166,7 @@ def _load(source: str, option: str, *what: Any, most: int | None = None, **how: 
 
 
 def load_datasets() -> Any:
-    """The package ``datasets``, without progress bars.
-
-    Raises:
-        MeasureError: it is not installed.
-    """
+    """The package ``datasets``, without progress bars."""
     try:
         import datasets
     except ImportError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,10 +81,6 @@ class Cell:
         return self.method, options, self.task, self.length, self.document
 
 
-Phase = list[tuple[str, dict[str, Any], list[Cell]]]
-"""Methods, their options, and the cells to measure under them."""
-
-
 @dataclass
 class Measurement:
     """A run over the cells of one model.
@@ -109,13 +105,12 @@ class Measurement:
 
     def run(self) -> bool:
         """Measure all cells that are left; return whether none is left."""
-        cure = "make room or give --output another file"
-        log = Log(self.output, HEADER, cure)
+        log = Log(self.output, HEADER, "make room or give --output another file")
         self.output.parent.mkdir(parents=True, exist_ok=True)
         log.open()
         for line in read_lines(self.output):
             if line.get("model") == self.name and line.get("questions") == self.questions.digest:
-                self.lines[_cell(line).key] = line
+                self.lines[_key(line)] = line
         stopped = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
         try:
@@ -124,40 +119,39 @@ class Measurement:
             signal.signal(signal.SIGTERM, before)
 
     def _run(self, log: Log, stopped: threading.Event) -> bool:
+        weight = next(self.model.parameters())
+        cuda = weight.device.type == "cuda"
         common = {"model": self.name, "questions": self.questions.digest, "seed": 0}
-        common |= {"dtype": str(next(self.model.parameters()).dtype).removeprefix("torch.")}
-        common |= {"device": self._device(), **versions()}
-        for phase in self._phases():
-            for method, options, cells in phase:
-                cells = [cell for cell in cells if not self._done(cell)]
-                if not cells or (method, str(options)) in self.refused or self._behind(cells[0]):
-                    continue
-                if stopped.is_set() or time.monotonic() > self.until:
-                    return False
-                try:
-                    with self._patched(method, options):
-                        self._warm_up(cells[0].length)
-                        for cell in cells:
-                            if stopped.is_set() or time.monotonic() > self.until:
-                                return False
-                            if self._behind(cell):
-                                break
-                            line = {**common, **vars(cell), **self._measure(cell)}
-                            log.add(to_line(line))
-                            self.lines[cell.key] = line
-                            print(_summary(line), flush=True)
-                except (RopeExtError, torch.OutOfMemoryError) as error:
-                    self.refused.add((method, str(options)))
-                    reason = str(error).splitlines()[0]
-                    line = {**common, **vars(cells[0]), "refused": reason}
-                    if self.lines.get(cells[0].key, {}).get("refused") != reason:
+        common |= {"dtype": str(weight.dtype).removeprefix("torch.")}
+        common |= {"device": torch.cuda.get_device_name(weight.device) if cuda else "cpu"}
+        common |= versions()
+        for method, options, cells in self._plan():
+            cells = [cell for cell in cells if "refused" in self.lines.get(cell.key, ["refused"])]
+            if not cells or (method, str(options)) in self.refused or self._behind(cells[0]):
+                continue
+            if stopped.is_set() or time.monotonic() > self.until:
+                return False
+            try:
+                with self._patched(method, options):
+                    self._warm_up(cells[0].length)
+                    for cell in cells:
+                        if stopped.is_set() or time.monotonic() > self.until:
+                            return False
+                        if self._behind(cell):
+                            break
+                        line = {**common, **vars(cell), **self._measure(cell)}
                         log.add(to_line(line))
-                    self.lines[cells[0].key] = line
-                    print(f"{method} {options}: {reason}", flush=True)
+                        self.lines[cell.key] = line
+                        print(_summary(line), flush=True)
+            except (RopeExtError, torch.OutOfMemoryError) as error:
+                self.refused.add((method, str(options)))
+                reason = str(error).splitlines()[0]
+                line = {**common, **vars(cells[0]), "refused": reason}
+                if self.lines.get(cells[0].key, {}).get("refused") != reason:
+                    log.add(to_line(line))
+                self.lines[cells[0].key] = line
+                print(f"{method} {options}: {reason}", flush=True)
         return True
-
-    def _done(self, cell: Cell) -> bool:
-        return "refused" not in self.lines.get(cell.key, {"refused": ""})
 
     def _patched(self, method: str, options: Mapping[str, Any]) -> Any:
         if method == "unpatched":
@@ -167,21 +161,32 @@ class Measurement:
             given["window"] = int(given["window"] * self.trained)
         return patched(self.model, method, **given)
 
-    def _phases(self) -> Iterator[Phase]:
-        """Cells of each method, in the order in which they are worth most."""
-        double, quadruple = 2 * self.trained, 4 * self.trained
-        names = [*self.questions.documents]
+    def _plan(self) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
+        """Methods, their options, and the cells to measure under them, the most valuable first.
+
+        Patching takes a second: what one method has to do is done together.
+        """
+        trained, names = self.trained, [*self.questions.documents]
+        double, quadruple = 2 * trained, 4 * trained
         longest = min(map(len, self.questions.documents.values()))
-        # Patching takes a second: what one method has to do is done together.
-        half = 3 * self.trained // 2
+        phases: list[tuple[int, int, list[str], tuple[int, ...]] | None] = []
         if longest < quadruple:  # each forward is long, too
-            yield self._losses(2, self.trained // 4, names[:2])
-            yield self._losses(2, double, names[:2])
-        yield _together(self._losses(2, double, names[:4]), self._prompts(2, (half, double)))
+            phases += [(2, trained // 4, names[:2], ()), (2, double, names[:2], ())]
+        phases.append((2, double, names[:4], (3 * trained // 2, double)))
         if longest >= quadruple:
-            yield _together(self._losses(4, quadruple, names[:2]), self._prompts(4, (quadruple,)))
-        yield self._variants(double, names[:4])
-        yield _together(self._losses(2, double, names[4:]), self._prompts(2, (self.trained,)))
+            phases.append((4, quadruple, names[:2], (quadruple,)))
+        phases += [None, (2, double, names[4:], (trained,))]
+        for phase in phases:
+            if phase is None:
+                for method, more in VARIANTS:
+                    options = {"factor": 2, **more}
+                    losses = [Cell(method, options, "loss", double, name) for name in names[:4]]
+                    yield method, options, losses + self._prompts(method, options, (double,))
+                continue
+            factor, length, documents, lengths = phase
+            for method, options in self._methods(factor):
+                losses = self._losses(method, options, length, documents)
+                yield method, options, losses + self._prompts(method, options, lengths)
 
     def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
         registered = [cls.name for cls in all_methods()]
@@ -194,60 +199,33 @@ class Measurement:
             elif name not in NEEDS_TABLE:
                 yield name, {"factor": factor}
 
-    def _losses(self, factor: float, length: int, documents: list[str]) -> Phase:
-        phase = []
-        for method, options in self._methods(factor):
-            lengths = [length]
-            if length > self.trained and self._depends_on_length(method, options):
-                # One forward has the losses of one length alone.
-                shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
-                if factor == 2 and method == "lampe":  # it changes short texts, too
-                    shares = (1, *shares)
-                lengths = [round(share * self.trained) for share in shares]
-            cells = [
-                Cell(method, options, "loss", self._within(each, options), document)
-                for document in documents
-                for each in lengths
-            ]
-            phase.append((method, options, cells))
-        return phase
-
-    def _within(self, length: int, options: Mapping[str, Any]) -> int:
-        """``string`` does not reach 2 times the length quite."""
-        most = int(options.get("factor", 64) * self.trained) // BUCKET * BUCKET
-        return min(length, most)
-
-    def _prompts(self, factor: float, lengths: tuple[int, ...]) -> Phase:
+    def _losses(
+        self, method: str, options: dict[str, Any], length: int, documents: Sequence[str]
+    ) -> list[Cell]:
+        lengths, factor = [length], options.get("factor", 64)
+        dynamic = method == "lampe" or (
+            method != "unpatched" and build_method(method, **options).is_dynamic
+        )
+        if length > self.trained and dynamic:  # one forward has the losses of one length alone
+            shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
+            if factor == 2 and method == "lampe":  # it changes short texts, too
+                shares = (1, *shares)
+            lengths = [round(share * self.trained) for share in shares]
+        most = int(factor * self.trained) // BUCKET * BUCKET  # string does not reach 2 times quite
         return [
-            (
-                method,
-                options,
-                [
-                    Cell(method, options, task, length)
-                    for length in lengths
-                    for task in TASKS
-                    if (task, length) in self.questions.prompts
-                    and length <= self.trained * options.get("factor", 64)
-                ],
-            )
-            for method, options in self._methods(factor)
+            Cell(method, options, "loss", min(each, most), document)
+            for document in documents
+            for each in lengths
         ]
 
-    def _variants(self, length: int, documents: list[str]) -> Phase:
-        phase = []
-        for method, more in VARIANTS:
-            options = {"factor": 2, **more}
-            cells = [Cell(method, options, "loss", length, document) for document in documents]
-            prompts = [Cell(method, options, task, length) for task in TASKS]
-            cells += [cell for cell in prompts if (cell.task, length) in self.questions.prompts]
-            phase.append((method, options, cells))
-        return phase
-
-    def _depends_on_length(self, method: str, options: Mapping[str, Any]) -> bool:
-        if method == "unpatched":
-            return False
-        built = build_method(method, **options)
-        return built.is_dynamic or method == "lampe"
+    def _prompts(self, method: str, options: dict[str, Any], lengths: Sequence[int]) -> list[Cell]:
+        return [
+            Cell(method, options, task, length)
+            for length in lengths
+            for task in TASKS
+            if (task, length) in self.questions.prompts
+            and length <= self.trained * options.get("factor", 64)
+        ]
 
     def _behind(self, cell: Cell) -> bool:
         """Whether the method is clearly behind at 1.5 times the length, so that it need not go on.
@@ -261,10 +239,10 @@ class Measurement:
             return False
         gaps = []
         for document in first:
-            found = [self._before(document, name) for name in (cell.method, "yarn")]
-            if None in found:
+            own, yarn = (self._before(document, name) for name in (cell.method, "yarn"))
+            if own is None or yarn is None:
                 return False
-            gaps.append(float(found[0]) - float(found[1]))  # type: ignore[arg-type]
+            gaps.append(own - yarn)
         return sum(gaps) / len(gaps) > BEHIND
 
     def _before(self, document: str, method: str) -> float | None:
@@ -275,10 +253,6 @@ class Measurement:
             if plain and line["document"] == document and len(line.get("losses", ())) >= place:
                 return sum(line["losses"][place - 2 : place]) / 2
         return None
-
-    def _device(self) -> str:
-        device = next(self.model.parameters()).device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
     def _warm_up(self, length: int) -> None:
         """Compile and fill caches before anything is timed."""
@@ -291,41 +265,32 @@ class Measurement:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        found = self._loss(cell) if cell.document is not None else self._answers(cell)
+        found = self._loss(cell, cuda) if cell.document is not None else self._answers(cell)
         if cuda:
             torch.cuda.synchronize()
         seconds = round(time.perf_counter() - start, 4)
         peak = torch.cuda.max_memory_allocated() if cuda else None
         return {**found, "seconds": seconds, "peak_bytes": peak}
 
-    def _loss(self, cell: Cell) -> dict[str, Any]:
+    def _loss(self, cell: Cell, cuda: bool) -> dict[str, Any]:
         ids = self.questions.documents[str(cell.document)][: cell.length].tolist()
-        most = LOGITS * (4 if next(self.model.parameters()).is_cuda else 1)
-        losses, _ = score(self.model, [ids], len(ids) - 1, logits=most)
+        losses, _ = score(self.model, [ids], len(ids) - 1, logits=LOGITS * (4 if cuda else 1))
         # The first token has no loss: the first bucket has one token less.
         buckets = np.split(losses[0].double().numpy(), range(BUCKET - 1, len(ids) - 1, BUCKET))
         return {"losses": [round(float(bucket.mean()), 5) for bucket in buckets]}
 
     def _answers(self, cell: Cell) -> dict[str, Any]:
-        right, answer_losses, depths = [], [], []
+        found: dict[str, list[float]] = {"right": [], "answer_losses": [], "depths": []}
         for prompt in self.questions.prompts[cell.task, cell.length]:
             losses, hits = score(self.model, [prompt.ids.tolist()], prompt.count)
-            right.append(int(hits.all()))
-            answer_losses.append(round(float(losses.mean()), 4))
-            depths.append(round(prompt.depth, 3))
-        return {"right": right, "answer_losses": answer_losses, "depths": depths}
+            found["right"].append(int(hits.all()))
+            found["answer_losses"].append(round(float(losses.mean()), 4))
+            found["depths"].append(round(prompt.depth, 3))
+        return found
 
 
-def _together(one: Phase, other: Phase) -> Phase:
-    """Both phases, of the same methods, with the cells of a method one after the other."""
-    return [
-        (method, options, [*cells, *more])
-        for (method, options, cells), (_, _, more) in zip(one, other, strict=True)
-    ]
-
-
-def _cell(line: Mapping[str, Any]) -> Cell:
-    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__})
+def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__}).key
 
 
 def _summary(line: Mapping[str, Any]) -> str:

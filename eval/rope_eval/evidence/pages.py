@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +67,23 @@ class Evidence:
     def trained(self) -> int:
         return TRAINED[self.model]
 
-    @cached_property
-    def documents(self) -> list[str]:
-        """Names, in the order of measurement."""
-        return list(dict.fromkeys(x["document"] for x in self.lines if x["document"] is not None))
+    def of(
+        self, task: str, method: str, options: Mapping[str, Any] | None = None, factor: float = 2
+    ) -> list[Mapping[str, Any]]:
+        """The lines of a method with these options besides the factor, or with its defaults."""
+
+        def same(line: Mapping[str, Any]) -> bool:
+            given = line["options"]
+            if options is not None:
+                return given == {"factor": factor, **options}
+            plain = set(given) == {"factor"} and math.ceil(given["factor"]) == factor
+            return method == "unpatched" or plain
+
+        return [x for x in self.lines if (x["task"], x["method"]) == (task, method) and same(x)]
 
     def rows(self) -> list[str]:
         """Methods with default options, as they were measured."""
-        found = [x for x in self.lines if x["method"] == "unpatched" or _plain(x)]
-        names = dict.fromkeys(str(x["method"]) for x in found if x["task"] == "loss")
+        names = dict.fromkeys(str(x["method"]) for x in self.lines)
         return [name for name in names if any(self.losses(name, span) for span in SPANS)]
 
     def complete(self) -> list[str]:
@@ -108,13 +115,7 @@ class Evidence:
         if by_length and end <= self.trained and method != "lampe":
             return self.losses("unpatched", span)
         found: dict[str, float] = {}
-        for line in self.lines:
-            if line["task"] != "loss" or line["method"] != method:
-                continue
-            if options is None and method != "unpatched" and not _plain(line, factor):
-                continue
-            if options is not None and line["options"] != {"factor": factor, **options}:
-                continue
+        for line in self.of("loss", method, options, factor):
             last = min(end, line["length"])  # string reaches a little less than 2 times
             if line["length"] < 0.98 * end or (by_length and line["length"] > end):
                 continue
@@ -142,11 +143,8 @@ class Evidence:
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
     ) -> tuple[int, int] | None:
         """Prompts answered, and their number, at ``length`` trained lengths."""
-        for line in self.lines:
-            same = line["method"] == method and line["task"] == task
-            plain = method == "unpatched" or _plain(line, 4 if length > 2 else 2)
-            right = plain if options is None else line["options"] == {"factor": 2, **options}
-            if same and right and line["length"] == round(length * self.trained):
+        for line in self.of(task, method, options, 4 if length > 2 else 2):
+            if line["length"] == round(length * self.trained):
                 return sum(line["right"]), len(line["right"])
         return None
 
@@ -157,20 +155,10 @@ class Evidence:
         """
         found = sorted(
             line["seconds"]
-            for line in self.lines
-            if line["task"] == "loss"
-            and line["method"] == method
-            and line["device"] != "cpu"
-            and line["length"] >= 1.9 * self.trained
-            and line["length"] <= 2 * self.trained
-            and (method == "unpatched" or _plain(line))
+            for line in self.of("loss", method)
+            if line["device"] != "cpu" and 1.9 * self.trained <= line["length"] <= 2 * self.trained
         )
         return found[len(found) // 2] if found else None
-
-
-def _plain(line: Mapping[str, Any], factor: float = 2) -> bool:
-    given = line["options"]
-    return set(given) == {"factor"} and math.ceil(given["factor"]) == factor
 
 
 def _depends_on_length(method: str) -> bool:
@@ -190,7 +178,7 @@ def table(evidence: Evidence) -> str:
     far = "2x" in spans
     if far:
         head += ["last column against yarn", "passkeys 1.5x", "2x", "fruits 1.5x", "2x", "seconds"]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     order = sorted(evidence.complete(), key=lambda name: _mean(evidence.losses(name, spans[-1])))
     for name in ["unpatched", *(name for name in order if name != "unpatched")]:
         row = [name if name == "unpatched" else f"`{name}`"]
@@ -205,16 +193,20 @@ def table(evidence: Evidence) -> str:
             seconds = evidence.seconds(name)
             row.append("" if seconds is None else f"{seconds:.2f}")
         rows.append(row)
-    measured = [any(row[column] for row in rows[2:]) for column in range(len(head))]
-    rows = [list(itertools.compress(row, measured)) for row in rows]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    measured = [any(row[column] for row in rows[1:]) for column in range(len(head))]
+    return _table([list(itertools.compress(row, measured)) for row in rows])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    return "".join([lines[0], f"| {' | '.join(['---'] * len(rows[0]))} |\n", *lines[1:]])
 
 
 def short(evidence: Evidence) -> str:
     """The table of the front page: four methods, what to choose them for, and their price."""
     head = ["method", "choose it for", f"perplexity at {2 * evidence.trained:,}"]
     head += ["passkeys", "cost at short lengths", "GPU time"]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
         seconds, plain = evidence.seconds(name), name == "unpatched"
@@ -225,7 +217,7 @@ def short(evidence: Evidence) -> str:
         row.append("" if plain else evidence.cost(name).partition(" [")[0])
         row.append(f"{seconds / unpatched:.1f}x" if seconds and unpatched else "")
         rows.append(row)
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return _table(rows)
 
 
 def conditions(evidence: Evidence) -> str:
@@ -241,47 +233,41 @@ def conditions(evidence: Evidence) -> str:
 
 def behind(evidence: Evidence) -> str:
     """Methods that are clearly behind at 1.5 times the length: measured no further."""
-    lines = ["| method | within the length | against yarn at 1.5x |\n| --- | --- | --- |\n"]
+    rows = [["method", "within the length", "against yarn at 1.5x"]]
     yarn = evidence.losses("yarn", "1.5x")
     for name in evidence.rows():
-        if name not in evidence.complete() and evidence.losses(name, "1.5x"):
-            gap = evidence.change(evidence.losses(name, "1.5x"), yarn)
-            lines.append(f"| `{name}` | {evidence.cost(name)} | {gap} |\n")
-    return "".join(lines) if len(lines) > 1 else ""
+        found = evidence.losses(name, "1.5x")
+        if name not in evidence.complete() and found:
+            rows.append([f"`{name}`", evidence.cost(name), evidence.change(found, yarn)])
+    return _table(rows) if len(rows) > 1 else ""
 
 
 def quadruple(evidence: Evidence) -> str:
     """At 4 times the length, factor 4: perplexity and prompts; empty if nothing was measured."""
     rows = []
     for name in evidence.rows():
-        shown = evidence.perplexity(name, "2x", factor=4)
-        if shown:
+        if shown := evidence.perplexity(name, "2x", factor=4):
             prompts = [_share(evidence.prompts(name, task, 4)) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
-            rows.append((value, f"| `{name}` | {shown} | {' | '.join(prompts)} |\n"))
-    if not rows:
-        return ""
-    head = "| method | perplexity | passkeys | fruits |\n| --- | --- | --- | --- |\n"
-    return head + "".join(row for _, row in sorted(rows)).replace("`unpatched`", "unpatched")
+            named = name if name == "unpatched" else f"`{name}`"
+            rows.append((value, [named, shown, *prompts]))
+    head = ["method", "perplexity", "passkeys", "fruits"]
+    return _table([head, *(row for _, row in sorted(rows))]) if rows else ""
 
 
 def variants(evidence: Evidence) -> str:
     """Other settings against the defaults of their methods."""
-    lines = [
-        "| setting | within the length | at 2x | fruits at 2x, default | with it |\n",
-        "| --- | --- | --- | --- | --- |\n",
-    ]
+    rows = [["setting", "within the length", "at 2x", "fruits at 2x, default", "with it"]]
     for method, options in VARIANTS:
         parts = [
             evidence.change(evidence.losses(method, span, options), evidence.losses(method, span))
             for span in ("1x", "2x")
         ]
-        if not any(parts):
-            continue
-        text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        prompts = [_share(evidence.prompts(method, TASKS[1], 2, each)) for each in (None, options)]
-        lines.append(f"| `{method}`, `{text}` | {' | '.join([*parts, *prompts])} |\n")
-    return "".join(lines) if len(lines) > 2 else ""
+        if any(parts):
+            text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            prompts = [evidence.prompts(method, TASKS[1], 2, each) for each in (None, options)]
+            rows.append([f"`{method}`, `{text}`", *parts, *map(_share, prompts)])
+    return _table(rows) if len(rows) > 1 else ""
 
 
 def summary(evidence: Evidence) -> dict[str, Any]:
@@ -321,11 +307,8 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
         for index, name in enumerate(name for name in DRAWN if name in found.rows()):
             rows = [
                 line["losses"]
-                for line in found.lines
-                if line["task"] == "loss"
-                and line["method"] == name
-                and line["length"] == 2 * found.trained
-                and (name == "unpatched" or _plain(line))
+                for line in found.of("loss", name)
+                if line["length"] == 2 * found.trained
             ]
             step = max(1, found.trained // 16 // BUCKET)
             means = [sum(column) / len(column) for column in zip(*rows, strict=True)]

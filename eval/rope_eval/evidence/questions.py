@@ -1,24 +1,31 @@
 """What is asked of a checkpoint: its documents and prompts as tokens, in one file.
 
 The file is all that measuring needs besides the weights, so a machine without a network can do it.
+Documents are manuals: long English text that pip can download anywhere. Each is the manual in the
+source release of one package, its chapters joined in the order of their names. Their licenses allow
+redistribution.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
+import subprocess
+import sys
+import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rope_eval.cases import digest
-from rope_eval.data.prompts import Frame, beginning, encode
-from rope_eval.evidence.texts import MANUALS, read_manuals
+from rope_eval.data.prompts import Frame, beginning, blanks, encode
 from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
+from rope_ext.errors import MeasureError, first_line
 
 TASKS = ("passkey", "needle")
 DEPTHS = 5
@@ -30,15 +37,77 @@ FRUITS = (
 )
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt with its answer.
+class Manual(NamedTuple):
+    """The documentation in a source release on PyPI: some directories of it, in order."""
 
-    Args:
-        ids: tokens; the last ``count`` of them are the answer.
-        count: tokens of the answer.
-        depth: place of the needle, 0 at the start and 1 at the end.
-    """
+    package: str
+    version: str
+    sha256: str
+    chapters: tuple[str, ...]
+
+    def read(self, cache: Path) -> str:
+        """Return the whole text; download the archive with pip if it is not in ``cache``.
+
+        Raises:
+            MeasureError: the download fails, or the archive is another one.
+        """
+        path = cache / f"{self.package}-{self.version}.tar.gz"
+        if not path.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            pip += ["--disable-pip-version-check", "--no-binary", self.package]
+            pip += ["--dest", str(cache), f"{self.package}=={self.version}"]
+            done = subprocess.run(pip, capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip() or "pip failed").splitlines()[-1]
+                raise MeasureError(f"cannot download {path.name}: {reason}; check the network")
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise MeasureError(f"cannot read {path}: {first_line(error)}") from None
+        if found != self.sha256:
+            raise MeasureError(
+                f"{path} has the SHA-256 {found}, expected {self.sha256}; remove the file"
+            )
+        texts: dict[tuple[int, str], str] = {}
+        with tarfile.open(path) as files:
+            for file in files:
+                name = file.name.partition("/")[2]
+                order = next((n for n, c in enumerate(self.chapters) if name.startswith(c)), None)
+                content = files.extractfile(file) if name.endswith((".rst", ".txt")) else None
+                if order is not None and content is not None:
+                    texts[order, name] = content.read().decode()
+        return "\n\n".join(texts[key].strip() for key in sorted(texts))
+
+
+_RELEASES = """
+django 5.2.5 docs/topics/
+0745b25681b129a77aae3d4f6549b62d3913d74407831abaa0d9021a03954bae
+docutils 0.21.2 docs/user/ docs/ref/rst/
+3a6b18732edf182daa3cd12775bbb338cf5691468f91eeeb109deff6ebfa986f
+celery 5.5.3 docs/userguide/ docs/getting-started/
+6c972ae7968c2b5281227f01c3a3f984037d21c5129d07bf3550cc2afc6b10a5
+pyramid 2.0.2 docs/narr/
+372138a738e4216535cc76dcce6eddd5a1aaca95130f2354fb834264c06f18de
+pytest 8.4.1 doc/en/how-to/ doc/en/explanation/ doc/en/reference/
+7c67fd69174877359ed9371ec3af8a3d2b04741818c51e5e99cc1742251fa93c
+scrapy 2.13.3 docs/topics/
+bf17588c10e46a9d70c49a05380b749e3c7fba58204a367a5747ce6da2bd204d
+sphinx 8.2.3 doc/usage/ doc/tutorial/
+398ad29dee7f63a75888314e9424d40f52ce5a6a87ae88e7071e80af296ec348
+flask 3.1.2 docs/tutorial/ docs/patterns/ docs/
+bf656c15c80190ed628ad08cdfd3aaa35beb087855e2f494910aa3774cc4fd87
+"""
+_LINES = _RELEASES.split("\n")[1:-1]
+MANUALS = tuple(
+    Manual(package, version, sha256, tuple(chapters))
+    for line, sha256 in zip(_LINES[::2], _LINES[1::2], strict=True)
+    for package, version, *chapters in [line.split()]
+)
+
+
+class Prompt(NamedTuple):
+    """A prompt: tokens, how many of the last are the answer, and the place of the needle."""
 
     ids: np.ndarray
     count: int
@@ -95,7 +164,7 @@ def write(
     Raises:
         MeasureError: a manual cannot be downloaded.
     """
-    texts = read_manuals(MANUALS, cache)
+    texts = [manual.read(cache) for manual in MANUALS]
     bos = beginning(tokenizer)
     arrays: dict[str, np.ndarray] = {}
     for manual, text in zip(MANUALS, texts, strict=True):
@@ -152,9 +221,6 @@ def hide(
     At most ``length`` tokens and hardly fewer.
     """
     spelled = encode(frame.tokenizer, f" {answer}")
-    given = 0  # where digits stand alone, the space before them is a token of its own
-    while not frame.tokenizer.decode([spelled[given]]).strip():
-        given += 1
     most, count = length - len(spelled), length // 3
     for attempt in itertools.count(1):
         cut = round(depth * count)
@@ -163,4 +229,4 @@ def hide(
         if (1 - attempt / 100) * most <= len(ids) <= most:
             break
         count = int(count * 0.995 * most / len(ids))
-    return [*ids, *spelled], len(spelled) - given, depth
+    return [*ids, *spelled], len(spelled) - blanks(frame.tokenizer, spelled, len(spelled)), depth

@@ -20,8 +20,9 @@ from rope_eval.data.prompts import Frame
 from rope_eval.tasks.perplexity import Perplexity, Windows
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.patching import first_site
-from rope_ext.position.attend import Dense, watched
+from rope_ext.position.attend import watched
 from rope_ext.position.layers import find_layouts
+from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, sees_window, text_config, text_decoder
 
 FIRST = 4

@@ -2,68 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from rope_eval.plots.style import bare, figure_of, legend_below, style_of, ticker
+from rope_eval.plots.style import bare, figure_of, legend_below, log_axis, style_of, ticker
+from rope_ext.config.record import option_texts
 
-Point = tuple[float, float, float | None]
-"""Attention factor, perplexity, and share of answers found (None if not measured)."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """The line of one method.
-
-    Args:
-        name: name of the method.
-        points: results by attention factor, with the other options as published.
-        published: the published default.
-        chosen: the result of the calibration.
-        options: other options that differ from the default, as text.
-    """
-
-    name: str
-    points: Sequence[Point]
-    published: Point
-    chosen: Point
-    options: str
+SCALAR = "attention_factor"
 
 
-def draw(lines: Sequence[Line], trained: int, target: int, path: Path | BinaryIO) -> None:
+def draw(choices: Sequence[Any], trained: int, target: int, path: Path | BinaryIO) -> None:
     """Save a PNG with perplexity and, if measured, retrieval below it.
 
+    A line has the candidates of a method that differ in the attention factor alone.
+
     Args:
-        lines: one line per method.
+        choices: of a calibration, one for each method.
         trained: trained length in tokens.
         target: target length in tokens.
         path: path of the PNG, or an open file.
     """
-    titles = ["perplexity at the end (lower is better)", "answers found (higher is better)"]
-    panels = 1 + all(point[2] is not None for line in lines for point in line.points)
-    figure = figure_of(6.6, 1.4 + 0.2 * len(lines) + 2.9 * panels)
+    panels = 1 + all(t.found_beyond is not None for choice in choices for t in choice.tried)
+    figure = figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * panels)
     grid = figure.subplots(panels, 1, squeeze=False)[:, 0]
-    for index, line in enumerate(lines):
-        style = style_of(index)
-        for place, axes in enumerate(grid, 1):
-            points = sorted((point[0], point[place]) for point in line.points)
-            label = f"{line.name}{line.options}"
-            axes.plot(*zip(*points, strict=True), label=label, linewidth=1.5, markersize=4, **style)
-            mark = {"linestyle": "none", "color": style["color"], "zorder": 3}
-            axes.plot(line.published[0], line.published[place], marker="o", markersize=11,
-                      markerfacecolor="none", markeredgewidth=1.6, **mark)  # fmt: skip
-            axes.plot(line.chosen[0], line.chosen[place], marker="*", markersize=15,
-                      markeredgecolor="white", **mark)  # fmt: skip
+    for index, choice in enumerate(choices):
+        published, style = choice.published, style_of(index)
+        beside = published.options() | {SCALAR: None}
+        line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
+        line.sort(key=lambda trial: trial.attention_factor)
+        known = option_texts(published)
+        new = [t for t in option_texts(choice.method) if t not in known and SCALAR not in t]
+        label = published.name + (f" (chosen: {', '.join(new)})" if new else "")
+        mark = {"linestyle": "none", "color": style["color"], "zorder": 3}
+        ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.6}
+        star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
+        for panel, axes in enumerate(grid):
+
+            def point(trial: Any, panel: int = panel) -> tuple[float, float]:
+                value = trial.found_beyond if panel else math.exp(min(trial.far, 700))
+                return trial.attention_factor, value
+
+            points = zip(*map(point, line), strict=True)
+            axes.plot(*points, label=label, linewidth=1.5, markersize=4, **style)
+            axes.plot(*point(choice.tried[0]), **mark, **ring)
+            axes.plot(*point(choice.trial), **mark, **star)
+    titles = ["perplexity at the end (lower is better)", "answers found (higher is better)"]
     for axes, title in zip(grid, titles, strict=False):
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("attention factor (on cos and sin)")
         bare(axes)
     grid[0].set_yscale("log")
-    grid[0].yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
-    grid[0].yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
-    grid[0].minorticks_off()
+    log_axis(grid[0])
     if panels == 2:
         grid[1].set_ylim(-0.04, 1.04)
         grid[1].yaxis.set_major_formatter(ticker().PercentFormatter(1))

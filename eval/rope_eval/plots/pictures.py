@@ -44,7 +44,7 @@ from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site, patched
-from rope_ext.position.bias import DistanceBias
+from rope_ext.position.learned import DistanceBias
 from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving import checkpoints as models
 from rope_ext.saving.load import from_pretrained

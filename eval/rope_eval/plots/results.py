@@ -1,12 +1,13 @@
 """Plots of results: perplexity and rates by length, rates by length and depth, loss by position.
 
-Code shared with :mod:`rope_eval.plots.pictures` is in :mod:`rope_eval.plots.style`.
+Every function saves a PNG to a path or an open file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, BinaryIO
@@ -18,6 +19,7 @@ from rope_eval.plots.style import (
     bare,
     figure_of,
     legend_below,
+    log_axis,
     mark_trained,
     style_of,
     ticker,
@@ -31,33 +33,34 @@ _HEIGHT = 12  # ratio of highest to lowest perplexity shown; lines above leave t
 
 
 def draw_perplexity(
+    path: Path | BinaryIO,
     estimates: Mapping[tuple[str, int], Estimate],
     trained: Mapping[str, int],
     title: str,
-    path: Path | BinaryIO,
     axis: str = "context, tokens",
     ticks: Sequence[int] | None = None,
 ) -> None:
-    """Plot perplexity by length as a PNG: one line per system, with shaded intervals.
+    """Plot perplexity by length: one line per system, with shaded intervals.
 
     Both axes are logarithmic. Lines above ``_HEIGHT`` times the lowest value leave the plot at the
     top; the legend has the last value of each.
 
     Args:
+        path: of the PNG.
         estimates: by (system, length in tokens).
         trained: trained length in tokens of each system, marked by a vertical line.
         title: title of the plot.
-        path: path of the PNG, or an open file.
         axis: label of the horizontal axis.
         ticks: ticks of the horizontal axis; default: all lengths.
     """
     systems, lengths = _axes_of(estimates)
-    shaded = _shaded(estimates, systems, lengths[-1])
+    last = {system: estimates[system, lengths[-1]] for system in systems}
+    best = min(systems, key=lambda system: last[system].value)
+    few = len(systems) <= _MOST_SHADED  # the intervals of many would hide the lines
+    shaded = [s for s in systems if few or is_unpatched(s) or s == best]
     finite = [e for e in estimates.values() if math.isfinite(e.value)] or [Estimate(1, 1, 1, 1)]
-    lowest = [e.low if len(shaded) == len(systems) and e.low else e.value for e in finite]
-    bottom = 0.9 * min(lowest)
+    bottom = 0.9 * min(e.low if few and e.low else e.value for e in finite)
     top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
-
     figure = figure_of(7.2, 4.6)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", ylim=(bottom, top))
@@ -73,14 +76,11 @@ def draw_perplexity(
     mark_trained(axes, trained.values(), lengths[-1])
     ticks = lengths if ticks is None else ticks
     axes.set_xticks(ticks, [str(length) for length in ticks])
-    axes.yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
-    axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
-    axes.minorticks_off()
-    names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
-    known = any(estimates[system, lengths[-1]].low is not None for system in shaded)
-    few = next((e.note for e in estimates.values() if e.note), "")
-    shading = f"\n{few} for intervals" if few else ""
-    if known:
+    log_axis(axes)
+    notes = [e.note for e in estimates.values() if e.note]
+    shading = f"\n{notes[0]} for intervals" if notes else ""
+    if any(last[system].low is not None for system in shaded):
+        names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
         shading = f"\nshaded: 95 % interval{names} over documents"
     axes.set_xlabel(f"{axis}{shading}")
     axes.set_ylabel("perplexity (lower is better)")
@@ -91,29 +91,27 @@ def draw_perplexity(
 
 
 def draw_rates(
+    path: Path | BinaryIO,
     estimates: Mapping[tuple[str, str, int], Estimate],
     trained: Mapping[str, int],
-    path: Path | BinaryIO,
 ) -> None:
-    """Plot rates by length as a PNG: one panel per task, one line per system with intervals.
+    """Plot rates by length: one panel per task, one line per system with intervals.
 
     Args:
+        path: of the PNG.
         estimates: by (task, system, length in tokens).
         trained: trained length in tokens of each system, marked by a vertical line.
-        path: path of the PNG, or an open file.
     """
     tasks = list(dict.fromkeys(task for task, _, _ in estimates))
+    systems, lengths = _axes_of({key[1:]: e for key, e in estimates.items()})
     across = min(2, len(tasks))
     down = math.ceil(len(tasks) / across)
-    systems, lengths = list(dict.fromkeys(s for _, s, _ in estimates)), {n for *_, n in estimates}
     slanted = sum(len(str(length)) for length in lengths) > 40 // across
     figure = figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + 2.4 * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for index, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
-        part = {(s, n): e for (name, s, n), e in estimates.items() if name == task}
-        systems, lengths = _axes_of(part)
         for place, (system, style) in enumerate(_styles(systems).items()):
-            line = [part[system, length] for length in lengths]
+            line = [estimates[task, system, length] for length in lengths]
             values = [estimate.value for estimate in line]
             errors = [
                 [0.0 if e.low is None else e.value - e.low for e in line],
@@ -141,18 +139,18 @@ def draw_rates(
 
 
 def draw_depths(
+    path: Path | BinaryIO,
     estimates: Mapping[tuple[str, int, int], Estimate],
     trained: Mapping[str, int],
     title: str,
-    path: Path | BinaryIO,
 ) -> None:
-    """Plot rates as a PNG: one heat map per system, with lengths as columns and depths as rows.
+    """Plot rates: one heat map per system, with lengths as columns and depths as rows.
 
     Args:
+        path: of the PNG.
         estimates: by (system, length in tokens, depth bin).
         trained: trained length in tokens of each system, marked in its map.
         title: title above all maps.
-        path: path of the PNG, or an open file.
     """
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
@@ -162,11 +160,7 @@ def draw_depths(
     figure = figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image = None
-    for index, axes in enumerate(grid.flat):
-        if index >= len(systems):
-            axes.set_axis_off()
-            continue
-        system = systems[index]
+    for index, (system, axes) in enumerate(zip(systems, grid.flat, strict=False)):
         rates = [[estimates[system, n, depth].value for n in lengths] for depth in range(depths)]
         image = axes.imshow(rates, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for row, values in enumerate(rates):
@@ -178,12 +172,12 @@ def draw_depths(
         axes.axvline(edge, color="#D55E00", linewidth=2)
         axes.set_title("\n".join(wrap(_title(system), int(13 * width))), fontsize=10)
         axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=9, rotation=45)
-        names = [
-            f"{100 * depth / depths:.0f}-{100 * (depth + 1) / depths:.0f} %"
-            for depth in range(depths)
-        ]
+        ends = [f"{100 * edge / depths:.0f}" for edge in range(depths + 1)]
+        names = [f"{low}-{high} %" for low, high in pairwise(ends)]
         axes.set_yticks(range(depths), names, fontsize=9)
         axes.tick_params(length=0, labelbottom=index + across >= len(systems))
+    for axes in grid.flat[len(systems) :]:
+        axes.set_axis_off()
     bar = figure.colorbar(image, ax=grid, format=ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
@@ -198,24 +192,9 @@ def _title(system: str) -> str:
 
 def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Color, dashes and marker of each line; the first unpatched model is grey."""
-    styles, index = {}, 0
-    for system in systems:
-        if is_unpatched(system) and UNPATCHED_STYLE not in styles.values():
-            styles[system] = UNPATCHED_STYLE
-        else:
-            styles[system] = style_of(index)
-            index += 1
-    return styles
-
-
-def _shaded(
-    estimates: Mapping[tuple[str, int], Estimate], systems: Sequence[str], last: int
-) -> list[str]:
-    """Systems whose intervals are shaded: all if they are few; many would hide the lines."""
-    if len(systems) <= _MOST_SHADED:
-        return list(systems)
-    best = min(systems, key=lambda system: estimates[system, last].value)
-    return [system for system in systems if is_unpatched(system) or system == best]
+    grey = next(filter(is_unpatched, systems), None)
+    others = [system for system in systems if system != grey]
+    return {s: UNPATCHED_STYLE if s == grey else style_of(others.index(s)) for s in systems}
 
 
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:

@@ -82,6 +82,13 @@ def save(
     figure.savefig(path, dpi=dpi, format="png", metadata={NUMBERS: json.dumps(list(numbers))})
 
 
+def log_axis(axes: Any) -> None:
+    """Label a logarithmic vertical axis at 1, 1.5, 2, 3, 4, 5 and 7 of each decade."""
+    axes.yaxis.set_major_locator(ticker().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99))
+    axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
+    axes.minorticks_off()
+
+
 def style_of(index: int) -> dict[str, Any]:
     """Color, dashes and marker of the line with this index."""
     return {

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rope_eval.folder import writing
-from rope_eval.plots.calibration import Line, draw
+from rope_eval.plots.calibration import draw
 from rope_eval.plots.style import require_matplotlib
 from rope_ext.advice.calibrated import FORMAT, NAME, parsed, read, unreadable
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
@@ -48,21 +47,8 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """What is minimized: see :func:`fitness`."""
-        return fitness(self.far, self.answers)
-
-
-def fitness(far: float | None, answers: float | None) -> float:
-    """What :func:`rope_ext.calibrate` and :func:`rope_ext.search` minimize, nats per token.
-
-    Text alone does not tell a model that retrieves from one that does not, and answers alone do not
-    tell a model that writes well from one that only copies.
-
-    Args:
-        far: mean loss of the last tokens of windows of the target length; None: not scored.
-        answers: mean loss of the answers to passkey prompts; None: no prompts count.
-    """
-    return (far or 0.0) + (answers or 0.0)
+        """What is minimized: the loss of the text plus that of the answers."""
+        return self.far + (self.answers or 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,8 +69,11 @@ class Change:
     @property
     def percent(self) -> str:
         """The change of a perplexity, with its interval."""
-        low, high = _percent(self.low), _percent(self.high)
-        return f"{_percent(self.after - self.before)} % [{low}, {high}]"
+        value, low, high = (
+            f"{100 * math.expm1(min(gap, 700)):+.1f}"
+            for gap in (self.after - self.before, self.low, self.high)
+        )
+        return f"{value} % [{low}, {high}]"
 
     @property
     def worse(self) -> bool:
@@ -189,14 +178,13 @@ class Calibration:
 
         def loss(name: str) -> str:
             change = judged[name]
-            if not changed:
-                return perplexity(change.before)
-            return f"{perplexity(change.before)} -> {perplexity(change.after)} ({change.percent})"
+            more = f" -> {perplexity(change.after)} ({change.percent})" if changed else ""
+            return f"{perplexity(change.before)}{more}"
 
         def share(name: str) -> str:
             change, asked = judged[name], self.prompts
-            before, after = (f"{round(x * asked)}" for x in (change.before, change.after))
-            return f"{before} -> {after} of {asked}" if changed else f"{before} of {asked}"
+            more = f" -> {round(change.after * asked)}" if changed else ""
+            return f"{round(change.before * asked)}{more} of {asked}"
 
         yield f"perplexity of the last {self.scored} of {self.target_length} tokens {loss('far')}"
         if "found_beyond" in judged:
@@ -236,7 +224,7 @@ class Calibration:
         require_matplotlib()
         target = Path(path) if isinstance(path, (str, os.PathLike)) else path
         with writing(Path(str(path)), "give another path"):
-            draw([_line(c) for c in self.choices], self.trained_length, self.target_length, target)
+            draw(self.choices, self.trained_length, self.target_length, target)
 
     def to_json(self) -> str:
         """All of it; :meth:`from_json` reads it."""
@@ -244,10 +232,22 @@ class Calibration:
         data |= {
             "program": "rope_ext",
             NAME: FORMAT,
-            "notes": list(self.notes),
+            "notes": self.notes,
             "sentence": self.sentence,
             "method": method_to_json(self.method),
-            "choices": [_choice_to_json(choice) for choice in self.choices],
+            "choices": [
+                {
+                    "published": method_to_json(choice.published),
+                    "proposed": method_to_json(choice.proposed),
+                    "judged": {name: asdict(change) for name, change in choice.judged.items()},
+                    "reasons": choice.reasons,
+                    "tried": [
+                        {**vars(trial), "method": method_to_json(trial.method)}
+                        for trial in choice.tried
+                    ],
+                }
+                for choice in self.choices
+            ],
         }
         return json.dumps(_finite(data), indent=1) + "\n"
 
@@ -259,10 +259,22 @@ class Calibration:
             MeasureError: it is none, or of another version.
         """
         try:
-            data = parsed(text)
-            given = {name: data[name] for name in _PLAIN}
-            choices = tuple(map(_choice_from_json, data["choices"]))
-            made = cls(**_infinite(given), choices=choices, notes=tuple(data["notes"]))
+            data = _infinite(parsed(text))
+            choices = [
+                Choice(
+                    published=method_from_json(choice["published"]),
+                    proposed=method_from_json(choice["proposed"]),
+                    judged={name: Change(**change) for name, change in choice["judged"].items()},
+                    reasons=tuple(choice["reasons"]),
+                    tried=tuple(
+                        Trial(**{**trial, "method": method_from_json(trial["method"])})
+                        for trial in choice["tried"]
+                    ),
+                )
+                for choice in data["choices"]
+            ]
+            plain = {name: data[name] for name in _PLAIN}
+            made = cls(**plain, choices=tuple(choices), notes=tuple(data["notes"]))
             str(made)  # every number is one
             return made
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -286,86 +298,29 @@ _PLAIN = (
     *("model", "trained_length", "target_length", "scored", "seed", "cost", "prompts", "rows"),
     "inside",
 )
-
-
-def _line(choice: Choice) -> Line:
-    """What a picture shows of a method."""
-    published, chosen = choice.published, choice.method
-    beside = published.options() | {SCALAR: None}
-    line = [trial for trial in choice.tried if trial.method.options() | {SCALAR: None} == beside]
-    other = [text for text in option_texts(chosen) if text not in option_texts(published)]
-    options = [text for text in other if not text.startswith(f"{SCALAR}=")]
-    return Line(
-        name=published.name,
-        points=[_point(trial) for trial in line],
-        published=_point(choice.tried[0]),
-        chosen=_point(choice.trial),
-        options=f" (chosen: {', '.join(options)})" if options else "",
-    )
-
-
-def _point(trial: Trial) -> tuple[float, float, float | None]:
-    return trial.attention_factor, math.exp(min(trial.far, 700)), trial.found_beyond
-
-
-def _choice_to_json(choice: Choice) -> dict[str, Any]:
-    return {
-        "published": method_to_json(choice.published),
-        "proposed": method_to_json(choice.proposed),
-        "judged": {name: dataclasses.asdict(change) for name, change in choice.judged.items()},
-        "reasons": list(choice.reasons),
-        "tried": [_trial_to_json(trial) for trial in choice.tried],
-    }
-
-
-def _choice_from_json(data: Mapping[str, Any]) -> Choice:
-    return Choice(
-        published=method_from_json(data["published"]),
-        proposed=method_from_json(data["proposed"]),
-        judged={name: Change(**_infinite(change)) for name, change in data["judged"].items()},
-        reasons=tuple(data["reasons"]),
-        tried=tuple(map(_trial_from_json, data["tried"])),
-    )
-
-
-def _trial_to_json(trial: Trial) -> dict[str, Any]:
-    fields = {f.name: getattr(trial, f.name) for f in dataclasses.fields(trial)}
-    return {**fields, "method": method_to_json(trial.method)}
-
-
-def _trial_from_json(data: Mapping[str, Any]) -> Trial:
-    return Trial(**{**_infinite(data), "method": method_from_json(data["method"])})
-
-
-_INFINITE = "infinite"  # JSON has no infinity
+_ENDS = {math.inf: "infinite", -math.inf: "-infinite"}  # JSON has no infinity
 
 
 def _finite(data: Any) -> Any:
     if isinstance(data, dict):
         return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list):
+    if isinstance(data, (list, tuple)):
         return [_finite(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return f"-{_INFINITE}" if data < 0 else _INFINITE
-    return data
+    return _ENDS.get(data, data) if isinstance(data, float) else data
 
 
-def _infinite(data: Mapping[str, Any]) -> dict[str, Any]:
-    ends = {_INFINITE: math.inf, f"-{_INFINITE}": -math.inf}
-    return {
-        name: ends.get(value, value) if isinstance(value, str) else value
-        for name, value in data.items()
-    }
+def _infinite(data: Any) -> Any:
+    """The inverse."""
+    if isinstance(data, dict):
+        return {name: _infinite(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_infinite(value) for value in data]
+    return next((number for number, text in _ENDS.items() if text == data), data)
 
 
 def perplexity(loss: float) -> str:
     """Of a mean loss in nats per token."""
     return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
-
-
-def _percent(difference: float) -> str:
-    """The change of a perplexity whose logarithm changes by so much."""
-    return f"{100 * math.expm1(min(difference, 700)):+.1f}"
 
 
 def mean(values: Sequence[float]) -> float:

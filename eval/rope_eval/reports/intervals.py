@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,6 +17,8 @@ MIN_DOCUMENTS = 4
 """Fewer documents, or pairs of prompts, get no interval."""
 
 Interval = tuple[float, float]
+Sample = tuple[ArrayLike, ArrayLike | None]
+"""Values ``[..., documents]``, and the tokens behind each; equal if None."""
 
 
 def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE) -> Interval:
@@ -27,54 +28,14 @@ def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE)
     number of trials. If trials can succeed in part, ``successes`` is the sum of the shares; the
     interval is then too wide, because a share never varies more than a coin of the same mean.
 
-    Raises:
-        ValueError: ``successes`` is not within 0 .. ``trials``, or there are no trials.
-
     Clopper and Pearson 1934, Biometrika 26 (4).
     """
     from scipy.special import betaincinv
 
-    if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"{successes} successes in {trials} trials are not a rate")
     tail, failures = (1 - confidence) / 2, trials - successes
     low = betaincinv(successes, failures + 1, tail) if successes else 0.0
     high = betaincinv(successes + 1, failures, 1 - tail) if failures else 1.0
     return float(low), float(high)
-
-
-@dataclass(frozen=True)
-class _Means:
-    """Weighted means and the moments of their errors, float64 of one shape.
-
-    Args:
-        value: the means.
-        variance: squared standard errors.
-        third: third central moments of the errors.
-        freedom: degrees of freedom of ``variance``.
-    """
-
-    value: np.ndarray
-    variance: np.ndarray
-    third: np.ndarray
-    freedom: np.ndarray
-
-    @classmethod
-    def from_values(cls, values: ArrayLike, weights: ArrayLike | None) -> _Means:
-        data = np.asarray(values, dtype=np.float64)
-        share = np.ones_like(data) if weights is None else np.asarray(weights, dtype=np.float64)
-        share = share / share.sum(-1, keepdims=True)
-        # Kish's effective number: how many documents of equal weight would say as much.
-        number = 1 / (share**2).sum(-1)
-        value = (share * data).sum(-1)
-        error = data - value[..., None]
-        biased = (share * error**2).sum(-1)
-        variance = biased * number / np.maximum(number - 1, 1)
-        # The usual correction of the skewness of small samples; it has no value below three.
-        n = np.maximum(number, 3)
-        skewness = (share * error**3).sum(-1) / np.where(biased > 0, biased, 1) ** 1.5
-        skewness = skewness * np.sqrt(n * (n - 1)) / (n - 2)
-        third = skewness * variance**1.5 / number**2
-        return cls(value, variance / number, third, np.maximum(number - 1, 1))
 
 
 def mean_interval(
@@ -82,20 +43,7 @@ def mean_interval(
     weights: Sequence[float] | None = None,
     confidence: float = CONFIDENCE,
 ) -> Interval | None:
-    """Interval of the (weighted) mean of ``values``; None below ``MIN_DOCUMENTS`` values.
-
-    Student's t, extended on the side to which the values are skewed: a few documents of a skewed
-    distribution rarely show its tail, and Student's interval alone misses the mean too often. The
-    extension is the second-order (Cornish-Fisher) term of the studentised mean.
-
-    Args:
-        values: one for each independent document.
-        weights: tokens behind each value; equal if None. The degrees of freedom are those of
-            Kish's effective number of documents.
-        confidence: of the interval.
-
-    Student 1908, Biometrika 6 (1); Johnson 1978, JASA 73 (363); Hall 1992, JRSS B 54 (1).
-    """
+    """Interval of the mean of ``values``, as :func:`sum_interval` of one sample."""
     return sum_interval([(values, weights)], confidence)
 
 
@@ -103,14 +51,22 @@ def sum_interval(
     samples: Sequence[tuple[Sequence[float], Sequence[float] | None]],
     confidence: float = CONFIDENCE,
 ) -> Interval | None:
-    """As :func:`mean_interval`, of the sum of the means of independent samples.
+    """Interval of the sum of the (weighted) means of independent samples.
+
+    Student's t, extended on the side to which the values are skewed: a few documents of a skewed
+    distribution rarely show its tail, and Student's interval alone misses the mean too often. The
+    extension is the second-order (Cornish-Fisher) term of the studentised mean. Degrees of freedom
+    are those of Kish's effective number of documents, joined by Welch and Satterthwaite.
 
     Args:
-        samples: values, and their weights or None, of each sample.
+        samples: a value for each independent document, and the tokens behind it (equal if None).
         confidence: of the interval.
 
     Returns:
         (low, high), or None if a sample has fewer than ``MIN_DOCUMENTS`` values.
+
+    Student 1908, Biometrika 6 (1); Johnson 1978, JASA 73 (363); Hall 1992, JRSS B 54 (1); Welch
+    1947, Biometrika 34; Satterthwaite 1946, Biometrics Bulletin 2 (6).
     """
     if any(len(values) < MIN_DOCUMENTS for values, _ in samples):
         return None
@@ -119,32 +75,39 @@ def sum_interval(
 
 
 def sum_ends(
-    samples: Sequence[tuple[ArrayLike, ArrayLike | None]], confidence: float = CONFIDENCE
+    samples: Sequence[Sample], confidence: float = CONFIDENCE
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ends of many intervals at once, each as :func:`sum_interval` has it.
-
-    Args:
-        samples: values ``[..., documents]``, and their weights or None.
-        confidence: of the intervals.
-
-    Returns:
-        Low and high ends, ``[...]``.
-
-    Degrees of freedom: Welch 1947, Biometrika 34; Satterthwaite 1946, Biometrics Bulletin 2 (6).
-    """
-    means = [_Means.from_values(*sample) for sample in samples]
-    value = np.sum([mean.value for mean in means], axis=0)
-    variance = np.sum([mean.variance for mean in means], axis=0)
-    some = np.where(variance > 0, variance, 1)  # of equal values, the interval is their mean
-    parts = np.sum([mean.variance**2 / mean.freedom for mean in means], axis=0)
-    freedom = np.where(variance > 0, variance**2 / np.where(parts > 0, parts, 1), 1)
-    skewness = np.sum([mean.third for mean in means], axis=0) / some**1.5
-    t, error = _student(freedom, confidence), np.sqrt(variance)
-    shift = skewness / 6 * (1 + 2 * t * t)
+    """Low and high ends ``[...]`` of many intervals, each as :func:`sum_interval` has it."""
+    value, variance, third, freedom = map(np.array, zip(*map(_moments, samples), strict=True))
+    total = variance.sum(0)
+    some = np.where(total > 0, total, 1)  # of equal values, the interval is their mean
+    parts = (variance**2 / freedom).sum(0)
+    t = _student(np.where(total > 0, total**2 / np.where(parts > 0, parts, 1), 1), confidence)
+    shift = third.sum(0) / some**1.5 / 6 * (1 + 2 * t * t)
+    middle, error = value.sum(0), np.sqrt(total)
     return (
-        value - error * (t - np.minimum(shift, 0)),
-        value + error * (t + np.maximum(shift, 0)),
+        middle - error * (t - np.minimum(shift, 0)),
+        middle + error * (t + np.maximum(shift, 0)),
     )
+
+
+def _moments(sample: Sample) -> tuple[np.ndarray, ...]:
+    """A weighted mean, variance and third moment of its error, and degrees of freedom."""
+    data = np.asarray(sample[0], dtype=np.float64)
+    share = np.ones_like(data) if sample[1] is None else np.asarray(sample[1], dtype=np.float64)
+    share = share / share.sum(-1, keepdims=True)
+    # Kish's effective number: how many documents of equal weight would say as much.
+    number = 1 / (share**2).sum(-1)
+    value = (share * data).sum(-1)
+    error = data - value[..., None]
+    biased = (share * error**2).sum(-1)
+    variance = biased * number / np.maximum(number - 1, 1)
+    # The usual correction of the skewness of small samples; it has no value below three.
+    n = np.maximum(number, 3)
+    skewness = (share * error**3).sum(-1) / np.where(biased > 0, biased, 1) ** 1.5
+    skewness = skewness * np.sqrt(n * (n - 1)) / (n - 2)
+    third = skewness * variance**1.5 / number**2
+    return value, variance / number, third, np.maximum(number - 1, 1)
 
 
 def paired_rates(
@@ -173,16 +136,7 @@ def paired_rates(
 def paired_ends(
     one: ArrayLike, other: ArrayLike, confidence: float = CONFIDENCE
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ends of many intervals at once, each as :func:`paired_rates` has it.
-
-    Args:
-        one: ``[..., trials]``.
-        other: likewise.
-        confidence: of the intervals.
-
-    Returns:
-        Low and high ends, ``[...]``.
-    """
+    """Low and high ends ``[...]`` of many intervals, each as :func:`paired_rates` has it."""
     one, other = (np.asarray(values, dtype=np.float64) for values in (one, other))
     gaps = one - other
     count = gaps.shape[-1] + 2
@@ -197,12 +151,7 @@ def paired_ends(
 
 
 def mcnemar(one: ArrayLike, other: ArrayLike) -> np.ndarray:
-    """Two-sided p of the exact McNemar test.
-
-    Args:
-        one: trials that only the first system answers.
-        other: trials that only the second one answers.
-    """
+    """Two-sided p of the exact McNemar test, of the trials that only one of two systems answers."""
     from scipy.special import bdtr
 
     one, other = np.asarray(one), np.asarray(other)

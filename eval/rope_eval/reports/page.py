@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing beside it: sentences, tables, pictures."""
+"""Tables, and one HTML file that needs nothing beside it: sentences, tables, pictures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-_TEMPLATE = Path(__file__).with_name("page.html")
 
 BOLD = "Bold: the 95 % interval excludes zero, and the difference is at least 0.5 (% or points)."
 """What ``Cell.clear`` means to a reader; on every page with such a cell."""
@@ -45,11 +43,6 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[Row, ...]
     sentences: tuple[str, ...] = ()
-
-    @property
-    def columns(self) -> range:
-        """The indices of its columns."""
-        return range(len(self.header))
 
     def markdown(self) -> str:
         """The table in GitHub's Markdown."""
@@ -100,12 +93,5 @@ def render(
     """
     from jinja2 import Environment
 
-    template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
-        title=title,
-        sentences=sentences,
-        notes=notes,
-        sections=sections,
-        settings=settings,
-        essentials=essentials,
-    )
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return Environment(autoescape=True).from_string(text).render(locals())

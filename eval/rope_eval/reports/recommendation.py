@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import NamedTuple
 
 from rope_eval.cases import Outcome
 from rope_eval.reports.intervals import CONFIDENCE
@@ -61,9 +61,7 @@ class Scores:
 
     def passes_at(self, lengths: Sequence[int]) -> list[float]:
         """The trials of these lengths, all depths together."""
-        return [
-            x for (length, _), values in self.passes.items() if length in lengths for x in values
-        ]
+        return [x for (n, _), values in self.passes.items() if n in lengths for x in values]
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
         """Mean loss over these lengths, document by document."""
@@ -108,61 +106,69 @@ class Evidence:
     lost: Estimate | None
     helps: bool
     harms: bool
-    engines: tuple[str, ...] = ()
+    engines: tuple[str, ...]
+
+    def costs_at_most(self, rise: float | None) -> bool:
+        """Whether a rise of perplexity is at most ``MAX_COST``, and no more passkeys are lost."""
+        loses = self.lost is not None and is_clear(self.lost) and self.lost.value > MAX_COST
+        return rise is not None and rise <= MAX_COST and not loses
 
     @property
     def cheap(self) -> bool:
-        """Whether it surely costs at most ``MAX_COST`` within the trained length."""
-        high = math.inf if self.cost is None or self.cost.high is None else self.cost.high
-        return high <= MAX_COST and not self._loses
+        """Whether it surely costs little within the trained length."""
+        return self.costs_at_most(self.cost and self.cost.high)
 
     @property
     def maybe_cheap(self) -> bool:
-        """Whether it may cost at most ``MAX_COST``."""
-        return self.cost is not None and self.cost.value <= MAX_COST and not self._loses
-
-    @property
-    def _loses(self) -> bool:
-        return self.lost is not None and is_clear(self.lost) and self.lost.value > MAX_COST
+        """Whether it may cost little, or more."""
+        return not self.cheap and self.costs_at_most(self.cost and self.cost.value)
 
 
-@dataclass(frozen=True)
-class Pick:
+class Pick(NamedTuple):
     """The best of some methods, and those that cannot be told apart from it."""
 
     best: Evidence
-    rivals: tuple[Evidence, ...]
+    rivals: Sequence[Evidence]
 
 
-@dataclass(frozen=True)
 class Recommendation:
-    """The decision; ``print`` it for its words.
+    """Which method to use; ``print`` it for its words. The rule is that of this module.
 
     Args:
-        trained: trained length, tokens.
-        reference: the longest length measured within it; None: there is none.
-        counts: whether passkeys count.
-        found_within: passkeys that the unpatched model finds within; None: not measured.
-        unpatched: what is known of the unpatched model.
-        beyond: the best of all; None: nothing was measured beyond the trained length.
-        cheap: the best of those that cost little within it; None: there is none.
-        maybe_cheap: whether others may cost as little.
-        served: the best that an engine can serve; None: there is none, or it is not known.
-        engines_known: whether the engines were asked.
-        broken: whether the unpatched model has a loss that is NaN or infinite within it.
+        scores: by method, the unpatched model under ``"none"``.
+        trained: trained context, tokens.
+        engines: that can serve each method; None: not known.
+
+    ``beyond``, ``cheap`` and ``served`` are the best of all, of those that cost little within the
+    trained length, and of those that an engine can serve; None: there is none.
     """
 
-    trained: int
-    reference: int | None
-    counts: bool
-    found_within: Estimate | None
-    unpatched: Evidence | None
-    beyond: Pick | None
-    cheap: Pick | None
-    maybe_cheap: bool
-    served: Pick | None
-    engines_known: bool
-    broken: bool = False
+    def __init__(
+        self,
+        scores: Mapping[str, Scores],
+        trained: int,
+        engines: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.scores, self.trained, self.engines = scores, trained, engines
+        unpatched = scores[UNPATCHED]
+        lengths = sorted(unpatched.losses)
+        self.within = [length for length in lengths if length <= trained]
+        self.far = [length for length in lengths if length > trained]
+        names = [name for name in scores if name != UNPATCHED]
+        self.weights = unpatched.weights or None
+        self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
+        passes = unpatched.passes_at(self.within)
+        self.found_within = estimate_rate(passes) if passes else None
+        self.counts = self.found_within is not None and self.found_within.value >= MIN_FOUND
+        self.methods = [self._evidence(name) for name in names] if self.far else []
+        self.beyond = self._pick(self.methods)
+        self.cheap = self._pick([e for e in self.methods if e.cheap])
+        self.served = self._pick([e for e in self.methods if e.engines])
+
+    @property
+    def broken(self) -> bool:
+        """Whether the unpatched model has a loss that is NaN or infinite where it was trained."""
+        return not all(map(math.isfinite, self.scores[UNPATCHED].losses_at(self.within)))
 
     @property
     def choice(self) -> Evidence | None:
@@ -172,245 +178,143 @@ class Recommendation:
         both = [best for best in helping if best.cheap and best.engines]
         return next(iter(both or helping), None)
 
-    def __str__(self) -> str:
-        return _words(self)
-
-
-class _Comparison:
-    """All methods on the same cases."""
-
-    def __init__(
-        self,
-        scores: Mapping[str, Scores],
-        trained: int,
-        engines: Mapping[str, Sequence[str]] | None,
-    ) -> None:
-        self.scores, self.engines = scores, engines or {}
-        lengths = sorted(scores[UNPATCHED].losses)
-        self.within = [length for length in lengths if length <= trained]
-        self.beyond = [length for length in lengths if length > trained]
-        self.names = [name for name in scores if name != UNPATCHED]
-        self.weights = scores[UNPATCHED].weights or None
-        self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(self.names))
-
-    @property
-    def broken(self) -> bool:
-        """Whether the unpatched model has a loss that is NaN or infinite where it was trained."""
-        losses = self.scores[UNPATCHED].losses
-        return not all(math.isfinite(loss) for length in self.within for loss in losses[length])
-
-    @cached_property
-    def found_within(self) -> Estimate | None:
-        """Passkeys that the unpatched model finds within the trained length."""
-        passes = self.scores[UNPATCHED].passes_at(self.within)
-        return estimate_rate(passes) if passes else None
-
-    @cached_property
-    def counts(self) -> bool:
-        """Whether passkeys count."""
-        return self.found_within is not None and self.found_within.value >= MIN_FOUND
-
-    def lower(self, one: str, other: str) -> bool:
+    def _lower(self, one: str, other: str) -> bool:
         """Whether the perplexity of ``one`` is clearly lower beyond the trained length."""
-        a, b = (self.scores[name].losses_at(self.beyond) for name in (one, other))
+        a, b = (self.scores[name].losses_at(self.far) for name in (one, other))
         if not all(map(math.isfinite, b)):  # there is no difference to infinity
             return all(map(math.isfinite, a))
         gap = loss_difference(a, b, self.weights, self.confidence)
         return gap is not None and is_clear(gap) and gap.value < 0
 
-    def fewer(self, one: str, other: str) -> bool:
+    def _fewer(self, one: str, other: str) -> bool:
         """Whether ``one`` clearly finds fewer passkeys beyond the trained length."""
-        pair = [self.scores[name].passes_at(self.beyond) for name in (one, other)]
-        if not (self.counts and all(pair)):
-            return False
-        gap = rate_difference(pair[0], pair[1], self.confidence)
-        return is_clear(gap) and gap.value < 0
+        gap = self._rates(one, other, self.far)
+        return gap is not None and is_clear(gap) and gap.value < 0
 
-    def evidence(self, name: str) -> Evidence:
-        """What is known of a method."""
-        score = self.scores[name]
-        passes = score.passes_at(self.beyond)
-        better = self.lower(name, UNPATCHED) or self.fewer(UNPATCHED, name)
-        worse = self.lower(UNPATCHED, name) or self.fewer(name, UNPATCHED)
+    def _rates(self, one: str, other: str, lengths: Sequence[int]) -> Estimate | None:
+        a, b = (self.scores[name].passes_at(lengths) for name in (one, other))
+        return rate_difference(a, b, self.confidence) if self.counts and a and b else None
+
+    def _evidence(self, name: str) -> Evidence:
+        score, unpatched = self.scores[name], self.scores[UNPATCHED]
+        passes, cost = score.passes_at(self.far), None
+        if at := self.within[-1:]:
+            cost = loss_difference(score.losses_at(at), unpatched.losses_at(at), self.weights)
+            cost = cost or Estimate(math.inf, None, None, len(score.losses_at(at)))
+        better = self._lower(name, UNPATCHED) or self._fewer(UNPATCHED, name)
+        worse = self._lower(UNPATCHED, name) or self._fewer(name, UNPATCHED)
         return Evidence(
             name=name,
-            loss=weighted_mean(score.losses_at(self.beyond), self.weights),
+            loss=weighted_mean(score.losses_at(self.far), self.weights),
             found=estimate_rate(passes) if passes else None,
-            cost=self._cost(name),
-            lost=self._lost(name),
+            cost=cost,
+            lost=self._rates(UNPATCHED, name, self.within),
             helps=better and not worse,
             harms=worse,
-            engines=tuple(self.engines.get(name, ())),
+            engines=tuple((self.engines or {}).get(name, ())),
         )
 
-    def _cost(self, name: str) -> Estimate | None:
-        if not self.within:
-            return None
-        pair = [self.scores[key].losses_at(self.within[-1:]) for key in (name, UNPATCHED)]
-        gap = loss_difference(pair[0], pair[1], self.weights)
-        if gap is None:  # infinite
-            return Estimate(math.inf, None, None, len(pair[0]))
-        return gap
-
-    def _lost(self, name: str) -> Estimate | None:
-        pair = [self.scores[key].passes_at(self.within) for key in (UNPATCHED, name)]
-        if not (self.counts and all(pair)):
-            return None
-        return rate_difference(pair[0], pair[1], self.confidence)
-
-    def pick(self, methods: Sequence[Evidence]) -> Pick | None:
+    def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
         """The best of these."""
         if not methods:
             return None
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
-        left = [e for e in methods if not self.fewer(e.name, leader.name)]
-        best = min(left, key=lambda e: e.loss)
-        rivals = [
+        left = [e for e in methods if not self._fewer(e.name, leader.name)]
+        best, *others = sorted(left, key=lambda e: e.loss)
+        tied = [
             e
-            for e in left
-            if e is not best
-            and not self.lower(best.name, e.name)
-            and not self.fewer(e.name, best.name)
+            for e in others
+            if not self._lower(best.name, e.name) and not self._fewer(e.name, best.name)
         ]
-        return Pick(best, tuple(sorted(rivals, key=lambda e: e.loss)))
+        return Pick(best, tied)
+
+    def __str__(self) -> str:
+        if self.beyond is None:
+            return (
+                f"No recommendation: no length beyond the trained {self.trained} tokens was "
+                f"measured; give longer --lengths."
+            )
+        if self.broken:
+            return (
+                f"No recommendation: within {self.trained} tokens the loss of the unpatched model "
+                f"is NaN or infinite. Check its weights, or give --dtype float32 or bfloat16."
+            )
+        parts = [self._verdict(self.beyond), self._cheapest(self.beyond.best)]
+        parts.append(self._served(self.beyond.best))
+        if not self.counts and self._evidence(UNPATCHED).found is not None:
+            why = "they were not measured within the trained length"
+            if self.found_within is not None:
+                why = (
+                    f"within {self.trained} tokens the unpatched model finds "
+                    f"{percent(self.found_within)}, less than half"
+                )
+            parts.append(f"Passkeys do not count here: {why}.")
+        return " ".join(filter(None, parts))
+
+    def _verdict(self, pick: Pick) -> str:
+        best = pick.best
+        if best.helps:
+            start = f"Beyond {self.trained} tokens, {best.name} is best"
+        elif best.harms:
+            start = (
+                f"No method helps beyond {self.trained} tokens: the best, {best.name}, is clearly "
+                f"worse than the unpatched model in perplexity or passkeys"
+            )
+        else:
+            start = (
+                f"Cannot tell whether any method helps beyond {self.trained} tokens: the best, "
+                f"{best.name}, is not clearly better than the unpatched model"
+            )
+        plain = _far(self._evidence(UNPATCHED))
+        return f"{start}: {self._numbers(best)} (unpatched: {plain}).{_ties(pick)}"
+
+    def _cheapest(self, best: Evidence) -> str:
+        if not self.within:
+            return "The cost within the trained length was not measured."
+        at = f"at most {MAX_COST:.0%} at {self.within[-1]} tokens"
+        if self.cheap is None:
+            unsure = any(e.maybe_cheap for e in self.methods)
+            return f"{'Cannot tell whether a method' if unsure else 'No method'} costs {at}."
+        if self.cheap.best is best:
+            return f"It costs {at}."
+        return f"Best method that costs {at}: {self._named(self.cheap)}"
+
+    def _served(self, best: Evidence) -> str:
+        if self.engines is None:
+            return ""
+        if self.served is None:
+            return "No supported engine can serve any of them."
+        served = self.served.best
+        names = _listed(served.engines)
+        if served is best:
+            return f"{names} can serve it."
+        if self.cheap is not None and served is self.cheap.best:
+            return f"{names} can serve {served.name}, the best method that an engine supports."
+        return f"Best method that an engine can serve ({names}): {self._named(self.served)}"
+
+    def _named(self, pick: Pick) -> str:
+        doubt = "" if pick.best.helps else ", not clearly better than the unpatched model"
+        return f"{pick.best.name}, {self._numbers(pick.best)}{doubt}.{_ties(pick)}"
+
+    def _numbers(self, evidence: Evidence) -> str:
+        words = _far(evidence)
+        if evidence.cost is not None:
+            words += f"; at {self.within[-1]} tokens, {signed(evidence.cost)} % perplexity"
+        if evidence.cost is not None and (
+            gained := self._rates(evidence.name, UNPATCHED, self.within)
+        ):
+            words += f" and {signed(gained)} points of passkeys"
+        return words
 
 
-def recommend(
-    scores: Mapping[str, Scores],
-    trained: int,
-    engines: Mapping[str, Sequence[str]] | None = None,
-) -> Recommendation:
-    """Which method to use; the rule is that of this module.
-
-    Args:
-        scores: by method, the unpatched model under ``"none"``.
-        trained: trained context, tokens.
-        engines: that can serve each method; None: not known.
-    """
-    of = _Comparison(scores, trained, engines)
-    reference = of.within[-1] if of.within else None
-    known = (trained, reference, of.counts, of.found_within)
-    if not of.beyond:
-        return Recommendation(*known, None, None, None, False, None, engines is not None)
-    methods = [of.evidence(name) for name in of.names]
-    return Recommendation(
-        *known,
-        unpatched=of.evidence(UNPATCHED),
-        beyond=of.pick(methods),
-        cheap=of.pick([e for e in methods if e.cheap]),
-        maybe_cheap=any(e.maybe_cheap and not e.cheap for e in methods),
-        served=of.pick([e for e in methods if e.engines]),
-        engines_known=engines is not None,
-        broken=of.broken,
-    )
-
-
-def _words(made: Recommendation) -> str:
-    if made.broken:
-        return (
-            f"No recommendation: within {made.trained} tokens the loss of the unpatched model is "
-            f"NaN or infinite. Check its weights, or give --dtype float32 or bfloat16."
-        )
-    if made.unpatched is None or made.beyond is None:
-        return (
-            f"No recommendation: no length beyond the trained {made.trained} tokens was measured; "
-            f"give longer --lengths."
-        )
-    parts = [_verdict(made, made.beyond, made.unpatched)]
-    parts += _cheapest(made, made.beyond)
-    parts += _served(made, made.beyond)
-    if not made.counts and made.unpatched.found is not None:
-        parts.append(_blindness(made))
-    return " ".join(parts)
-
-
-def _verdict(made: Recommendation, pick: Pick, unpatched: Evidence) -> str:
-    best = pick.best
-    if best.helps:
-        start = f"Beyond {made.trained} tokens, {best.name} is best"
-    elif best.harms:
-        start = f"No method helps beyond {made.trained} tokens: the best, {best.name}, is clearly "
-        start += "worse than the unpatched model in perplexity or passkeys"
-    else:
-        start = f"Cannot tell whether any method helps beyond {made.trained} tokens: the best, "
-        start += f"{best.name}, is not clearly better than the unpatched model"
-    plain = f"unpatched: {_beyond(unpatched)}"
-    return f"{start}: {_numbers(made, best)} ({plain}).{_ties(pick)}"
-
-
-def _cheapest(made: Recommendation, pick: Pick) -> list[str]:
-    if made.reference is None:
-        return ["The cost within the trained length was not measured."]
-    at = f"at most {MAX_COST:.0%} at {made.reference} tokens"
-    if made.cheap is None and made.maybe_cheap:
-        return [f"Cannot tell whether a method costs {at}."]
-    if made.cheap is None:
-        return [f"No method costs {at}."]
-    if made.cheap.best is pick.best:
-        return [f"It costs {at}."]
-    best = made.cheap.best
-    words = f"Best method that costs {at}: {best.name}, {_numbers(made, best)}"
-    return [f"{words}{_doubt(best)}.{_ties(made.cheap)}"]
-
-
-def _served(made: Recommendation, pick: Pick) -> list[str]:
-    if not made.engines_known:
-        return []
-    if made.served is None:
-        return ["No supported engine can serve any of them."]
-    best = made.served.best
-    names = _listed(best.engines)
-    if best is pick.best:
-        return [f"{names} can serve it."]
-    if made.cheap is not None and best is made.cheap.best:
-        return [f"{names} can serve {best.name}, the best method that an engine supports."]
-    words = f"Best method that an engine can serve ({names}): {best.name}, {_numbers(made, best)}"
-    return [f"{words}{_doubt(best)}.{_ties(made.served)}"]
-
-
-def _doubt(best: Evidence) -> str:
-    return "" if best.helps else ", not clearly better than the unpatched model"
-
-
-def _beyond(evidence: Evidence) -> str:
+def _far(evidence: Evidence) -> str:
     words = f"perplexity {number(perplexity(evidence.loss))}"
     return words if evidence.found is None else f"{words}, {percent(evidence.found)} of passkeys"
 
 
-def _numbers(made: Recommendation, evidence: Evidence) -> str:
-    words = _beyond(evidence)
-    if evidence.cost is None:
-        return words
-    words += f"; at {made.reference} tokens, {signed(evidence.cost)} % perplexity"
-    if evidence.lost is not None:
-        lost = evidence.lost
-        ends = (None, None) if lost.low is None or lost.high is None else (-lost.high, -lost.low)
-        gained = Estimate(
-            0.0 - lost.value,
-            *ends,  # no -0.0
-            lost.count,
-            lost.note,
-        )
-        words += f" and {signed(gained)} points of passkeys"
-    return words
-
-
 def _ties(pick: Pick) -> str:
-    if not pick.rivals:
-        return ""
     labels = [f"{e.name} ({number(perplexity(e.loss))})" for e in pick.rivals]
-    return f" Not significantly different: {_listed(labels)}."
-
-
-def _blindness(made: Recommendation) -> str:
-    if made.found_within is None:
-        why = "they were not measured within the trained length"
-    else:
-        why = (
-            f"within {made.trained} tokens the unpatched model finds "
-            f"{percent(made.found_within)}, less than half"
-        )
-    return f"Passkeys do not count here: {why}."
+    return f" Not significantly different: {_listed(labels)}." if labels else ""
 
 
 def _listed(names: Sequence[str]) -> str:

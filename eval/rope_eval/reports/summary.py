@@ -7,12 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rope_eval.cases import Outcome
-from rope_eval.reports.intervals import (
-    CONFIDENCE,
-    mean_interval,
-    paired_rates,
-    rate_interval,
-)
+from rope_eval.reports.intervals import CONFIDENCE, mean_interval, paired_rates, rate_interval
 from rope_ext.command.method_options import UNPATCHED
 
 SMALLEST_EFFECT = 0.005
@@ -42,12 +37,7 @@ class Estimate:
 def estimate_perplexity(
     losses: Sequence[float], weights: Sequence[float] | None = None
 ) -> Estimate:
-    """Perplexity of documents with these mean losses (nats per token).
-
-    Args:
-        losses: of each document.
-        weights: tokens behind each loss; equal if None.
-    """
+    """Perplexity of documents with these mean losses (nats per token), weighted by their tokens."""
     mean = weighted_mean(losses, weights)
     if not math.isfinite(mean):
         return Estimate(math.inf, math.inf, math.inf, len(losses))
@@ -135,15 +125,6 @@ def rate_difference(
     return Estimate(gap, *ends, len(one))
 
 
-def cost(method: Sequence[Outcome], unpatched: Sequence[Outcome], kind: str) -> Estimate | None:
-    """What a method costs on the very same cases; a positive cost is worse, whatever the kind.
-
-    Rates: the share that is lost. Losses: the relative rise of perplexity.
-    """
-    pair = (unpatched, method) if kind == "rate" else (method, unpatched)
-    return difference(*pair, kind)
-
-
 def is_clear(gap: Estimate | None) -> bool:
     """Whether a difference is clear, and shown in bold.
 
@@ -169,8 +150,13 @@ def interval(estimate: Estimate) -> str:
     return _with_ends(number(estimate.value), estimate, number)
 
 
+def shown(estimate: Estimate, kind: str) -> str:
+    """A cell of a table: a perplexity or a rate."""
+    return interval(estimate) if kind == "loss" else percent(estimate)
+
+
 def _points(share: float) -> str:
-    return f"{100 * share:+.1f}" if math.isfinite(share) else f"{share:+}"
+    return f"{100 * share + 0.0:+.1f}"  # no -0.0
 
 
 def _with_ends(value: str, estimate: Estimate, shown: Callable[[float], str]) -> str:

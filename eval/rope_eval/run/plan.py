@@ -68,26 +68,21 @@ class Plan:
 
     def measured(self) -> Plan:
         """The plan without the refused systems, whose reasons are among its notes."""
-        if not self.refused:
-            return self
         systems = tuple(system for system in self.systems if system.name not in self.refused)
         left = {system.method for system in systems}
         gone = {system.method for system in self.systems} - left
+        kept = (UNPATCHED, ADAPTER, BEFORE)
 
         def goes_on(name: str) -> bool:
-            return name in (UNPATCHED, ADAPTER, BEFORE) or method_class(name).name not in gone
+            return name in kept or method_class(name).name not in gone
 
         settings = replace(
             self.settings,
             methods=tuple(filter(goes_on, self.settings.methods)),
             options={name: v for name, v in self.settings.options.items() if goes_on(name)},
         )
-        return replace(
-            self,
-            settings=settings,
-            systems=systems,
-            notes=(*self.notes, *self.refusals),
-        )
+        notes = (*self.notes, *self.refusals)
+        return replace(self, settings=settings, systems=systems, notes=notes)
 
     @property
     def refusals(self) -> list[str]:
@@ -148,19 +143,21 @@ class Plan:
         for system in self.systems:
             if system.name in self.refused:
                 continue
-            wholes: dict[tuple[str, int], Outcome] = {}
-            cases = list(self.cases(system))
-            for case in cases:
-                if case.nested and case.length == self.lengths[-1]:
-                    wholes[case.task, case.seed] = done[system.key(case)]
+            cases, found = list(self.cases(system)), []
+            wholes = {
+                (case.task, case.seed): done[system.key(case)]
+                for case in cases
+                if case.nested and case.length == self.lengths[-1]
+            }
             for case in cases:
                 key = system.key(case)
                 nested = self._nested(system, case)
-                found = _within(wholes[case.task, case.seed], case, key) if nested else done[key]
-                # A resumed run of more models, or of another factor, calls its rows otherwise.
-                outcomes.append(replace(found, system=system.name))
-            measured = (done[key] for key in self.harness.get(system.name, ()))
-            outcomes += [replace(found, system=system.name) for found in measured]
+                found.append(
+                    _within(wholes[case.task, case.seed], case, key) if nested else done[key]
+                )
+            found += [done[key] for key in self.harness.get(system.name, ())]
+            # A resumed run of more models, or of another factor, calls its rows otherwise.
+            outcomes += [replace(one, system=system.name) for one in found]
         return outcomes
 
 
@@ -208,22 +205,29 @@ def prepare(
         model: Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
         for model in settings.models
     }
+
+    def questions(lengths: tuple[int, ...]) -> dict[tuple[str, str], Questions]:
+        return {
+            (model, task.name): task.questions(frame, lengths, settings.seed)
+            for model, frame in frames.items()
+            for task in parts
+        }
+
     try:
-        questions = _questions(parts, frames, lengths, settings.seed)
+        chosen = questions(lengths)
     except RopeExtError as error:
         if lengths == asked:
             raise
         # The trained length was our addition: do without it where a prompt does not fit.
-        questions = _questions(parts, frames, asked, settings.seed)
+        chosen, lengths = questions(asked), asked
         notes.append(f"the cost within the trained length is not measured ({error})")
-        lengths = asked
-    notes += [note for built in questions.values() for note in built.notes]
+    notes += [note for built in chosen.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
     systems = tuple(_systems(settings, methods, configs, identities))
     prompted = any(task.kind == "rate" for task in parts)
     chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
     notes = tuple(dict.fromkeys(notes))
-    return Plan(settings, parts, lengths, systems, questions, identities, notes, chat)
+    return Plan(settings, parts, lengths, systems, chosen, identities, notes, chat)
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:
@@ -270,8 +274,7 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
     """What is really asked."""
-    judged = next((task.name for task in tasks if task.name == "longppl"), None)
-    if judged and settings.url:
+    if settings.url and any(task.name == "longppl" for task in tasks):
         raise OptionError(
             "longppl chooses tokens with a model in this process; leave it out with --url, or "
             "measure perplexity"
@@ -280,9 +283,8 @@ def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
     if not parts:
         raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
     names = [task.name for task in parts]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise OptionError(f"the task {twice} is given twice; measure one of them at a time")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OptionError(f"the task {twice[0]} is given twice; measure one of them at a time")
     return parts
 
 
@@ -320,24 +322,24 @@ def _systems(
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
         key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
         yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
-    if settings.servers:
-        return
-    labels = _labels(settings.models)
-    for model in settings.models:
+    for model in [] if settings.servers else settings.models:
+        short = Path(model).name  # of the model, where there are several
+        if [Path(name).name for name in settings.models].count(short) > 1:
+            short = model
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
             if not adapted:
                 identity["adapter"] = None
             named = label(method, options, settings.factor) + stage
+            dynamic = method != UNPATCHED and built(method, options).is_dynamic
             yield System(
-                name=f"{labels[model]} {named}".strip(),
+                name=named if len(settings.models) == 1 else f"{short} {named}",
                 label=named,
                 model=model,
                 method=method,
                 options=options,
                 trained=identity["trained_length"],
-                is_dynamic=models.is_dynamic(configs[model])
-                or (method != UNPATCHED and built(method, options).is_dynamic),
+                is_dynamic=dynamic or models.is_dynamic(configs[model]),
                 identity=digest(identity, method, options),
                 adapted=adapted,
             )
@@ -357,16 +359,6 @@ def _rows(
             yield method, options, adapted, ""
 
 
-def _questions(
-    tasks: Sequence[Task], frames: Mapping[str, Frame], lengths: Sequence[int], seed: int
-) -> dict[tuple[str, str], Questions]:
-    return {
-        (model, task.name): task.questions(frame, lengths, seed)
-        for model, frame in frames.items()
-        for task in tasks
-    }
-
-
 def require_free(settings: Settings) -> None:
     """Raise MeasureError where there are results that nobody said what to do with."""
     if Folder(settings.output).logs and not (settings.resume or settings.overwrite):
@@ -383,26 +375,9 @@ def written(tasks: Sequence[Task]) -> list[str]:
     return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]
 
 
-def _labels(names: Sequence[str]) -> dict[str, str]:
-    """A short name for every model; none where there is only one."""
-    if len(names) == 1:
-        return {names[0]: ""}
-    short = [Path(name).name for name in names]
-    return {
-        name: label if short.count(label) == 1 else name
-        for name, label in zip(names, short, strict=True)
-    }
-
-
 def _within(whole: Outcome, case: Case, key: str) -> Outcome:
     """The outcome of a window that begins another one, read off the other's curve."""
     total, count = next((total, count) for at, total, count in whole.curve if at == case.length)
-    return replace(
-        whole,
-        key=key,
-        length=case.length,
-        prompt=case.prompt,
-        value=total / count,
-        tokens=count,
-        curve=tuple(point for point in whole.curve if point[0] <= case.length),
-    )
+    curve = tuple(point for point in whole.curve if point[0] <= case.length)
+    more = {"prompt": case.prompt, "value": total / count, "tokens": count, "curve": curve}
+    return replace(whole, key=key, length=case.length, **more)

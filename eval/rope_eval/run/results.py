@@ -50,7 +50,5 @@ def share_found(case: Case, written: str) -> float:
     """
     if case.judge is not None:
         return float(case.judge(written))
-    if case.whole:
-        return float(written.strip() == case.key)
     text = written.lower()
     return sum(answer.lower() in text for answer in case.answers) / len(case.answers)

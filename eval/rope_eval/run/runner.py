@@ -8,12 +8,12 @@ not.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -116,12 +116,19 @@ def _measure(
     settings = plan.settings
     harness = [task for task in plan.tasks if isinstance(task, HarnessTask)]
     with adding(settings.output / log_name(ranks.rank)) as add:
+
+        def note(outcomes: Iterable[Outcome]) -> None:
+            for outcome in outcomes:
+                if outcome.key not in done:
+                    add(outcome)
+                    done[outcome.key] = outcome
+
         for name, systems in groupby(plan.systems, key=lambda system: system.model):
             # Every process asks about the same systems, so that all know the same refusals.
             systems = [system for system in systems if harness or plan.left(system)]
             if not systems:
                 continue
-            runner = _measurer(name, settings, ranks.device)
+            runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
             for system in systems:  # what cannot be applied shows before anything is measured
                 if _refused(plan, runner, system):
                     advance(sum(map(_work, work[system])))
@@ -130,25 +137,19 @@ def _measure(
                     continue
                 with runner.applied(system):
                     for results in runner.results(system, work[system]):
-                        for case, result in results:
-                            outcome = _outcome(system, case, result)
-                            if outcome.key not in done:
-                                add(outcome)
-                                done[outcome.key] = outcome
+                        note(_outcome(system, case, result) for case, result in results)
                         advance(_work([case for case, _ in results]))
                     if harness and ranks.rank == 0:
-                        for outcome in _harnessed(plan, cast(Runner, runner), system, harness):
-                            plan.harness.setdefault(system.name, []).append(outcome.key)
-                            if outcome.key not in done:
-                                add(outcome)
-                                done[outcome.key] = outcome
+                        found = list(_harnessed(plan, runner, system, harness))
+                        plan.harness[system.name] = [outcome.key for outcome in found]
+                        note(found)
             del runner  # before the next one is loaded
 
 
 def _harnessed(
-    plan: Plan, runner: Runner, system: System, tasks: Sequence[HarnessTask]
+    plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
-    """What lm-evaluation-harness measures of ``system`` at every length."""
+    """What lm-evaluation-harness measures of ``system`` at every length; it keeps its answers."""
     size = plan.settings.batch_size
     for length in plan.lengths:
         yield from outcomes(
@@ -165,7 +166,7 @@ def _harnessed(
         )
 
 
-def _refused(plan: Plan, runner: Measurer, system: System) -> bool:
+def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
     """Try ``system``; note in ``plan.refused`` why the model does not take it.
 
     Raises:
@@ -200,59 +201,23 @@ def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
     return outcomes
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    """Also on processors and Macs, where it is a plain RuntimeError."""
-    places = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(p in str(error) for p in places)
-
-
 def _work(batch: Sequence[Case]) -> float:
     return sum(cost(case.tokens) for case in batch)
 
 
 def _outcome(system: System, case: Case, result: Result) -> Outcome:
-    return Outcome(
-        key=system.key(case),
-        system=system.name,
-        task=case.task,
-        length=case.length,
-        bin=case.bin,
-        depth=case.depth,
-        seed=case.seed,
-        prompt=case.prompt,
-        answers=case.answers,
-        group=case.group,
-        value=result.value,
-        tokens=result.tokens,
-        written=result.written,
-        curve=result.curve,
-        led=result.led,
-    )
-
-
-class Measurer(Protocol):
-    """Where results come from: a loaded model, or a server (``Served``)."""
-
-    def applied(self, system: System) -> AbstractContextManager[Any]:
-        """The state in which ``system`` is measured."""
-        ...
-
-    def results(
-        self, system: System, batches: Sequence[Sequence[Case]]
-    ) -> Iterator[list[tuple[Case, Result]]]:
-        """The results of all cases, in any order, each list as soon as it is there."""
-        ...
-
-
-def _measurer(name: str, settings: Settings, device: str) -> Measurer:
-    if settings.url is not None:
-        return Served(name, settings)
-    model = models.load_model(name, settings.dtype, device, settings.attn, settings.adapter)
-    return Runner(model, name, settings)
+    of_case = ("task", "length", "bin", "depth", "seed", "prompt", "answers", "group")
+    known = {name: getattr(case, name) for name in of_case}
+    return Outcome(key=system.key(case), system=system.name, **known, **vars(result))
 
 
 class Runner:
     """One loaded model."""
+
+    @classmethod
+    def load(cls, name: str, settings: Settings, ranks: Ranks) -> Runner:
+        how = (settings.dtype, ranks.device, settings.attn, settings.adapter)
+        return cls(models.load_model(name, *how), name, settings)
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
         self.model, self.settings = model, settings
@@ -278,17 +243,13 @@ class Runner:
                     models.load_learned(self.model, self.settings.adapter)
             yield
 
-    def forget(self) -> None:
-        """Let transformers' dynamic scaling forget the longest text that it has seen."""
-        score(self.model, [[self.pad] * 2], 1, self.pad)
-
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
         """The results of these batches, each after its forward."""
         for batch in batches:
-            if system.is_dynamic:
-                self.forget()
+            if system.is_dynamic:  # so that transformers' forgets the longest text that it has seen
+                score(self.model, [[self.pad] * 2], 1, self.pad)
             yield list(zip(batch, self.measure(batch), strict=True))
 
     def measure(self, batch: Sequence[Case]) -> list[Result]:
@@ -296,24 +257,21 @@ class Runner:
         try:
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            # On processors and Macs it is a plain RuntimeError.
+            plain = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
+            if not isinstance(error, torch.OutOfMemoryError) and not any(
+                text in str(error) for text in plain
+            ):
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
-                raise MeasureError(self._advice(batch)) from None
+                raise MeasureError(
+                    f"out of memory at {len(batch)} x {batch[0].length} tokens ({batch[0].task}); "
+                    f"give a smaller --batch-size, --dtype bfloat16 or shorter --lengths, and "
+                    f"--resume to keep what is finished"
+                ) from None
         # Halves depend on this batch alone, and so does what a resumed run computes.
         half = len(batch) // 2
         return self.measure(batch[:half]) + self.measure(batch[half:])
-
-    def _advice(self, batch: Sequence[Case]) -> str:
-        lower = ["shorter --lengths"]
-        if self.settings.dtype not in ("bfloat16", "float16"):
-            lower.insert(0, "--dtype bfloat16")
-        if len(batch) > 1:
-            lower.insert(0, f"--batch-size less than {len(batch)}")
-        return (
-            f"out of memory at {len(batch)} x {batch[0].length} tokens ({batch[0].task}); give "
-            f"{' or '.join(lower)}, and --resume to keep what is finished"
-        )
 
     def _written(self, batch: Sequence[Case]) -> list[Result]:
         rows = [case.ids for case in batch]

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -24,9 +24,6 @@ from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, OptionError, first_line
 from rope_ext.saving import checkpoints as models
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 KEY = "OPENAI_API_KEY"
 """Environment variable with the key of the server, if it wants one."""
 _ROUNDING = 1e-3  # of a log-probability of 0 in 16 bits
@@ -38,6 +35,7 @@ def require_server(settings: Settings) -> None:
     Raises:
         MeasureError: the package ``openai`` is not installed.
     """
+    names = settings.served_model_name
     if settings.url is None:
         for name in ("served_model_name", "tokenizer"):
             if getattr(settings, name) is not None:
@@ -46,15 +44,24 @@ def require_server(settings: Settings) -> None:
         return
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
     for url in urls:
-        _check_address(url)
-    if settings.served_model_name is None:
+        address = urlsplit(url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise OptionError(
+                f"--url {url!r} is not valid; give an address such as http://HOST:PORT/v1"
+            )
+        if address.username or address.password:
+            raise OptionError(
+                f"--url holds a password, which reports would show; set it as {KEY} in the "
+                f"environment"
+            )
+    if names is None:
         raise OptionError(
             "--url needs the name of the model on the server; give --served-model-name NAME"
         )
-    names = 1 if isinstance(settings.served_model_name, str) else len(settings.served_model_name)
-    if names not in (1, len(urls)):
+    count = 1 if isinstance(names, str) else len(names)
+    if count not in (1, len(urls)):
         raise OptionError(
-            f"--served-model-name gives {names} names for {len(urls)} addresses; give one, or one "
+            f"--served-model-name gives {count} names for {len(urls)} addresses; give one, or one "
             f"for every --url, as NAME,NAME"
         )
     if len(set(settings.servers)) < len(urls):
@@ -70,18 +77,6 @@ def require_server(settings: Settings) -> None:
     if settings.batch_size is not None:
         raise OptionError("--batch-size is for a model in this process; give --concurrency")
     _openai()
-
-
-def _check_address(url: str) -> None:
-    address = urlsplit(url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise OptionError(
-            f"--url {url!r} is not valid; give an address such as http://HOST:PORT/v1"
-        )
-    if address.username or address.password:
-        raise OptionError(
-            f"--url holds a password, which reports would show; set it as {KEY} in the environment"
-        )
 
 
 def served_identity(settings: Settings) -> dict[str, Any]:
@@ -118,16 +113,13 @@ class Served:
         """Ask the server of this system."""
         self.server = self.servers[system.label]
         self.others: set[str] = set()
-        self.client = self.openai.OpenAI(
+        with self.openai.OpenAI(
             base_url=self.server.url,
             api_key=os.environ.get(KEY) or "none",
             max_retries=self.settings.retries,
             timeout=self.settings.timeout,
-        )
-        try:
+        ) as self.client:
             yield
-        finally:
-            self.client.close()
 
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
@@ -138,21 +130,30 @@ class Served:
             MeasureError: the server is gone, has too short a context or refuses all requests, at
                 once; or some requests failed, after all others are done.
         """
-        self._check_context([case for batch in batches for case in batch])
-        failed: list[str] = []
+        cases, failed = [case for batch in batches for case in batch], []
+        self._check_context(cases)
         pool = ThreadPoolExecutor(self.settings.concurrency)
-        waiting = {pool.submit(self._result, case): case for batch in batches for case in batch}
+        waiting = {pool.submit(self._result, case): case for case in cases}
+        api = self.openai
+        # With these, every other request would fail, too.
+        final = (api.APIConnectionError, api.AuthenticationError, api.PermissionDeniedError)
+        final = (*final, api.NotFoundError)
         try:
             for done in as_completed(waiting):
+                case = waiting[done]
                 try:
                     result = done.result()
-                except (self.openai.OpenAIError, UnusableAnswer, ValueError) as error:
-                    if self._is_final(error):
-                        raise self._gone(error) from error
-                    case = waiting[done]
-                    failed.append(f"{case.task} at {case.length} tokens: {_said(error)}")
+                except (api.OpenAIError, UnusableAnswer, ValueError) as error:
+                    said = first_line(error)[:300]
+                    if isinstance(error, final) and not isinstance(error, api.APITimeoutError):
+                        raise MeasureError(
+                            f"{self.server.url} does not answer for "
+                            f"{self.server.served_model_name!r} ({said}); check --url, "
+                            f"--served-model-name and {KEY}; --resume keeps what is finished"
+                        ) from error
+                    failed.append(f"{case.task} at {case.length} tokens: {said}")
                 else:
-                    yield [(waiting[done], result)]
+                    yield [(case, result)]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         if failed:
@@ -176,21 +177,6 @@ class Served:
                     f"answer; start the server with a longer context, or give shorter --lengths"
                 )
 
-    def _is_final(self, error: Exception) -> bool:
-        """Whether every other request would fail, too."""
-        api = self.openai
-        if isinstance(error, api.APITimeoutError):
-            return False
-        final = (api.APIConnectionError, api.AuthenticationError, api.PermissionDeniedError)
-        return isinstance(error, (*final, api.NotFoundError))
-
-    def _gone(self, error: Exception) -> MeasureError:
-        return MeasureError(
-            f"{self.server.url} does not answer for {self.server.served_model_name!r} "
-            f"({_said(error)}); check --url, --served-model-name and {KEY}; --resume keeps what is "
-            f"finished"
-        )
-
     def _result(self, case: Case) -> Result:
         if case.mode == "loss":
             return loss(case, self._losses(case)[-tail(case) :])
@@ -207,16 +193,11 @@ class Served:
 
     def _written(self, ids: Sequence[int], count: int) -> str:
         """What greedy decoding writes after these tokens, up to ``count`` tokens."""
-        how: dict[str, Any] = {"model": self.server.served_model_name, "temperature": 0}
-        how["max_tokens"] = count
         if self.settings.api == "chat":
-            messages, extra = self._messages(ids)
-            answer = self.client.chat.completions.create(messages=messages, extra_body=extra, **how)
-            message = getattr(self._choice(answer, ids, count), "message", None)
-            text = getattr(message, "content", None)
+            choice = self._choice("/chat/completions", ids, count, **self._messages(ids))
+            text = (choice.get("message") or {}).get("content")
         else:
-            answer = self.client.completions.create(prompt=self._prompt(ids), **how)
-            text = getattr(self._choice(answer, ids, count), "text", None)
+            text = self._choice("/completions", ids, count, prompt=self._prompt(ids)).get("text")
         if not isinstance(text, str):
             raise UnusableAnswer("the answer has no text")
         prompt = self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
@@ -227,30 +208,24 @@ class Served:
             raise UnusableAnswer(f"{tokens} tokens are too many for an answer of {count}")
         return text
 
-    def _choice(self, answer: Any, ids: Sequence[int], count: int) -> Any:
+    def _choice(self, path: str, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
         """The first choice of an answer that agrees with what was sent.
 
         Raises:
             UnusableAnswer: there is none, or the server read or wrote other numbers of tokens.
         """
-        if isinstance(answer, str):
-            raise UnusableAnswer(f"the answer is not JSON but {answer[:60]!r}")
-        error = getattr(answer, "error", None)
-        choices = getattr(answer, "choices", None)
-        if error or not isinstance(choices, list) or not choices:
-            raise UnusableAnswer(f"the answer has no choices: {error or answer!r}")
-        name = getattr(answer, "model", None)
-        if name and name != self.server.served_model_name and name not in self.others:
-            self.others.add(name)
-            tell(
-                f"note: {self.server.url} answers as {name!r}, not as "
-                f"{self.server.served_model_name!r}",
-                "yellow",
-            )
-        usage = getattr(answer, "usage", None)
-        read, written = (
-            getattr(usage, f"{kind}_tokens", None) for kind in ("prompt", "completion")
-        )
+        name = self.server.served_model_name
+        body |= {"model": name, "temperature": 0, "max_tokens": count}
+        answer: Any = self.client.post(path, cast_to=object, body=body)
+        try:
+            choice, usage = dict(answer["choices"][0]), dict(answer.get("usage") or {})
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise UnusableAnswer(f"the answer has no choices: {str(answer)[:200]}") from None
+        other = answer.get("model") or name
+        if other != name and other not in self.others:
+            self.others.add(other)
+            tell(f"note: {self.server.url} answers as {other!r}, not as {name!r}", "yellow")
+        read, written = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
         if read and read != len(ids):
             raise UnusableAnswer(
                 f"the server says that it read {read} tokens, and {len(ids)} were sent"
@@ -259,7 +234,7 @@ class Served:
             raise UnusableAnswer(
                 f"the server says that it wrote {written} tokens, and {count} were asked for"
             )
-        return choices[0]
+        return choice
 
     def _losses(self, case: Case) -> torch.Tensor:
         """Negative log likelihoods of all tokens but the first, float64, nats."""
@@ -268,16 +243,9 @@ class Served:
                 f"{case.task} needs the log-probabilities of a prompt, which chat completions do "
                 f"not return; give --api completions"
             )
-        answer = self.client.completions.create(
-            model=self.server.served_model_name,
-            prompt=self._prompt(case.ids),
-            max_tokens=1,
-            temperature=0,
-            echo=True,
-            logprobs=1,
-        )
-        logprobs = getattr(self._choice(answer, case.ids, 1), "logprobs", None)
-        given = getattr(logprobs, "token_logprobs", None) or []
+        asked = {"prompt": self._prompt(case.ids), "echo": True, "logprobs": 1}
+        logprobs = self._choice("/completions", case.ids, 1, **asked).get("logprobs")
+        given = (logprobs or {}).get("token_logprobs") or []
         found = given[1 : len(case.ids)]
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
             raise MeasureError(
@@ -308,7 +276,7 @@ class Served:
             f"tokens of it; give --api completions, or chat"
         )
 
-    def _messages(self, ids: Sequence[int]) -> tuple[list[Any], dict[str, Any]]:
+    def _messages(self, ids: Sequence[int]) -> dict[str, Any]:
         """A prompt as messages, and what makes the server continue the answer that they begin."""
         if self.frame.around is None:
             raise MeasureError(
@@ -316,8 +284,7 @@ class Served:
                 "that has one"
             )
         before, after = self.frame.around
-        text = self._decode(ids)
-        text = text.removeprefix(before)
+        text = self._decode(ids).removeprefix(before)
         # A template without a mark for the answer continues the user's turn.
         content, found, lead = text.rpartition(after) if after else (text, "all", "")
         messages = [{"role": "user", "content": content}]
@@ -329,7 +296,7 @@ class Served:
             raise MeasureError(
                 "the chat template makes another prompt of the messages; give --api completions"
             )
-        return messages, how if begun else {}
+        return {"messages": messages, **(how if begun else {})}
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(
@@ -337,11 +304,7 @@ class Served:
         )
 
 
-def _said(error: Exception) -> str:
-    return first_line(error)[:300]
-
-
-def _openai() -> ModuleType:
+def _openai() -> Any:
     try:
         import openai
     except ImportError:

@@ -15,10 +15,9 @@ from rope_eval.tasks.base import (
 from rope_eval.tasks.perplexity import Perplexity
 from rope_eval.tasks.longppl import LongPPL
 from rope_eval.tasks.passkey import Passkey
-from rope_eval.tasks.needle import Needle
+from rope_eval.tasks.haystack import Needle
 from rope_eval.tasks.ruler import Ruler
-from rope_eval.tasks.mrcr import Mrcr
-from rope_eval.tasks.hops import Hops
+from rope_eval.tasks.story import Hops, Mrcr
 from rope_eval.tasks.nolima import NoLiMa
 from rope_eval.tasks.helmet import Helmet
 # isort: on

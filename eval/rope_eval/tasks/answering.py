@@ -12,15 +12,15 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.facts import like_hotpotqa, like_squad
-from rope_eval.data.prompts import Frame, longest
-from rope_eval.tasks.base import Kind, Task
-from rope_eval.tasks.haystack import too_long
+from rope_eval.data.prompts import Frame
+from rope_eval.tasks.base import Draw, Prompts
 from rope_ext.errors import MeasureError, OptionError, first_line
 
 ONLY = "Only give me the answer and do not output any other words."
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: its name, how to read its file, and its made-up replacement."""
+    """A data set: its name, its option, how to read its file, and its made-up replacement."""
 
     name: str
     option: str
@@ -71,8 +71,7 @@ def _squad(data: Any) -> tuple[list[Asked], list[str]]:
     asked = []
     for parts in articles:
         article = [number[part["context"]] for part in parts]
-        for part in parts:
-            own = number[part["context"]]
+        for part, own in zip(parts, article, strict=True):
             near = tuple(index for index in article if index != own)
             asked += [
                 Asked(qa["question"], tuple(a["text"] for a in qa["answers"]), (own,), near)
@@ -99,29 +98,21 @@ HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 
 
 def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
-    """Questions and documents of a file, or made-up ones.
-
-    Raises:
-        MeasureError: the file cannot be read, or holds something else.
-    """
+    """Questions and documents of a file, or made-up ones."""
     if path is None:
         asked, documents = source.read(source.made_up())
         return _spread(asked), documents
     try:
         asked, documents = source.read(json.loads(Path(path).read_text(encoding="utf-8-sig")))
-        strings = [text for one in asked for text in (one.question, *one.answers)]
-        # Unanswered ones would score nothing, and what is no text has no tokens.
-        right = all(type(text) is str for text in strings) and all(one.answers for one in asked)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        for one in asked:  # unanswered ones would score nothing, and what is no text has no tokens
+            if not one.answers or not all(type(x) is str for x in (one.question, *one.answers)):
+                raise ValueError(f"no text as answer to {one.question!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
         raise MeasureError(
             f"cannot read {path} as {source.name} ({reason}); give --{source.option} a file as its "
             f"authors publish it"
         ) from None
-    if not asked or not right:
-        raise MeasureError(
-            f"{path} holds no questions with answers; give --{source.option} another file"
-        )
     return asked, documents
 
 
@@ -130,87 +121,63 @@ def _spread(asked: Sequence[Asked]) -> list[Asked]:
     sets: dict[frozenset[int], list[Asked]] = {}
     for one in asked:
         sets.setdefault(frozenset((*one.needed, *one.near)), []).append(one)
-    turned = [
+    rounds = [
         [*own[at % len(own) :], *own[: at % len(own)]] for at, own in enumerate(sets.values())
     ]
-    return [one for turn in zip_longest(*turned) for one in turn if one is not None]
+    return [one for row in zip_longest(*rounds) for one in row if one is not None]
 
 
 @dataclass(frozen=True)
-class Answering(Task):
-    """Question answering on one data set.
+class Answering(Prompts):
+    """Question answering on one data set: the first questions of the file, as in RULER.
 
     Args:
-        name: of the task.
+        name, trials, tokens: as for ``Prompts``.
         source: data set.
         path: its file; None makes up questions.
-        trials: prompts for each length: the first questions of the file, as in RULER.
-        tokens: maximum answer length in tokens; part of the length.
-        suite, suite_size: see ``Task``.
     """
 
-    kind: ClassVar[Kind] = "rate"
-
-    name: str
+    tokens: int = 32
     source: Source = SQUAD
     path: str | None = None
-    trials: int = 20
-    tokens: int = 32
-    suite: str | None = None
-    suite_size: int | None = None
 
-    def __post_init__(self) -> None:
-        require_positive(trials=self.trials, new_tokens=self.tokens)
+    @property
+    def about(self) -> str:
+        return (
+            f"share of questions that the model answers from documents among others of "
+            f"{self.path or 'made-up facts'}, in random order"
+        )
+
+    @cached_property
+    def _data(self) -> tuple[list[Asked], list[str]]:
+        return read(self.source, self.path)
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All prompts.
-
-        Raises:
-            OptionError: a length cannot hold a prompt, or there are too few questions.
-            MeasureError: the file cannot be read.
-        """
-        asked, documents = read(self.source, self.path)
-        if self.trials > len(asked):
+        if self.trials > len(self._data[0]):
             raise OptionError(
-                f"{self.path} has {len(asked)} questions, and trials={self.trials} are asked for; "
-                f"give fewer --trials"
+                f"{self.path} has {len(self._data[0])} questions, and trials={self.trials} are "
+                f"asked for; give fewer --trials"
             )
-        cases = [
-            self._case(frame, length, one, documents, random.Random(f"{self.name}:{seed}:{at}"))
-            for length in lengths
-            for at, one in enumerate(asked[: self.trials])
-        ]
-        name = self.path or "made-up facts"
-        definition = (
-            f"share of {self.trials} questions that the model answers from documents among others "
-            f"of {name}, in random order, exact intervals"
-        )
-        return Questions(cases, definition, tuple(self._notes(asked[: self.trials])))
+        return super().questions(frame, lengths, seed)
 
-    def _notes(self, asked: Sequence[Asked]) -> Iterator[str]:
+    def notes(self, cases: Sequence[Case]) -> Iterator[str]:
         if self.path is None:
             yield (
                 f"{self.name} asks about made-up facts, not about {self.source.name}: published "
                 f"numbers need --{self.source.option} FILE"
             )
-        count = len({one.needed for one in asked})
-        if count < len(asked):
+        count = len({one.needed for one in self._data[0][: self.trials]})
+        if count < self.trials:
             yield (
-                f"{self.name}: the {len(asked)} questions are about {count} "
+                f"{self.name}: the {self.trials} questions are about {count} "
                 f"document{'s' * (count > 1)}, and intervals that take them as independent are "
                 f"too narrow"
             )
 
-    def _case(
-        self,
-        frame: Frame,
-        length: int,
-        asked: Asked,
-        documents: Sequence[str],
-        rng: random.Random,
-    ) -> Case:
-        number, seed = rng.randrange(2**40), rng.getrandbits(64)
-        near = rng.sample(asked.near, len(asked.near))
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        asked, documents = self._data[0][draw.index], self._data[1]
+        rng = random.Random(f"{self.name}:{draw.number}")
+        seed, near = rng.getrandbits(64), rng.sample(asked.near, len(asked.near))
         known = {*asked.needed, *asked.near}
         far = [index for index in range(len(documents)) if index not in known]
         rng.shuffle(far)
@@ -224,10 +191,5 @@ class Answering(Task):
             content = INTRO + "\n\n".join(listed) + ASK + asked.question
             return frame.whole(content, LEAD, keep_space=True)[0]
 
-        _, ids = longest(build, length - self.tokens, len(asked.needed))
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
-        judge = AnyOf(asked.answers)
-        return Case(
-            self.name, length, number, "write", self.tokens, ids, asked.answers, judge=judge
-        )
+        _, ids = self.fill(build, length, len(asked.needed))
+        return self.case(length, draw, ids, asked.answers, AnyOf(asked.answers))

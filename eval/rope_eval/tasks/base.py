@@ -1,4 +1,4 @@
-"""The base class and the registry of tasks.
+"""The base classes and the registry of tasks.
 
 A task is one file: its questions, their scores, and its options, which are the fields of a
 dataclass. :func:`option` makes a field an option of the command line, too. Tasks know nothing about
@@ -10,20 +10,21 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import random
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from rope_eval.cases import Questions
-from rope_eval.data.prompts import Frame
+from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.data.prompts import Frame, longest
 from rope_eval.options import option, option_fields
 from rope_eval.settings import Settings
-from rope_ext.command.arguments import parse_length, split
-from rope_ext.errors import Mistakes, OptionError, RopeExtError, nearest
+from rope_ext.command.arguments import parse_length, parse_lengths, split
+from rope_ext.errors import Mistakes, OptionError, nearest
 
 Kind = Literal["rate", "loss"]
 
@@ -39,29 +40,12 @@ class Task:
     """
 
     name: ClassVar[str]
-    kind: ClassVar[Kind]
+    kind: ClassVar[Kind] = "rate"
     suite: ClassVar[str | None] = None
     suite_size: ClassVar[int | None] = None
 
-    @classmethod
-    def from_options(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Task:
-        """Build the task from options.
-
-        Args:
-            given: values from the command line, by field name.
-            beside: names of all requested tasks, which may share options with this one.
-
-        Raises:
-            OptionError: an option is invalid.
-        """
-        return cls(**given)
-
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """The tasks to run, if this one is a group of tasks or depends on the settings.
-
-        Raises:
-            RopeExtError: an option conflicts with the settings, or a text cannot be read.
-        """
+        """The tasks to run, if this one is a group of tasks or depends on the settings."""
         return [self]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
@@ -78,25 +62,113 @@ class Task:
         raise NotImplementedError
 
 
+class Draw(NamedTuple):
+    """What a prompt of :class:`Prompts` is made from.
+
+    ``index`` counts the prompts of a length and depth bin, everything random follows from
+    ``number``, and ``depth`` is the place of the answer, 0 at the start and 1 at the end, drawn
+    from its ``bin``.
+    """
+
+    index: int
+    number: int
+    depth: float | None = None
+    bin: int | None = None
+
+
+def draws(
+    name: str, lengths: Sequence[int], seed: int, trials: int, depths: int = 0
+) -> Iterator[tuple[int, Draw]]:
+    """``trials`` draws for each length, and for each of so many depth bins if there are any."""
+    for length in lengths:
+        for bin in range(depths or 1):
+            at = f":{depths}:{bin}" if depths else ""
+            rng = random.Random(f"{name}:{seed}:{length}{at}")
+            for index in range(trials):
+                depth = (bin + rng.random()) / depths if depths else None
+                yield length, Draw(index, rng.randrange(2**40), depth, bin if depths else None)
+
+
+@dataclass(frozen=True)
+class Prompts(Task):
+    """Base of tasks whose answers are generated; a subclass makes a prompt from a :class:`Draw`.
+
+    Args:
+        name: of the task.
+        trials: prompts for each length (and depth bin).
+        tokens: maximum answer length in tokens; part of the length.
+        depths: bins of equal width for the place of the answer; 0 places it anywhere.
+    """
+
+    name: str
+    trials: int = 20
+    tokens: int = 128
+    depths: int = 0
+    suite: str | None = field(default=None, kw_only=True)
+    suite_size: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_positive(trials=self.trials, new_tokens=self.tokens, depths=self.depths or None)
+
+    @property
+    def about(self) -> str:
+        """What is measured, for a reader of the results."""
+        raise NotImplementedError
+
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        """One prompt of at most ``length`` tokens, its answer included."""
+        raise NotImplementedError
+
+    def notes(self, cases: Sequence[Case]) -> Iterator[str]:
+        """What else a reader should know."""
+        return iter(())
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        found = draws(self.name, lengths, seed, self.trials, self.depths)
+        cases = [self.prompt(frame, length, draw) for length, draw in found]
+        at = f" at each of {self.depths} depths" if self.depths else ""
+        definition = f"{self.about}; {self.trials} prompts{at}, exact intervals"
+        return Questions(cases, definition, tuple(self.notes(cases)))
+
+    def fill(
+        self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
+    ) -> tuple[int, Any]:
+        """As :func:`longest`; raises OptionError if even the smallest prompt does not fit."""
+        parts, ids = longest(build, length - self.tokens, least, most)
+        if len(ids) + self.tokens > length:
+            raise too_long(self.name, len(ids) + self.tokens, length)
+        return parts, ids
+
+    def case(
+        self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
+    ) -> Case:
+        """The prompt ``ids`` as a case whose answer is generated."""
+        return Case(
+            *(self.name, length, draw.number, "write", self.tokens, ids, tuple(answers)),
+            depth=draw.depth,
+            bin=draw.bin,
+            judge=judge,
+        )
+
+
+def too_long(name: str, least: int, length: int) -> OptionError:
+    """The error for a length that a prompt cannot fit into."""
+    return OptionError(
+        f"a {name} prompt needs at least {least} tokens with this tokenizer, got length {length}; "
+        f"give longer --lengths"
+    )
+
+
 T = TypeVar("T", bound=type[Task])
 _REGISTRY: dict[str, type[Task]] = {}
 
 
 def register(cls: T) -> T:
-    """Class decorator: registers a task under its name. The same class may be defined again.
-
-    Raises:
-        RopeExtError: the name is taken, or ``kind`` is invalid.
-    """
+    """Class decorator: registers a task under its name. The same class may be defined again."""
     holder = _REGISTRY.get(cls.name, cls)
     if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise RopeExtError(
+        raise OptionError(
             f"task name {cls.name!r} is taken by {holder.__name__}; give {cls.__name__} another"
-        )
-    if cls.kind not in typing.get_args(Kind):
-        raise RopeExtError(
-            f"{cls.__name__}.kind={cls.kind!r} is not valid; it must be one of "
-            f"{', '.join(typing.get_args(Kind))}"
         )
     _REGISTRY[cls.name] = cls
     return cls
@@ -108,11 +180,7 @@ def unregister(cls: type[Task]) -> None:
 
 
 def from_file(path: str) -> list[str]:
-    """Run a Python file and return the names of the tasks that it registers.
-
-    Raises:
-        OptionError: there is no such file, or it registers no task.
-    """
+    """Run a Python file and return the names of the tasks that it registers."""
     if not Path(path).is_file():
         raise OptionError(
             f"file {path} does not exist; pass one that registers a task, or a task name"
@@ -134,18 +202,17 @@ def all_tasks() -> dict[str, type[Task]]:
 
 
 def chosen(names: Sequence[str]) -> list[type[Task]]:
-    """The tasks with these names, each once, in order of registration.
-
-    Raises:
-        OptionError: there is no such task.
-    """
+    """The tasks with these names, each once, in order of registration."""
     for name in names:
         if name not in _REGISTRY:
-            raise OptionError(
-                f"unknown task {name!r}{nearest(name, _REGISTRY) or '.'} "
-                f"Tasks: {', '.join(_REGISTRY)}"
-            )
+            raise _unknown(name, _REGISTRY)
     return [cls for name, cls in _REGISTRY.items() if name in names]
+
+
+def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
+    known = list(known)
+    guess = nearest(name, known) or "."
+    return OptionError(f"unknown task {name!r}{guess} Tasks: {', '.join(known)}{more}")
 
 
 def build(
@@ -157,18 +224,13 @@ def build(
         names: of tasks.
         given: values of options, by field name.
         mistakes: collects errors, and a task with an error is None; if None, errors are raised.
-
-    Raises:
-        OptionError: there is no such task, or an option is invalid.
     """
     found = Mistakes() if mistakes is None else mistakes
-    classes = found.check(chosen, names, default=[None])
-    asked = [cls.name for cls in classes if cls]
     made = []
-    for cls in classes:
+    for cls in found.check(chosen, names, default=[None]):
         known = {one.name for one in options(cls)} if cls else ()
-        own = {k: v for k, v in given.items() if k in known}
-        made.append(cls and found.check(cls.from_options, own, asked))
+        own = {name: value for name, value in given.items() if name in known}
+        made.append(cls and found.check(lambda cls=cls, own=own: cls(**own)))
     if mistakes is None:
         found.report()
     return made
@@ -186,23 +248,29 @@ def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
 
 
 def named_parts(text: str, known: Iterable[str]) -> list[str]:
-    """The names in ``known`` that ``text`` contains, in the order of ``known``.
-
-    Args:
-        text: comma-separated names, or ``all``.
-        known: all valid names.
-
-    Raises:
-        OptionError: a name is unknown.
-    """
+    """The names in ``known`` that ``text`` contains (comma-separated, or ``all``), in its order."""
     names, known = split(text), list(known)
     for name in names:
         if name not in known and name != "all":
-            raise OptionError(
-                f"unknown task {name!r}{nearest(name, known) or '.'} "
-                f"Tasks: {', '.join(known)}, or all"
-            )
+            raise _unknown(name, known, ", or all")
     return [name for name in known if name in names or "all" in names]
+
+
+def counts(text: str, name: str) -> list[int]:
+    """The numbers of a comma-separated list, each once, in order."""
+    found = sorted(set(parse_lengths(text, "--" + name.replace("_", "-"))))
+    if not found or found[0] < 1:
+        raise OptionError(f"{name}={text!r} is not valid; give numbers from 1 on, as 1,2,4")
+    return found
+
+
+def require_one_of(**values: tuple[str, Sequence[str]]) -> None:
+    """Raise OptionError for a value that is not among the valid ones."""
+    for name, (value, valid) in values.items():
+        if value not in valid:
+            raise OptionError(
+                f"{name}={value!r} is not valid; it must be one of {', '.join(valid)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -240,15 +308,15 @@ def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def options(cls: type[Task]) -> list[Option]:
     """The fields of a task that are options of the command line."""
-    types_of = typing.get_type_hints(cls)
+    kinds = typing.get_type_hints(cls)
     return [
         Option(
-            field.name,
-            field.default,
-            field.metadata["help"],
-            field.metadata["read"] or _scalar(types_of[field.name]),
+            one.name,
+            one.default,
+            one.metadata["help"],
+            one.metadata["read"] or _scalar(kinds[one.name]),
         )
-        for field in option_fields(cls)
+        for one in option_fields(cls)
     ]
 
 

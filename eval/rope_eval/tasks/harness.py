@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from rope_eval.cases import Outcome, Questions, digest, require_positive
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, all_tasks, option, register
+from rope_eval.tasks.base import Task, all_tasks, option, register
 from rope_ext.command.arguments import split
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 
@@ -38,18 +38,9 @@ def _read_metadata(text: str | None) -> dict[str, Any]:
 @register
 @dataclass(frozen=True)
 class Harness(Task):
-    """Tasks and groups of lm-evaluation-harness.
-
-    Args:
-        harness_tasks: comma-separated names.
-        limit: number of documents of each task; None: all.
-        num_fewshot: number of examples before each question; None: as the task has it.
-        include_path: folder with further tasks.
-        metadata: for the tasks, such as ``{"max_seq_lengths": "16k"}`` for babilong.
-    """
+    """Tasks and groups of lm-evaluation-harness."""
 
     name: ClassVar[str] = "lm-eval"
-    kind: ClassVar[Kind] = "rate"
 
     harness_tasks: str = option("", "names of the harness; --tasks takes them, too")
     limit: int | None = option(None, "number of documents of each task; default: all")
@@ -64,56 +55,42 @@ class Harness(Task):
 
     @cached_property
     def manager(self) -> Any:
-        """The tasks that the harness knows.
-
-        Raises:
-            MeasureError: it is not installed.
-        """
+        """The tasks that the harness knows."""
         try:
             from lm_eval.tasks import TaskManager
         except ImportError:
             raise MeasureError(
-                f"unknown task {self.harness_tasks!r}{self._nearest or '.'} Tasks: "
-                f"{', '.join(all_tasks())}; those of lm-evaluation-harness need: "
+                f"{self._unknown(self.harness_tasks)}; those of lm-evaluation-harness need: "
                 f'pip install "rope-ext[harness]"'
             ) from None
         return TaskManager(include_path=self.include_path, metadata=self.metadata or {})
 
-    @property
-    def _nearest(self) -> str:
-        return nearest(self.harness_tasks, all_tasks())
+    def _unknown(self, name: str) -> str:
+        guess = nearest(name, all_tasks()) or "."
+        return f"unknown task {name!r}{guess} Tasks: {', '.join(all_tasks())}"
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Every task, with the group that it is averaged in.
-
-        Raises:
-            OptionError: the harness does not know a task, or has no mean of it.
-            MeasureError: it is not installed, or data cannot be read.
-        """
+        """Every task, with the group that it is averaged in."""
         if settings.url is not None:
             raise OptionError(
                 "tasks of lm-evaluation-harness need the model in this process; leave them out "
                 "with --url, or run `lm_eval --model local-completions`"
             )
         made: dict[str, Task] = {}
+        given = {field.name: getattr(self, field.name) for field in fields(Harness)}
         for name in split(self.harness_tasks):
             if not self.manager.match_tasks([name]):
-                raise OptionError(
-                    f"unknown task {name!r}{nearest(name, all_tasks()) or '.'} Tasks: "
-                    f"{', '.join(all_tasks())}, and those that `lm_eval ls tasks` lists"
-                )
+                raise OptionError(f"{self._unknown(name)}, and those that `lm_eval ls tasks` lists")
             try:
-                found = self.manager.load([name])
+                found = self.manager.load([name])["tasks"]
             except Exception as error:  # of whatever reads its data
                 raise MeasureError(
                     f"cannot read the data of {name} ({type(error).__name__}: {first_line(error)})"
                 ) from None
-            suite = name if len(found["tasks"]) > 1 else None
-            for own, task in found["tasks"].items():
-                given = {field.name: getattr(self, field.name) for field in fields(Harness)}
-                made.setdefault(
-                    own, HarnessTask(**given, name=own, metric=_mean(own, task), suite=suite)
-                )
+            suite = name if len(found) > 1 else None
+            for own, task in found.items():
+                metric = _mean(own, task)
+                made.setdefault(own, HarnessTask(**given, name=own, metric=metric, suite=suite))
         return list(made.values())
 
 
@@ -121,8 +98,7 @@ def _mean(name: str, task: Any) -> str:
     """The first metric of a task that is averaged over its documents."""
     from lm_eval.api.metrics import mean
 
-    means = (metric for metric, how in task.aggregation().items() if how is mean)
-    metric = next(means, None)
+    metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)
     if metric is None:
         raise OptionError(
             f"the task {name} has no metric that is a mean over its documents; measure it with "
@@ -179,9 +155,6 @@ def outcomes(
         cache: directory for answers, from which an interrupted run goes on.
         system: name, for the outcomes.
         identity: of the system; what its answers depend on.
-
-    Raises:
-        MeasureError: a value is not within 0 and 1.
     """
     import lm_eval
     from lm_eval.models import huggingface
@@ -194,7 +167,7 @@ def outcomes(
     window = made.HFLM(
         pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=batch_size
     )
-    first = tasks[0]
+    first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
     found = harness.simple_evaluate(
         window,
         tasks=[task.name for task in tasks],
@@ -204,14 +177,11 @@ def outcomes(
         use_cache=str(cache / digest(identity, length)),
         bootstrap_iters=0,
         apply_chat_template=chat,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
         metadata=first.metadata,
+        **{f"{name}_seed": seed for name in seeds},
     )
     for task in tasks:
-        samples: Sequence[Mapping[str, Any]] = found["samples"][task.name]
+        samples = found["samples"][task.name]
         for sample in samples:
             if sample["filter"] != samples[0]["filter"]:
                 continue

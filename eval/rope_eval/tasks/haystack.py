@@ -12,15 +12,17 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, longest
+from rope_eval.cases import Case
+from rope_eval.data.prompts import Frame
 from rope_eval.data.text import python_documentation, read_texts, sentences
 from rope_eval.data.words import pairs
-from rope_eval.tasks.base import Kind, Task
+from rope_eval.settings import Settings
+from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, option, register
 from rope_ext.errors import MeasureError, OptionError, first_line
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -29,12 +31,10 @@ INTRO = (
     "it. I will quiz you about the {values} afterwards."
 )
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-ASK = "\nWhat {are} the special magic {values} for {query} mentioned in the provided text?"
-LEAD = " The special magic {values} for {query} mentioned in the provided text {is_are}"
+ASK = "\nWhat {all} the special magic {values} for {query} mentioned in the provided text?"
+LEAD = " The special magic {values} for {query} mentioned in the provided text {are}"
 
 Word = Literal["words", "numbers", "uuids"]
-KINDS = ("noise", "needles")
-"""Haystacks that are no text, by name."""
 DEPTHS = tuple(round(100 * place / 39) for place in range(40))
 """Where RULER puts needles in a text, percent of its sentences."""
 
@@ -49,18 +49,14 @@ def make(kind: Word, rng: random.Random) -> str:
 
 
 def distinct(kind: Word, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
-    """``count`` more of them than are taken, none twice: those that are taken come first.
-
-    Raises:
-        OptionError: there are not so many.
-    """
+    """``count`` more of them than are taken, none twice: those that are taken come first."""
     found = dict.fromkeys(taken)
-    if kind == "words" and len(found) + count > len(pairs()):
-        raise OptionError(
-            f"{len(found) + count} needles need as many keys, and there are {len(pairs())}; give "
-            f"shorter --lengths"
-        )
     count += len(found)
+    if kind == "words" and count > len(pairs()):
+        raise OptionError(
+            f"{count} needles need as many keys, and there are {len(pairs())}; give shorter "
+            f"--lengths"
+        )
     while len(found) < count:  # ends: there are millions of the other kinds
         found[make(kind, rng)] = None
     return list(found)
@@ -82,22 +78,11 @@ def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int])
     return made + list(pieces[start:])
 
 
-def too_long(name: str, least: int, length: int) -> OptionError:
-    """The error for a length that a prompt cannot fit into."""
-    return OptionError(
-        f"a {name} prompt needs at least {least} tokens with this tokenizer, got length {length}; "
-        f"give longer --lengths"
-    )
-
-
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
     """A text for a haystack and where it is from, as options of ``Needles``.
 
     Besides what ``read_texts`` takes, a ``.json`` file with a field ``text``, which is how RULER
     keeps its essays.
-
-    Raises:
-        MeasureError: a text is missing or empty.
     """
     if not sources:
         return {}
@@ -110,22 +95,22 @@ def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
 def _json_text(path: str) -> str:
     try:
         text = json.loads(Path(path).read_text(encoding="utf-8"))["text"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if not text.strip():
+            raise ValueError("it is empty")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise MeasureError(
             f'cannot read the text {path} ({reason}); give a JSON object with a field "text"'
         ) from None
-    if not isinstance(text, str) or not text.strip():
-        raise MeasureError(f"the text {path} is empty; give --haystack a file with text in it")
     return text
 
 
 @dataclass(frozen=True)
-class Needles(Task):
+class Needles(Prompts):
     """The task in all variants, including ``needle`` and the ``niah`` tasks of ``ruler``.
 
     Args:
-        name: of the task.
+        name, trials, tokens, depths: as for ``Prompts``; ``depths`` are those of the first needle.
         haystack: ``noise``: one line repeated; ``text``: ``text``; ``needles``: other needles, all
             different.
         text: of a text haystack; None uses Python's documentation.
@@ -138,16 +123,8 @@ class Needles(Task):
         values: number of values for each key.
         key_kind: type of the keys.
         value_kind: type of the values.
-        trials: prompts for each length (and depth bin).
-        depths: bins of equal width for the first needle that is asked for; 0 places it anywhere.
-        tokens: maximum answer length in tokens; part of the length.
-        suite: tasks with the same suite are averaged.
-        suite_size: see ``Task``.
     """
 
-    kind: ClassVar[Kind] = "rate"
-
-    name: str
     haystack: Literal["noise", "text", "needles"] = "text"
     text: str | None = None
     source: str = "Python's documentation"
@@ -157,56 +134,22 @@ class Needles(Task):
     values: int = 1
     key_kind: Word = "words"
     value_kind: Word = "numbers"
-    trials: int = 10
-    depths: int = 0
-    tokens: int = 128
-    suite: str | None = None
-    suite_size: int | None = None
 
-    def __post_init__(self) -> None:
-        require_positive(trials=self.trials, queries=self.queries, tokens=self.tokens)
-        require_positive(depths=self.depths or None)
-        if self.keys < self.queries:
-            raise OptionError(f"{self.queries} keys cannot be asked for, there are {self.keys}")
-
-    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All prompts.
-
-        Raises:
-            OptionError: a length cannot hold a prompt.
-        """
-        cases = []
-        stock = self._stock()
-        for length in lengths:
-            for depth in range(max(1, self.depths)):
-                rng = random.Random(f"{self.name}:{seed}:{length}:{self.depths}:{depth}")
-                for _ in range(self.trials):
-                    number = rng.randrange(2**40)
-                    place = (depth + rng.random()) / self.depths if self.depths else None
-                    case = self._case(frame, stock, length, number, place, depth)
-                    cases.append(case)
-        where = {
-            "noise": "repeated noise",
-            "text": self.source,
-            "needles": "other needles",
-        }[self.haystack]
-        at = f" at each of {self.depths} depths" if self.depths else ""
-        definition = (
+    @property
+    def about(self) -> str:
+        where = {"noise": "repeated noise", "text": self.source, "needles": "other needles"}
+        return (
             f"share of {self.queries * self.values} {self.value_kind} (of "
-            f"{self.keys * self.values} hidden in {where}) that the model writes down in "
-            f"{self.tokens} tokens; {self.trials} prompts{at}, exact intervals"
+            f"{self.keys * self.values} hidden in {where[self.haystack]}) that the model writes "
+            f"down in {self.tokens} tokens"
         )
-        return Questions(cases, definition)
 
+    @cached_property
     def _stock(self) -> list[str]:
         """The words of the text."""
-        if self.haystack != "text":
-            return []
         return (python_documentation() if self.text is None else self.text).split()
 
-    def _hay(
-        self, stock: Sequence[str], owner: Mapping[str, str], rng: random.Random
-    ) -> Callable[[int], list[str]]:
+    def _hay(self, owner: Mapping[str, str], rng: random.Random) -> Callable[[int], list[str]]:
         """The haystack of so many lines, or of so many words; ``owner``: keys by value."""
         if self.haystack == "noise":
             return lambda units: [NOISE] * units
@@ -217,14 +160,13 @@ class Needles(Task):
             def others(units: int) -> list[str]:
                 nonlocal keys, values
                 if (more := units - len(lines)) > 0:
-                    had = len(keys), len(values)
                     keys = distinct(self.key_kind, more, rng, keys)
                     values = distinct(self.value_kind, more, rng, values)
-                    new = zip(keys[had[0] :], values[had[1] :], strict=True)
-                    lines.extend(self._needle(key, value) for key, value in new)
+                    lines.extend(map(self._needle, keys[-more:], values[-more:]))
                 return lines[:units]
 
             return others
+        stock = self._stock
         begins = [0, *(at for at, word in enumerate(stock[:-1], 1) if word[-1] in ".!?")]
         start = 0 if self.ruler else rng.choice(begins)
         turned = [*stock[start:], *stock[:start]]
@@ -233,47 +175,35 @@ class Needles(Task):
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
 
-    def _case(
-        self,
-        frame: Frame,
-        stock: Sequence[str],
-        length: int,
-        seed: int,
-        depth: float | None,
-        bin: int,
-    ) -> Case:
-        rng = random.Random(f"{self.name}:{seed}")
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        rng = random.Random(f"{self.name}:{draw.number}")
         keys = distinct(self.key_kind, self.keys, rng)
         values = distinct(self.value_kind, self.keys * self.values, rng)
         owner = {value: keys[index // self.values] for index, value in enumerate(values)}
         asked = keys[: self.queries]
         needles = [self._needle(key, value) for value, key in owner.items()]
-        intro, ask, lead = self._wording(asked)
-        hay = self._hay(stock, owner, rng)
-        placed = self._places(len(needles), depth, rng)
+        several = self.queries * self.values > 1
+        words = {
+            "values": self.value_kind if several else self.value_kind[:-1],
+            "query": ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0],
+            "some": "Some" if several else "A",
+            "are": "are" if several else "is",
+            "all": "are all" if several else "is",
+        }
+        hay = self._hay(owner, rng)
+        placed = self._places(len(needles), draw.depth, rng)
         joint = " " if self.haystack == "text" else "\n"
 
         def build(units: int) -> array:
             lines = hay(units)
             context = joint.join(insert(lines, needles, placed(lines)))
-            return frame.whole(f"{intro}\n{context}{ask}", lead, keep_space=True)[0]
+            content = f"{INTRO.format(**words)}\n{context}{ASK.format(**words)}"
+            return frame.whole(content, LEAD.format(**words), keep_space=True)[0]
 
         # RULER's lines with a needle before them are all different: there must be as many.
         least = len(needles) if self.ruler and self.haystack != "text" else 0
-        _, ids = longest(build, length - self.tokens, least)
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
-        return Case(
-            task=self.name,
-            length=length,
-            seed=seed,
-            mode="write",
-            count=self.tokens,
-            ids=ids,
-            answers=tuple(value for value in values if owner[value] in asked),
-            depth=depth,
-            bin=bin if self.depths else None,
-        )
+        _, ids = self.fill(build, length, least)
+        return self.case(length, draw, ids, [one for one in values if owner[one] in asked])
 
     def _places(
         self, count: int, depth: float | None, rng: random.Random
@@ -293,15 +223,46 @@ class Needles(Task):
 
         return anywhere
 
-    def _wording(self, asked: Sequence[str]) -> tuple[str, str, str]:
-        """Introduction, question and beginning of the answer."""
-        several = self.queries * self.values > 1
-        query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
-        words: dict[str, Any] = {
-            "values": self.value_kind if several else self.value_kind[:-1],
-            "query": query,
-            "some": "Some" if several else "A",
-            "is_are": "are" if several else "is",
-        }
-        intro = INTRO.format(are="are" if several else "is", **words)
-        return intro, ASK.format(are="are all" if several else "is", **words), LEAD.format(**words)
+
+@register
+@dataclass(frozen=True)
+class Needle(Task):
+    """Needles in a haystack that you choose: several needles, distractors, any text.
+
+    The first needle is placed at all depths, the others anywhere; the score is the fraction of the
+    requested numbers in the answer. Distractors look the same and are not asked for.
+    """
+
+    name: ClassVar[str] = "needle"
+
+    trials: int = option(10, "prompts for each length and depth")
+    depths: int = option(5, "depth bins of equal width")
+    needles: int = option(1, "number of needles that are asked for")
+    distractors: int = option(0, "number of needles that are not asked for")
+    haystack: tuple[str, ...] = option(
+        (),
+        "file, folder or hf:ID/CONFIG:SPLIT; repeatable; or noise, or needles. Default: Python's "
+        "documentation",
+    )
+    new_tokens: int | None = answer_tokens()
+
+    def __post_init__(self) -> None:
+        if self.distractors < 0 or self.needles < 1 or self.depths < 1:
+            raise OptionError(
+                f"distractors={self.distractors}, needles={self.needles} or depths={self.depths} "
+                f"is not valid; they must be at least 0, 1 and 1"
+            )
+
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """The needles in the text, which is read here."""
+        named = len(self.haystack) == 1 and self.haystack[0] in ("noise", "needles")
+        hay: dict[str, Any] = (
+            {"haystack": self.haystack[0]} if named else read_haystack(self.haystack)
+        )
+        tokens = 16 + 16 * self.needles if self.new_tokens is None else self.new_tokens
+        keys = self.needles + self.distractors
+        return [
+            Needles(
+                "needle", self.trials, tokens, self.depths, keys=keys, queries=self.needles, **hay
+            )
+        ]

@@ -14,16 +14,16 @@ import math
 import random
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, encode, joined
+from rope_eval.data.prompts import Frame, longest
 from rope_eval.data.rows import Row, load_datasets, read_rows
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, answer_tokens, drawn, option, register
-from rope_eval.tasks.haystack import too_long
+from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register, too_long
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
@@ -57,6 +57,14 @@ _ICL = (
     '"label: {{label}}" and nothing else. \n\n{context}\n\n{question}'
 )
 
+TEMPLATES = {"ruler": _RULER, "kv": _KV, "qa": _QA, "rank": _RANK, "icl": _ICL}
+LEADS = {
+    "ruler": _RULER_LEAD,
+    "kv": "Corresponding value:",
+    "qa": "Answer:",
+    "rank": "Ranking:",
+    "icl": "label:",
+}
 Format = Literal["ruler", "kv", "qa", "rank", "icl"]
 
 
@@ -168,17 +176,6 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Recall:
-    """The fraction of the answers in the text, ignoring case."""
-
-    answers: tuple[str, ...]
-
-    def __call__(self, written: str) -> float:
-        text = written.lower()
-        return sum(answer.lower() in text for answer in self.answers) / len(self.answers)
-
-
-@dataclass(frozen=True)
 class Ndcg:
     """NDCG@10 of the ranking in the text, as in trec_eval.
 
@@ -213,234 +210,210 @@ def _gain(grades: Sequence[int]) -> float:
 
 # Prompts
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A row as a prompt.
-
-    Args:
-        before, context, after: the prompt in three parts; the second may be cut at its end.
-        answers: right answers, for the results.
-        judge: scores a text.
-    """
-
-    before: str
-    context: str
-    after: str
-    answers: tuple[str, ...]
-    judge: Callable[[str], float]
+Made = tuple[dict[str, str], tuple[str, ...], "Callable[[str], float] | None"]
+"""What fills a template, the right answers, and what scores a text instead of looking for them."""
 
 
 @dataclass(frozen=True)
-class Rows(Task):
+class DataSet(Task):
     """The rows of one data set, each asked at every length.
 
-    A prompt is tokenized as a whole. If it does not fit the length, less the template and the
-    answer, the end of its context is left out. Shorter rows are not changed.
+    If a prompt does not fit the length, the end of its context is left out. Shorter rows are not
+    changed.
 
     Args:
         name: of the task.
-        rows: of the data.
+        shape: the data set.
+        rows: of the data for each length; None: those for all other lengths.
+        demos: rows to sample demonstrations from, likewise.
         tokens: maximum answer length in tokens; part of the length.
         samples: questions to ask, sampled at random; None: as many as the authors ask.
-        shape: the data set.
-        demos: rows to sample demonstrations from.
-        shots: number of demonstrations; for ``icl``, by length.
+        shots: number of demonstrations, except for ``icl``.
     """
 
-    kind: ClassVar[Kind] = "rate"
-
     name: str
-    rows: Sequence[Row]
-    tokens: int
-    samples: int | None
     shape: Shape
-    demos: Sequence[Row] = ()
-    shots: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive(new_tokens=self.tokens, samples=self.samples)
+    rows: Mapping[int | None, Sequence[Row]]
+    demos: Mapping[int | None, Sequence[Row]]
+    tokens: int
+    samples: int | None = None
+    shots: int = 2
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All rows at every length.
-
-        Raises:
-            MeasureError: a row lacks something.
-            OptionError: a length cannot hold a prompt.
-        """
-        cases, shortened = [], dict.fromkeys(lengths, 0)
-        around = len(frame.head) + len(frame.tail) + self.tokens
-        rows = self.chosen(seed)
-        for number, row in enumerate(rows):
-            asked = self.asked(row, bool(frame.tail), seed)
-            whole = encode(frame.tokenizer, asked.before + asked.context + asked.after)
-            for length in lengths:
-                ids = whole
-                if len(whole) + around > length:
-                    shortened[length] += 1
-                    ids = self._cut(frame.tokenizer, asked, whole, length, length - around)
-                cases.append(
-                    Case(
-                        task=self.name,
-                        length=length,
-                        seed=number,
-                        mode="write",
-                        count=self.tokens,
-                        ids=joined(frame.head, ids, frame.tail),
-                        answers=asked.answers,
-                        judge=asked.judge,
-                    )
+        cases, notes = [], []
+        for length in lengths:
+            rows, cut = self.chosen(length, seed), 0
+            for number, row in enumerate(rows):
+                ids, is_cut, answers, judge = self.prompt(frame, row, rows, length, seed)
+                case = Case(
+                    self.name, length, number, "write", self.tokens, ids, answers, judge=judge
                 )
-        cases.sort(key=lambda case: case.length)  # stable
+                cases.append(case)
+                cut += is_cut
+            notes += [f"{cut} at {length}"] if cut else []
+        count = len(cases) // max(1, len(lengths))
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
-            f"{len(rows)} prompts, exact intervals"
+            f"{count} prompts, exact intervals"
         )
-        counts = ", ".join(f"{count} at {length}" for length, count in shortened.items() if count)
-        if counts:
+        if notes:
             definition += (
-                f"; the end of the context is left out where a prompt is too long ({counts})"
+                f"; the end of the context is left out where a prompt is too long "
+                f"({', '.join(notes)})"
             )
         return Questions(cases, definition)
 
-    def _cut(
-        self, tokenizer: Any, asked: Asked, whole: Sequence[int], length: int, room: int
-    ) -> Sequence[int]:
-        """At most ``room`` tokens of the prompt."""
-        ends = _ends(tokenizer, asked.context)
-        keep = len(ends)
-        ids = whole
-        for _ in range(16):  # cut text may be tokenized otherwise: by a token or two
-            keep -= len(ids) - room
-            if keep < 0:
-                break
-            text = asked.before + asked.context[: ends[keep - 1] if keep else 0] + asked.after
-            ids = encode(tokenizer, text)
-            if len(ids) <= room:
-                return ids
-        least = length - room + len(encode(tokenizer, asked.before + asked.after))
-        raise too_long(self.name, least, length)
+    def shown(self, length: int) -> int:
+        """Number of demonstrations; for ``icl`` as many as the benchmark shows at that length."""
+        if self.shape.format != "icl":
+            return self.shots
+        at: dict[int, int] = dict(
+            zip((8192, 16384, 32768, 65536, 131072), self.shape.shots, strict=True)
+        )
+        return at.get(length) or max(1, self.shape.shots[-1] * length // 131072)
 
-    def chosen(self, seed: int) -> Sequence[Row]:
+    def chosen(self, length: int, seed: int) -> Sequence[Row]:
         """The rows that the authors' code draws with this seed."""
-        rows = [row for row in self.rows if _popular(self.shape, row)]
+        rows, kind = self.rows.get(length) or self.rows.get(None), self.shape.format
+        if rows is None:
+            raise OptionError(
+                f"no data are given for {self.name} at {length} tokens; give {OPTION} "
+                f"{self.name.removeprefix('helmet_')}@{length}=FILE"
+            )
+        rows = [row for row in rows if _popular(self.shape, row)]
         if not rows:
             raise MeasureError(f"no row of {self.name} is left; give {OPTION} other data")
-        samples = self.samples or (ICL_SAMPLES if self.shape.format == "icl" else SAMPLES)
-        if self.shape.format in ("qa", "rank"):
-            name = _key(self.shape, rows[0])
-            keys = sorted(dict.fromkeys(row.key(name) for row in rows), key=_kept_apart)
+        samples = self.samples or (ICL_SAMPLES if kind == "icl" else SAMPLES)
+        if kind in ("qa", "rank"):
+            name = _key(kind, rows[0])
+            keys = sorted({row.key(name) for row in rows}, key=lambda key: (str(type(key)), key))
             keys = set(random.Random(seed).sample(keys, min(samples, len(keys))))
             return [row for row in rows if row.key(name) in keys]
-        if self.shape.format == "icl" and len(rows) <= samples:
+        if kind == "icl" and len(rows) <= samples:
             return rows
         rows = [rows[place] for place in _shuffled(len(rows), seed)]
-        if self.shape.format == "icl":
+        if kind == "icl":
             return _balanced(rows, self.shape.field, samples, random.Random(seed))
         return rows[:samples]
 
-    def asked(self, row: Row, chat: bool, seed: int) -> Asked:
-        """The prompt of a row, without the beginning of the answer for a chat model."""
-        words, lead, answers = getattr(self, f"_{self.shape.format}")(row, seed)
-        template = {"ruler": _RULER, "kv": _KV, "qa": _QA, "rank": _RANK, "icl": _ICL}
-        before, _, after = template[self.shape.format].partition("{context}")
-        # Where the answer is begun in the prompt, it is read with that beginning.
-        begun = "" if chat else lead
-        after = after.format(**words) + (f"\n{begun}" if begun else "")
-        judge = self._judge(row, answers, begun)
-        return Asked(before.format(**words), words["context"], after, answers, judge)
+    def prompt(
+        self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int
+    ) -> tuple[array, bool, tuple[str, ...], Any]:
+        """Tokens of a row among the ``rows`` that are asked, whether it is cut, how to score it."""
+        kind, demos = self.shape.format, self.demos.get(length) or self.demos.get(None) or ()
+        # Where the prompt begins the answer, the text is read with that beginning.
+        begun = "" if frame.around is not None else LEADS[kind]
+        if kind == "ruler":
+            words, answers, judge = _ruler(row, self.name.endswith("mv"))
+        elif kind == "kv":
+            words, answers, judge = _kv(row, self.shots, begun)
+        elif kind == "icl":
+            words, answers, judge = self._icl(row, demos, self.shown(length), seed, begun)
+        else:
+            name = _key(kind, row)
+            others = [one for one in demos if _popular(self.shape, one)]
+            if kind == "rank" and len(demos) > 2 * len(rows):
+                left_out = {one.key(name) for one in rows}
+            else:  # too few to do without all that are asked
+                left_out = {row.key(name)} if kind == "rank" or self.shape.field else set()
+            others = [one for one in others if one.key(name) not in left_out]
+            made = _rank if kind == "rank" else _qa
+            words, answers, judge = made(row, self._drawn(others, name, row.key(name)), begun)
+        before, _, after = TEMPLATES[kind].partition("{context}")
+        before, after = before.format(**words), after.format(**words)
+        after += f"\n{begun.format(**words)}" if begun else ""
+        context = words["context"]
+        ids = frame.whole(before + context + after)[0]
+        if len(ids) + self.tokens <= length:
+            return ids, False, answers, judge
+        ends = [0, *_ends(frame.tokenizer, context)]
+        _, ids = longest(
+            lambda keep: frame.whole(before + context[: ends[keep]] + after)[0],
+            length - self.tokens,
+            most=len(ends) - 1,
+        )
+        if len(ids) + self.tokens > length:
+            raise too_long(self.name, len(ids) + self.tokens, length)
+        return ids, True, answers, judge
 
-    def _judge(self, row: Row, answers: tuple[str, ...], begun: str) -> Any:
-        if self.shape.format == "ruler":
-            return Recall(answers)
-        if self.shape.format == "icl":
-            return Label(answers[0], begun)
-        if self.shape.format == "rank":
-            grades = [(_id(one), _grade(one)) for one in row.rows("ctxs")]
-            return Ndcg(tuple(grades), begun)
-        # The line is looked for by these words also where the prompt has others.
-        lead = "corresponding value:" if self.shape.format == "kv" else "Answer:"
-        return Substring(answers, lead, begun)
-
-    def _ruler(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:
-        several = self.name.endswith("mv")
-        words = {
-            "kind": row.text("type_needle_v"),
-            "question": row.text(row.either("query", "question")),
-            "context": row.text("context"),
-            "some": "Some" if several else "A",
-            "are": "are" if several else "is",
-            "are_all": "are all" if several else "is",
-        }
-        answers = row.texts(row.either("answer", "outputs"))
-        return words, _RULER_LEAD.format(**words), tuple(answers)
-
-    def _kv(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:
-        shown = row.value("demos") if self.shots else []
-        right = isinstance(shown, list) and all(isinstance(one, list) for one in shown)
-        if not (right and all(len(one) == 2 for one in shown)):
-            raise row.wrong("demos", "pairs of a key and a value")
-        pairs = shown[: self.shots]
-        demos = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs]
-        words = {name: row.text(name) for name in ("context", "question")}
-        answers = tuple(row.texts("answer"))
-        return words | {"demos": "".join(demos)}, "Corresponding value:", answers
-
-    def _qa(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:
-        name = _key(self.shape, row)
-        others = self.demos
-        if self.shape.field:  # popqa has one split: not the question itself
-            others = [one for one in others if _popular(self.shape, one)]
-            others = [one for one in others if one.key(name) != row.key(name)]
-        demos = [
-            f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {_answers(one)[0]}\n\n"
-            for one in self._drawn(others, name, row.key(name))
-        ]
-        words = {"question": row.text("question"), "context": _documents(row)}
-        return words | {"demos": "".join(demos)}, "Answer:", _answers(row)
-
-    def _rank(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:
-        asked = self.chosen(seed)
-        if len(self.demos) <= 2 * len(asked):  # too few to do without all that are asked
-            asked = [row]
-        left_out = {one.key("qid") for one in asked}
-        others = [one for one in self.demos if one.key("qid") not in left_out]
-        demos = [
-            f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
-            for one in self._drawn(others, "qid", row.key("qid"))
-        ]
-        words = {"question": row.text("query"), "context": _documents(row, row)}
-        return words | {"demos": "".join(demos)}, "Ranking:", (_order(row),)
-
-    def _icl(self, row: Row, seed: int) -> tuple[dict[str, str], str, tuple[str, ...]]:
-        field, text = self.shape.field, row.text("text")
+    def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Made:
+        field, text, labels = self.shape.field, row.text("text"), self.shape.labels
         rng = random.Random(f"{text}:{seed}")
-        numbers = rng.sample(range(self.shape.labels), self.shape.labels)
+        numbers = rng.sample(range(labels), labels)
 
         def number(one: Row) -> str:
             label = one.key(field)
-            if type(label) is not int or not 0 <= label < self.shape.labels:
-                raise one.wrong(field, f"a label from 0 to {self.shape.labels - 1}")
+            if type(label) is not int or not 0 <= label < labels:
+                raise one.wrong(field, f"a label from 0 to {labels - 1}")
             return str(numbers[label])
 
-        shown = _balanced(self.demos, field, self.shots, rng)
+        shown = _balanced(demos, field, shots, rng)
         context = "\n\n".join(f"{one.text('text')}\nlabel: {number(one)}" for one in shown)
-        return {"context": context, "question": text}, "label:", (number(row),)
+        answer = number(row)
+        return {"context": context, "question": text}, (answer,), Label(answer, begun)
 
     def _drawn(self, rows: Sequence[Row], name: str, key: Any) -> list[Row]:
         """The demonstrations of one question: the same in every run."""
-        if not self.shots:
-            return []
         seed = int(hashlib.sha256(str(key).encode()).hexdigest(), 16) % 2**31
         found: dict[Any, Row] = {}
-        for place in _shuffled(len(rows), seed):
+        for place in _shuffled(len(rows), seed) if self.shots else ():
             found.setdefault(rows[place].key(name), rows[place])
             if len(found) == self.shots:
-                return list(found.values())
-        raise MeasureError(
-            f"{self.name} has {len(found)} other questions to show, {self.shots} are asked for; "
-            f"give {DEMOS} more of them, or --shots {len(found)}"
-        )
+                break
+        if len(found) < self.shots:
+            raise MeasureError(
+                f"{self.name} has {len(found)} other questions to show, {self.shots} are asked "
+                f"for; give {DEMOS} more of them, or --shots {len(found)}"
+            )
+        return list(found.values())
+
+
+def _ruler(row: Row, several: bool) -> Made:
+    words = {
+        "kind": row.text("type_needle_v"),
+        "question": row.text("query" if "query" in row else "question"),
+        "context": row.text("context"),
+        "some": "Some" if several else "A",
+        "are": "are" if several else "is",
+        "are_all": "are all" if several else "is",
+    }
+    return words, tuple(row.texts("answer" if "answer" in row else "outputs")), None
+
+
+def _kv(row: Row, shots: int, begun: str) -> Made:
+    pairs = row.value("demos")[:shots] if shots else []
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise row.wrong("demos", "pairs of a key and a value")
+    demos = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs]
+    words = {"context": row.text("context"), "question": row.text("question")}
+    answers = tuple(row.texts("answer"))
+    # The line is looked for by these words also where the prompt has others.
+    return (
+        words | {"demos": "".join(demos)},
+        answers,
+        Substring(answers, "corresponding value:", begun),
+    )
+
+
+def _qa(row: Row, shown: Sequence[Row], begun: str) -> Made:
+    demos = [
+        f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {answer}\n\n"
+        for one in shown
+        for answer in one.texts("answers")[:1]
+    ]
+    words = {"question": row.text("question"), "context": _documents(row)}
+    answers = tuple(row.texts("answers"))
+    return words | {"demos": "".join(demos)}, answers, Substring(answers, "Answer:", begun)
+
+
+def _rank(row: Row, shown: Sequence[Row], begun: str) -> Made:
+    demos = [
+        f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
+        for one in shown
+    ]
+    words = {"question": row.text("query"), "context": _documents(row, row)}
+    grades = tuple((str(one.value("id")), _grade(one)) for one in row.rows("ctxs"))
+    return words | {"demos": "".join(demos)}, (_order(row),), Ndcg(grades, begun)
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
@@ -464,44 +437,20 @@ def _popular(shape: Shape, row: Row) -> bool:
     return math.log10(times) < 3
 
 
-def _key(shape: Shape, row: Row) -> str:
-    if shape.format == "rank":
-        return "qid" if "qid" in row else "query"
-    return "id" if "id" in row else "question"
-
-
-def _kept_apart(key: Any) -> tuple[str, Any]:
-    """Orders keys of one type as they are, and keys of two types at all."""
-    return type(key).__name__, key
-
-
-def _answers(row: Row) -> tuple[str, ...]:
-    answers = row.value("answers")
-    if isinstance(answers, list) and answers and isinstance(answers[0], list):
-        answers = [one for several in answers for one in several]
-    if not (isinstance(answers, list) and answers and all(isinstance(a, str) for a in answers)):
-        raise row.wrong("answers", "some strings")
-    return tuple(answers)
+def _key(format: Format, row: Row) -> str:
+    names = ("qid", "query") if format == "rank" else ("id", "question")
+    return names[names[0] not in row]
 
 
 def _documents(row: Row, ranked: Row | None = None) -> str:
     """All documents; where they are to be ranked, with titles if those of ``ranked`` have them."""
-    found = row.rows("ctxs")
-    if ranked is None:
-        texts = [f"Document (Title: {one.text('title')}): {one.text('text')}" for one in found]
-    else:
-        titled = any("title" in one for one in ranked.rows("ctxs")[:1])
-        texts = [
-            f"[ID: {_id(one)}] Document"
-            + (f" (Title: {one.text('title')})" if titled else "")
-            + f": {one.text('text')}"
-            for one in found
-        ]
+    titled = ranked is None or any("title" in one for one in ranked.rows("ctxs")[:1])
+    texts = []
+    for one in row.rows("ctxs"):
+        number = "" if ranked is None else f"[ID: {one.value('id')}] "
+        title = f" (Title: {one.text('title')})" if titled else ""
+        texts.append(f"{number}Document{title}: {one.text('text')}")
     return "\n\n".join(texts)
-
-
-def _id(document: Row) -> str:
-    return str(document.value("id"))
 
 
 def _grade(document: Row) -> int:
@@ -513,7 +462,7 @@ def _grade(document: Row) -> int:
 
 def _order(row: Row) -> str:
     documents = sorted(row.rows("ctxs"), key=_grade, reverse=True)  # stable, as the authors' is
-    return " > ".join(map(_id, documents))
+    return " > ".join(str(one.value("id")) for one in documents)
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
@@ -538,68 +487,14 @@ def _balanced(rows: Sequence[Row], field: str, count: int, rng: random.Random) -
     return rounds[:count]
 
 
-@dataclass(frozen=True)
-class ByLength(Task):
-    """One data set that may have a separate file for every length.
-
-    Args:
-        name: of the task.
-        made: the rows for each length; None: those for all other lengths.
-    """
-
-    kind: ClassVar[Kind] = "rate"
-
-    name: str
-    made: Mapping[int | None, Rows]
-
-    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All rows of every length.
-
-        Raises:
-            OptionError: a length has no rows, or cannot hold a prompt.
-            MeasureError: a row lacks something.
-        """
-        parts = [self.at(length).questions(frame, [length], seed) for length in lengths]
-        cases = [case for part in parts for case in part.cases]
-        definition = "; ".join(dict.fromkeys(part.definition for part in parts))
-        return Questions(cases, definition)
-
-    def at(self, length: int) -> Rows:
-        """The rows of one length, with as many examples as the benchmark shows at it.
-
-        Raises:
-            OptionError: there are none.
-        """
-        rows = self.made.get(length) or self.made.get(None)
-        if rows is None:
-            raise OptionError(
-                f"no data are given for {self.name} at {length} tokens; give {OPTION} "
-                f"{self.name.removeprefix('helmet_')}@{length}=FILE"
-            )
-        if rows.shape.format != "icl":
-            return rows
-        official: dict[int, int] = dict(
-            zip((8192, 16384, 32768, 65536, 131072), rows.shape.shots, strict=True)
-        )
-        shots = official.get(length) or max(1, official[131072] * length // 131072)
-        return replace(rows, shots=shots)
-
-
 @register
 @dataclass(frozen=True)
 class Helmet(Task):
-    """HELMET: the data sets whose files are given.
-
-    Args:
-        helmet_data: ``NAME=FILE``, or ``NAME@8k=FILE`` for that length only.
-        helmet_demos: the same for the source of demonstrations.
-        shots: demonstrations of RAG, re-ranking and ``json_kv``.
-        samples: questions from each data set; None uses the authors' numbers.
-        new_tokens: maximum answer length in tokens; None uses the authors' numbers.
+    """HELMET: the data sets whose files are given, as ``NAME=FILE``, or ``NAME@8k=FILE`` for that
+    length only.
     """
 
     name: ClassVar[str] = "helmet"
-    kind: ClassVar[Kind] = "rate"
 
     helmet_data: tuple[str, ...] = option((), "HELMET's NAME=FILE or NAME@8k=FILE; repeatable")
     helmet_demos: tuple[str, ...] = option((), "the same for demonstrations; repeatable")
@@ -608,47 +503,33 @@ class Helmet(Task):
     new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def __post_init__(self) -> None:
+        require_positive(new_tokens=self.new_tokens, samples=self.samples)
         if self.shots < 0:
             raise OptionError(f"shots={self.shots} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """A task for each data set, read here.
-
-        Raises:
-            OptionError: no data are given, or not those of a data set that is here.
-            MeasureError: they cannot be read.
-        """
-        demos = {
-            (name, length): read_rows(source, DEMOS)
-            for name, length, source in _sources(self.helmet_demos, DEMOS)
-        }
-        tasks: dict[str, dict[int | None, Rows]] = {}
-        for name, length, source in _sources(self.helmet_data, OPTION):
-            shape = SETS[name]
-            shown = demos.get((name, length)) or demos.get((name, None)) or ()
-            if not shown and (
-                shape.format == "icl" or (shape.format in ("qa", "rank") and self.shots)
-            ):
+        """A task for each data set, read here."""
+        demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)
+        if not data:
+            raise OptionError(
+                f"no data are given; give {OPTION} NAME=FILE with a name of {', '.join(SETS)}"
+            )
+        tasks = []
+        for name, rows in data.items():
+            shape, shown = SETS[name], demos.get(name, {})
+            needed = shape.format == "icl" or (shape.format in ("qa", "rank") and self.shots)
+            if needed and not (None in shown or rows.keys() <= shown.keys()):
                 zero = "" if shape.format == "icl" else ", or --shots 0"
                 raise OptionError(f"{name} needs demonstrations; give {DEMOS} {name}=FILE{zero}")
-            tasks.setdefault(name, {})[length] = Rows(
-                name=f"{self.name}_{name}",
-                rows=read_rows(source, OPTION),
-                tokens=shape.tokens if self.new_tokens is None else self.new_tokens,
-                samples=self.samples,
-                shape=shape,
-                demos=shown,
-                shots=self.shots,
-            )
-        if not tasks:
-            raise OptionError(
-                f"no data are given; give {OPTION} NAME=FILE with a name of {_known()}"
-            )
-        return [ByLength(f"{self.name}_{name}", made) for name, made in tasks.items()]
+            tokens = self.new_tokens or shape.tokens
+            more = (tokens, self.samples, self.shots)
+            tasks.append(DataSet(f"helmet_{name}", shape, rows, shown, *more))
+        return tasks
 
 
-def _sources(given: Sequence[str], option: str) -> Iterator[tuple[str, int | None, str]]:
-    """(name, length, source) of ``NAME=SOURCE`` and ``NAME@8k=SOURCE``."""
+def _read(given: Sequence[str], option: str) -> dict[str, dict[int | None, list[Row]]]:
+    """The rows of each ``NAME=SOURCE`` and ``NAME@8k=SOURCE``, by name and length."""
+    found: dict[str, dict[int | None, list[Row]]] = {}
     for text in given:
         place, _, source = text.partition("=")
         name, at, length = place.partition("@")
@@ -658,10 +539,8 @@ def _sources(given: Sequence[str], option: str) -> Iterator[tuple[str, int | Non
         if name not in SETS or not source:
             raise OptionError(
                 f"{option} {text!r} names no data set that is known{nearest(name, SETS)}; give "
-                f"NAME=FILE with a name of {_known()}"
+                f"NAME=FILE with a name of {', '.join(SETS)}"
             )
-        yield name, parse_length(length, option) if at else None, source
-
-
-def _known() -> str:
-    return ", ".join(SETS)
+        own = found.setdefault(name, {})
+        own[parse_length(length, option) if at else None] = read_rows(source, option)
+    return found

@@ -20,7 +20,7 @@ a key token if it is within one of the evaluator's (as in the authors' code).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -28,71 +28,56 @@ from typing import Any, ClassVar, Literal
 from rope_eval.cases import Questions, require_positive
 from rope_eval.data.prompts import Frame, beginning
 from rope_eval.settings import BEFORE, UNPATCHED, Settings
-from rope_eval.tasks.base import option, register
-from rope_eval.tasks.perplexity import Stretches, Windows
+from rope_eval.tasks.base import Task, option, register, require_one_of
+from rope_eval.tasks.perplexity import Segments, Windows
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
-VARIANT_NAMES = {"start": "a start token before every one", "official": "as the authors' code"}
-VARIANTS = tuple(VARIANT_NAMES)
+VARIANTS = {"start": "a start token before every one", "official": "as the authors' code"}
 GAIN = 2.0
 """Log likelihood that the long context must add, nats (alpha of the paper)."""
 LEAST = -2.0
 """Log likelihood that it must lead to, nats (beta of the paper)."""
 
-
 Slice = tuple[int, int]
 
 
-def merged(slices: Iterable[Slice]) -> list[Slice]:
-    """Slices in order, those that touch as one."""
-    found: list[Slice] = []
-    for begin, end in slices:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
 def within(places: Sequence[Slice], slices: Sequence[Slice]) -> set[int]:
-    """Which of ``places`` lie in one of ``slices`` as a whole; both are in order.
-
-    Tokens of one character have the same place. A slice is passed once a token starts in or after
-    it and ends beyond it, as in the authors' ``cal_overlap``.
-    """
+    """Which of ``places`` lie in one of ``slices`` as a whole; slices that touch are one."""
+    whole: list[Slice] = []
+    for begin, end in slices:
+        if whole and whole[-1][1] == begin:
+            begin, _ = whole.pop()
+        whole.append((begin, end))
     found, at = set(), 0
     for index, (begin, end) in enumerate(places):
-        while at < len(slices) and begin >= slices[at][0] and slices[at][1] < end:
+        # As in the authors' ``cal_overlap``.
+        while at < len(whole) and begin >= whole[at][0] and whole[at][1] < end:
             at += 1
-        if at < len(slices) and begin >= slices[at][0]:
+        if at < len(whole) and begin >= whole[at][0]:
             found.add(index)
     return found
 
 
 def _placed(tokenizer: Any, string: str, special: bool = False) -> tuple[list[int], list[Slice]]:
     """Tokens of a text and the characters of each; ``special``: with special tokens."""
+    if not tokenizer.is_fast:
+        raise OptionError(
+            f"the tokenizer of {tokenizer.name_or_path} does not report which characters its "
+            f"tokens cover; give --longppl-variant start and an --evaluator with the tokenizer "
+            f"of the model"
+        )
     made = tokenizer(string, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     return made["input_ids"], [tuple(place) for place in made["offset_mapping"]]
 
 
-def _require_places(*tokenizers: Any) -> None:
-    for tokenizer in tokenizers:
-        if not tokenizer.is_fast:
-            raise OptionError(
-                f"the tokenizer of {tokenizer.name_or_path} does not report which characters its "
-                f"tokens cover; give --longppl-variant start and an --evaluator with the tokenizer "
-                f"of the model"
-            )
-
-
 @register
 @dataclass(frozen=True)
-class LongPPL(Stretches):
+class LongPPL(Segments):
     """Sliding-window perplexity of key tokens only.
 
     Args:
-        documents, text, windows, min_context: as for ``Stretches``.
+        documents, text, windows, min_context: as for ``Segments``.
         stride: tokens; by default, half the shortest length.
         evaluator: folder or Hub ID of the model that chooses the key tokens, once for all
             methods; None: the measured model with the first method.
@@ -124,13 +109,9 @@ class LongPPL(Stretches):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(short_context=self.short_context)
-        if self.longppl_variant not in VARIANTS:
-            raise OptionError(
-                f"longppl_variant={self.longppl_variant!r} is not valid; it must be one of "
-                f"{', '.join(VARIANTS)}"
-            )
+        require_one_of(longppl_variant=(self.longppl_variant, tuple(VARIANTS)))
 
-    def parts(self, settings: Settings) -> Sequence[Stretches]:
+    def parts(self, settings: Settings) -> Sequence[Task]:
         """With its texts, and with the model that chooses the key tokens."""
         from rope_ext.saving import checkpoints as models  # torch: not for --help
 
@@ -153,15 +134,14 @@ class LongPPL(Stretches):
         from rope_ext.command.method_options import checked_methods
         from rope_ext.saving import checkpoints as models
 
+        how = (given.dtype, given.device, given.attn)
         if self.evaluator is not None:
-            yield models.load_model(
-                self.evaluator, given.dtype, given.device, given.attn, as_saved=True
-            )
+            yield models.load_model(self.evaluator, *how, as_saved=True)
             return
         first, *others = given.models
         if others:
             raise OptionError("several models need one --evaluator that chooses the key tokens")
-        model = models.load_model(first, given.dtype, given.device, given.attn, given.adapter)
+        model = models.load_model(first, *how, given.adapter)
         if not names:
             yield model
             return
@@ -172,12 +152,7 @@ class LongPPL(Stretches):
             yield model
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All windows with a key token in them. It loads and runs the evaluator.
-
-        Raises:
-            OptionError: the short context is not shorter than the longest length.
-            MeasureError: the texts are too short, or hold no key token.
-        """
+        """All windows with a key token in them. It loads and runs the evaluator."""
         if self.short_context + self.short_context // 4 >= max(lengths):
             raise OptionError(
                 f"short_context={self.short_context} is too long for lengths up to {max(lengths)}; "
@@ -186,10 +161,12 @@ class LongPPL(Stretches):
         sliding = self if self.stride else replace(self, stride=min(lengths) // 2)
         windows = sliding.choose(frame, lengths, seed)
         reader = frame.tokenizer if self.reader is None else self.reader
+        if self.opened is None:
+            raise RuntimeError("LongPPL has no model to choose key tokens; call parts() first")
         if self._official or reader.get_vocab() != frame.tokenizer.get_vocab():
-            windows, keys = self._by_characters(frame.tokenizer, reader, windows)
+            windows, keys = self._by_characters(self.opened, frame.tokenizer, reader, windows)
         else:
-            with self._opened() as model:
+            with self.opened() as model:
                 keys = [self.keys(model, windows.bos, text) for text in windows.texts]
         count = sum(map(len, keys))
         if not count:
@@ -204,8 +181,8 @@ class LongPPL(Stretches):
             f"perplexity of the {count} of {size} tokens whose log likelihood rises by more than "
             f"{GAIN:g} to above {LEAST:g} when {self.who} sees all of the text instead of the last "
             f"{self.short_context} tokens (LongPPL, arXiv 2410.23771); a window of each length "
-            f"moving by {sliding.stride} tokens, {VARIANT_NAMES[self.longppl_variant]}, intervals "
-            f"over documents"
+            f"moving by {sliding.stride} tokens, {VARIANTS[self.longppl_variant]}, intervals over "
+            f"documents"
         )
         note = (
             f"longppl: {self.who} chooses the tokens that it is judged by, which favors it; give "
@@ -214,54 +191,45 @@ class LongPPL(Stretches):
         notes = (*self._notes(windows, lengths, cases), *((note,) if self.judges_itself else ()))
         return Questions(cases, definition, notes)
 
-    def _opened(self) -> AbstractContextManager[Any]:
-        if self.opened is None:
-            raise RuntimeError("LongPPL has no model to choose key tokens; call parts() first")
-        return self.opened()
-
     @property
     def _official(self) -> bool:
         return self.longppl_variant == "official"
 
     def _by_characters(
-        self, tokenizer: Any, reader: Any, windows: Windows
+        self,
+        opened: Callable[[], AbstractContextManager[Any]],
+        tokenizer: Any,
+        reader: Any,
+        windows: Windows,
     ) -> tuple[Windows, list[set[int]]]:
         """Key tokens of texts that both models tokenize themselves.
 
         Returns:
             The windows, as the measured model's tokenizer reads the texts that they spell, and the
             places of the key tokens in each.
-
-        Raises:
-            OptionError: a tokenizer does not report the characters of its tokens.
         """
-        _require_places(reader, tokenizer)
         strings = [tokenizer.decode(list(text)) for text in windows.texts]
-        read = [_placed(tokenizer, string) for string in strings]
+        bos = () if self._official else beginning(reader)
+        read = [_placed(reader, string, special=self._official) for string in strings]
+        own = [_placed(tokenizer, string) for string in strings]
+        with opened() as model:
+            marked = [
+                [places[key] for key in sorted(self.keys(model, bos, ids))] for ids, places in read
+            ]
         # Cut out of a document, its first and last words may become more tokens, or fewer.
         most = len(windows.texts[0])
-        texts = tuple(tuple(ids[:most]) for ids, _ in read)
-        with self._opened() as model:
-            slices = [self._slices(model, reader, string) for string in strings]
-        pairs = zip(read, slices, strict=True)
-        keys = [within(places[:most], found) for (_, places), found in pairs]
+        pairs = zip(own, marked, strict=True)
+        keys = [within(places[:most], slices) for (_, places), slices in pairs]
         if self._official:
             windows, keys = replace(windows, bos=()), [found - {0} for found in keys]
-        return replace(windows, texts=texts), keys
-
-    def _slices(self, model: Any, reader: Any, string: str) -> list[Slice]:
-        """Stretches of key tokens in a text, as the evaluator reads it: characters."""
-        ids, places = _placed(reader, string, special=self._official)
-        bos = () if self._official else beginning(reader)
-        return merged(places[key] for key in sorted(self.keys(model, bos, ids)))
+        return replace(windows, texts=tuple(tuple(ids[:most]) for ids, _ in own)), keys
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
         """Places of the key tokens in ``text``."""
         from rope_eval.forward import score
 
         row = [*bos, *text]
-        tail = len(row) - 1
-        long = score(model, [row], tail)[0][0]
+        long = score(model, [row], len(row) - 1)[0][0]
         short = long.clone()  # at the start both contexts are the same
         stride = max(1, self.short_context // 4)
         for begin in range(self.short_context + stride, len(row), stride):
@@ -270,7 +238,6 @@ class LongPPL(Stretches):
                 window = row[begin - self.short_context : end]
             else:
                 window = [*bos, *row[max(len(bos), end - stride - self.short_context) : end]]
-            count = end - begin
-            short[begin - 1 : end - 1] = score(model, [window], count)[0][0]
+            short[begin - 1 : end - 1] = score(model, [window], end - begin)[0][0]
         key = (short - long > GAIN) & (-long > LEAST)
         return {int(place) + 1 - len(bos) for place in key.nonzero().flatten()}

@@ -8,18 +8,28 @@ length here includes the whole prompt and its answer; the authors' length is tha
 from __future__ import annotations
 
 import random
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal, cast
 
 from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, encode, joined
+from rope_eval.data.prompts import Frame, encode, longest
 from rope_eval.data.rows import Row, read_rows
 from rope_eval.data.text import read_texts
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, answer_tokens, drawn, option, register
-from rope_eval.tasks.haystack import too_long
+from rope_eval.tasks.base import (
+    Draw,
+    Task,
+    answer_tokens,
+    drawn,
+    option,
+    register,
+    require_one_of,
+    too_long,
+)
 from rope_ext.errors import MeasureError, OptionError
 
 OPTION, BOOKS = "--nolima-needles", "--nolima-books"
@@ -80,17 +90,9 @@ class Test:
     characters: tuple[str, ...]
     distractor: str | None
 
-    def asked(self, haystack: str, question: str) -> str:
-        """The prompt around a haystack."""
-        return self.template.replace("{question}", question).replace("{haystack}", haystack)
-
 
 def read_tests(source: str) -> list[Test]:
-    """All tests of a needle set: every question with all that its placeholders stand for.
-
-    Raises:
-        MeasureError: the file is not one of needles.
-    """
+    """All tests of a needle set: every question with all that its placeholders stand for."""
     return [test for row in read_rows(source, OPTION) for test in _tests(row)]
 
 
@@ -105,15 +107,13 @@ def _tests(row: Row) -> Iterator[Test]:
             needle = _filled(row.text("needle"), values)
             if "{CHAR}" in needle and not characters:
                 raise row.wrong("needle", "no {CHAR} without a field character_set")
-            if "{CHAR}" not in needle and "gold_answers" not in test:
-                test.value("gold_answers")
             yield Test(
-                needle=needle,
-                question=_filled(questions.text(kind), values),
-                template=template,
-                answers=tuple(test.texts("gold_answers")) if "{CHAR}" not in needle else (),
-                characters=characters,
-                distractor=_filled(row.row("distractors").text(kind), values)
+                needle,
+                _filled(questions.text(kind), values),
+                template,
+                tuple(test.texts("gold_answers")) if "{CHAR}" not in needle else (),
+                characters,
+                _filled(row.row("distractors").text(kind), values)
                 if "distractors" in row
                 else None,
             )
@@ -127,13 +127,7 @@ def _filled(text: str, values: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Book:
-    """A text as tokens, and the ends of its lines.
-
-    Args:
-        ids: tokens.
-        ends: indices of tokens with a line break, and the start.
-        name: of the file.
-    """
+    """A text as tokens, with the places of those with a line break, and the start."""
 
     ids: Sequence[int]
     ends: Sequence[int]
@@ -141,36 +135,27 @@ class Book:
 
     @classmethod
     def from_text(cls, tokenizer: Any, text: str, name: str) -> Book:
-        """Tokenize a book."""
         ids = encode(tokenizer, text)
         breaks = {token: "\n" in tokenizer.decode([token]) for token in set(ids)}
         return cls(ids, [0, *(at for at, token in enumerate(ids) if at and breaks[token])], name)
 
     def place(self, tokens: int, depth: float) -> tuple[int, int, int]:
-        """Where a stretch of ``tokens`` begins, where the needle is put in, and where it ends.
+        """Where a span of ``tokens`` begins, where the needle is put in, and where it ends.
 
-        The first line that ends at ``depth`` of the stretch or later is followed by the needle.
-
-        Raises:
-            MeasureError: the book is too short.
+        The first line that ends at ``depth`` of the span or later is followed by the needle.
         """
         found = bisect_left(self.ends, depth * (tokens + 1))
-        if found == len(self.ends) or not self.ends[found] <= len(self.ids) - 1:
-            raise self._short(tokens)
-        at = self.ends[found]
+        at = self.ends[found] if found < len(self.ends) else len(self.ids)
         start = at - round(tokens * depth)
-        if start < 0 or start + tokens > len(self.ids):
-            raise self._short(tokens)
+        if at == len(self.ids) or start < 0 or start + tokens > len(self.ids):
+            raise MeasureError(
+                f"{self.name} has {len(self.ids)} tokens, too few lines for a span of {tokens}; "
+                f"give {BOOKS} a longer text, or shorter --lengths"
+            )
         return start, at + 1, start + tokens
 
-    def _short(self, tokens: int) -> MeasureError:
-        return MeasureError(
-            f"{self.name} has {len(self.ids)} tokens, too few lines for a stretch of {tokens}; "
-            f"give {BOOKS} a longer text, or shorter --lengths"
-        )
-
-    def stretch(self, tokenizer: Any, tokens: int, depth: float, needle: str) -> str:
-        """A stretch of ``tokens`` with a needle on the line after ``depth``."""
+    def span(self, tokenizer: Any, tokens: int, depth: float, needle: str) -> str:
+        """A span of ``tokens`` with a needle on the line after ``depth``."""
         start, at, end = self.place(tokens, depth)
         before = tokenizer.decode(self.ids[start:at])
         before = before[: max(before.rfind("\n"), 0)]
@@ -186,128 +171,10 @@ def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float 
     return depth + free + drawn - left if drawn > left else drawn + free
 
 
-@dataclass(frozen=True)
-class Hidden(Task):
-    """All tests in all books.
-
-    Args:
-        tests, books: as read; a book is (name, text).
-        metric: see ``Gold``.
-        depths: positions of the needle, from the start to the end.
-        samples: prompts for each length; None: all.
-        tokens: maximum answer length in tokens.
-    """
-
-    name: ClassVar[str] = "nolima"
-    kind: ClassVar[Kind] = "rate"
-
-    tests: Sequence[Test]
-    books: Sequence[tuple[str, str]]
-    metric: Metric
-    depths: int
-    samples: int | None
-    tokens: int
-
-    def __post_init__(self) -> None:
-        require_positive(new_tokens=self.tokens, samples=self.samples, placements=self.depths)
-
-    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All prompts.
-
-        Raises:
-            OptionError: a length cannot hold a prompt.
-            MeasureError: a book is too short.
-        """
-        books = [Book.from_text(frame.tokenizer, text, name) for name, text in self.books]
-        places = [
-            (book, test, depth)
-            for book in range(len(books))
-            for test in range(len(self.tests))
-            for depth in range(self.depths)
-        ]
-        if self.samples is not None and self.samples < len(places):
-            rng = random.Random(f"nolima:{seed}")
-            places = sorted(rng.sample(places, self.samples))
-        # A picture by depth has them all.
-        binned = len({depth for *_, depth in places}) == self.depths
-        cases = []
-        for length in lengths:
-            for number, (book, test, depth) in enumerate(places):
-                rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{depth}")
-                at = depth / max(1, self.depths - 1)
-                ids, gold = self.prompt(frame, books[book], self.tests[test], length, at, rng)
-                case = Case(
-                    task=self.name,
-                    length=length,
-                    seed=number,
-                    mode="write",
-                    count=self.tokens,
-                    ids=ids,
-                    answers=gold.answers,
-                    depth=at,
-                    bin=depth if binned else None,
-                    judge=gold,
-                )
-                cases.append(case)
-        definition = (
-            f"share of NoLiMa's questions answered ({self.metric}); {len(places)} of "
-            f"{len(self.tests)} questions in {len(books)} books at {self.depths} depths, a length "
-            f"being that of the whole prompt, exact intervals"
-        )
-        return Questions(cases, definition)
-
-    def prompt(
-        self,
-        frame: Frame,
-        book: Book,
-        test: Test,
-        length: int,
-        depth: float,
-        rng: random.Random,
-    ) -> tuple[Any, Gold]:
-        tokenizer = frame.tokenizer
-        character = rng.choice(test.characters) if "{CHAR}" in test.needle else ""
-        needle = test.needle.replace("{CHAR}", character)
-        question = test.question.replace("{CHAR}", character)
-        answers = (character,) if character else test.answers
-        around = len(frame.head) + len(frame.tail) + self.tokens
-        draw = rng.random()
-        room = length - around - len(encode(tokenizer, test.asked(f" {needle}\n", question)))
-        if test.distractor:
-            room -= len(encode(tokenizer, f" {test.distractor}\n"))
-        size = room
-        while size > 0 and size > room - 64:  # ends: a cut text may be tokens longer, a few
-            text = book.stretch(tokenizer, size, depth, needle)
-            if test.distractor:
-                own = random.Random(draw)
-                text = self._distracted(tokenizer, book, size, text, test.distractor, depth, own)
-            ids = encode(tokenizer, test.asked(text, question))
-            if len(ids) + around <= length:
-                return joined(frame.head, ids, frame.tail), Gold(answers, self.metric)
-            size -= len(ids) + around - length
-        raise too_long(self.name, length - room + 1, length)
-
-    def _distracted(
-        self,
-        tokenizer: Any,
-        book: Book,
-        size: int,
-        text: str,
-        distractor: str,
-        depth: float,
-        rng: random.Random,
-    ) -> str:
-        """The stretch with the distractor at the end of a line, where the authors put it."""
-        place = distractor_depth(depth, size, rng)
-        lines = [at for at, letter in enumerate(text) if letter == "\n"]
-        at = min(lines, key=lambda line: abs(line - place * len(text)))
-        return f"{text[:at]} {distractor}\n{text[at:]}"
-
-
 @register
 @dataclass(frozen=True)
 class NoLiMa(Task):
-    """NoLiMa.
+    """NoLiMa: all tests in all books.
 
     Args:
         nolima_needles: the authors' ``needle_set.json``, or another of their sets.
@@ -320,7 +187,6 @@ class NoLiMa(Task):
     """
 
     name: ClassVar[str] = "nolima"
-    kind: ClassVar[Kind] = "rate"
 
     nolima_needles: str = option("", "the authors' needle_set.json, or another of their sets")
     nolima_books: tuple[str, ...] = option((), "the authors' rand_book_1.txt etc.; repeatable")
@@ -329,24 +195,74 @@ class NoLiMa(Task):
     samples: int | None = drawn("prompts for each length")
     new_tokens: int | None = answer_tokens("as in the benchmark")
 
-    def parts(self, settings: Settings) -> Sequence[Task]:
-        """With the needles and the books, which are read here.
+    def __post_init__(self) -> None:
+        require_positive(
+            new_tokens=self.new_tokens, samples=self.samples, placements=self.placements
+        )
+        require_one_of(nolima_metric=(self.nolima_metric, METRICS))
 
-        Raises:
-            OptionError: something is not given, or there is no such metric.
-            MeasureError: a file cannot be read.
-        """
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """Itself, with the needles and the books read."""
         if not self.nolima_needles:
             raise OptionError(f"no needles are given; give {OPTION} needle_set.json of NoLiMa")
         if not self.nolima_books:
             raise OptionError(f"no books are given; give {BOOKS} rand_book_1.txt of NoLiMa")
-        if self.nolima_metric not in METRICS:
-            raise OptionError(
-                f"nolima_metric={self.nolima_metric!r} is not valid; it must be one of "
-                f"{', '.join(METRICS)}"
-            )
-        tokens = 192 if self.new_tokens is None else self.new_tokens
+        self._read  # noqa: B018
+        return [self]
+
+    @cached_property
+    def _read(self) -> tuple[list[Test], list[tuple[str, str]]]:
+        """The tests, and the name and text of each book."""
         books = [(name, "\n\n".join(read_texts([name]))) for name in self.nolima_books]
-        tests = read_tests(self.nolima_needles)
-        hidden = Hidden(tests, books, self.nolima_metric, self.placements, self.samples, tokens)
-        return [hidden]
+        return read_tests(self.nolima_needles), books
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        tests, texts = self._read
+        books = [Book.from_text(frame.tokenizer, text, name) for name, text in texts]
+        depths = range(self.placements)
+        places = [(b, t, d) for b in range(len(books)) for t in range(len(tests)) for d in depths]
+        if self.samples is not None and self.samples < len(places):
+            places = sorted(random.Random(f"nolima:{seed}").sample(places, self.samples))
+        # A picture by depth has them all.
+        binned = len({depth for *_, depth in places}) == self.placements
+        cases = []
+        for length in lengths:
+            for number, (book, test, bin) in enumerate(places):
+                rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")
+                depth = bin / max(1, self.placements - 1)
+                draw = Draw(number, number, depth, bin if binned else None)
+                cases.append(self._case(frame, books[book], tests[test], length, draw, rng))
+        definition = (
+            f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
+            f"{len(tests)} questions in {len(books)} books at {self.placements} depths, a length "
+            f"being that of the whole prompt, exact intervals"
+        )
+        return Questions(cases, definition)
+
+    def _case(
+        self, frame: Frame, book: Book, test: Test, length: int, draw: Draw, rng: random.Random
+    ) -> Case:
+        tokenizer, tokens, depth = frame.tokenizer, self.new_tokens or 192, draw.depth or 0.0
+        character = rng.choice(test.characters) if "{CHAR}" in test.needle else ""
+        needle, question = (t.replace("{CHAR}", character) for t in (test.needle, test.question))
+        answers = (character,) if character else test.answers
+        seed = rng.random()
+
+        def build(size: int) -> array:
+            text = book.span(tokenizer, size, depth, needle) if size else f" {needle}\n"
+            if test.distractor:
+                wanted = distractor_depth(depth, size, random.Random(seed)) * len(text)
+                breaks = [at for at, letter in enumerate(text) if letter == "\n"]
+                at = min(breaks, key=lambda place: abs(place - wanted))
+                text = f"{text[:at]} {test.distractor}\n{text[at:]}"
+            asked = test.template.replace("{question}", question).replace("{haystack}", text)
+            return frame.whole(asked)[0]
+
+        _, ids = longest(build, length - tokens, most=max(0, length - tokens - len(build(0))))
+        if len(ids) + tokens > length:
+            raise too_long(self.name, len(ids) + tokens, length)
+        gold = Gold(answers, cast(Metric, self.nolima_metric))
+        place = {"depth": draw.depth, "bin": draw.bin}
+        return Case(
+            *(self.name, length, draw.number, "write", tokens, ids, answers), **place, judge=gold
+        )

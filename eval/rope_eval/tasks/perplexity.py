@@ -10,8 +10,7 @@ There are five protocols for segments of text (``choose_windows``) and context l
   scored once, at every length, with at least ``length - stride`` tokens before it, or all that
   the segment has.
 * ``start``: all of the first ``length`` tokens of each segment. If the frequencies of a method do
-not
-  depend on the length of the text, one pass over the longest window gives the result for every
+  not depend on the length of the text, one pass over the longest window gives the result for every
   length.
 * ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models",
   for comparison with such numbers. Windows start at every multiple of ``stride`` and score the
@@ -29,17 +28,17 @@ tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Frame, beginning, encode, joined
 from rope_eval.data.text import python_library, read_texts
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, option, register
+from rope_eval.tasks.base import Kind, Task, option, register, require_one_of
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
@@ -107,8 +106,8 @@ def choose_windows(
     joined = len(texts) < count and len(documents) > 1
     if joined:
         gap = [] if eos is None else [eos]
-        stream = [token for ids in documents for token in (*ids, *gap)]
-        texts = [(number, text) for number, (_, text) in enumerate(_cut([stream], size, rng))]
+        whole = [token for ids in documents for token in (*ids, *gap)]
+        texts = [(number, text) for number, (_, text) in enumerate(_cut([whole], size, rng))]
     if not texts:
         raise MeasureError(
             f"the text has {sum(map(len, documents))} tokens, but a window of "
@@ -122,15 +121,15 @@ def _cut(
     documents: Sequence[Sequence[int]], size: int, rng: random.Random
 ) -> list[tuple[int, tuple[int, ...]]]:
     """(document, ``size`` tokens of it) in random order, one of every document before a second."""
-    rounds: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    found: list[tuple[int, int, tuple[int, ...]]] = []
     for number in rng.sample(range(len(documents)), len(documents)):
         ids = documents[number]
         pieces = len(ids) // size
         start = rng.randint(0, len(ids) - pieces * size)
         for turn, piece in enumerate(rng.sample(range(pieces), pieces)):
             begin = start + piece * size
-            rounds.setdefault(turn, []).append((number, tuple(ids[begin : begin + size])))
-    return [text for turn in sorted(rounds) for text in rounds[turn]]
+            found.append((turn, number, tuple(ids[begin : begin + size])))
+    return [(number, text) for _, number, text in sorted(found, key=lambda one: one[0])]
 
 
 def positions(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -141,7 +140,7 @@ def positions(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Stretches(Task):
+class Segments(Task):
     """Segments of text with moving windows, shared by perplexity and LongPPL.
 
     Args:
@@ -172,12 +171,8 @@ class Stretches(Task):
         if self.min_context < 0:
             raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
 
-    def parts(self, settings: Settings) -> Sequence[Stretches]:
-        """Itself, with its texts in memory, so that a mistake in them is told before others.
-
-        Raises:
-            MeasureError: a text is missing, empty or unreadable.
-        """
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """Itself, with its texts in memory, so that a mistake in them is told before others."""
         self._texts  # noqa: B018
         return [self]
 
@@ -186,13 +181,6 @@ class Stretches(Task):
         if self.documents is not None:
             return self.documents
         return read_texts(self.text) if self.text else python_library("held_out")
-
-    @property
-    def source(self) -> str:
-        """Where the texts are from, for a reader of the results."""
-        if self.documents is not None:
-            return "the given documents"
-        return ", ".join(map(str, self.text)) or "Python's standard library (held-out files)"
 
     def choose(
         self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
@@ -204,18 +192,15 @@ class Stretches(Task):
             lengths: of the windows, tokens.
             seed: of their places.
             option: the command-line option that sets the lengths, for errors.
-
-        Raises:
-            MeasureError: a text cannot be read, or the texts are too short.
-            OptionError: a length leaves nothing to score, or not every token.
         """
-        if min(lengths) < 2:
+        shortest = min(lengths)
+        if shortest < 2:
             raise OptionError(
-                f"length {min(lengths)} leaves nothing to score; give {option} of 2 or more"
+                f"length {shortest} leaves nothing to score; give {option} of 2 or more"
             )
-        if self.stride is not None and self._skips(self.stride, min(lengths)):
+        if self.stride is not None and self.stride > shortest - self._unscored:
             raise OptionError(
-                f"stride={self.stride} would skip tokens at length {min(lengths)}; give a "
+                f"stride={self.stride} would skip tokens at length {shortest}; give a "
                 f"--stride below that, or longer --lengths"
             )
         documents = [encode(frame.tokenizer, text) for text in self._texts]
@@ -224,15 +209,7 @@ class Stretches(Task):
             documents, lengths, self.windows, beginning(frame.tokenizer), eos, seed, option
         )
 
-    def _skips(self, stride: int, length: int) -> bool:
-        """Whether windows of that length would leave tokens out: none scores its first token."""
-        return stride >= length
-
-    @property
-    def _step(self) -> int:
-        if self.stride is None:
-            raise OptionError("windows that move need --stride TOKENS")
-        return self.stride
+    _unscored: ClassVar[int] = 1  # first tokens of a window
 
     def slide(
         self,
@@ -248,24 +225,23 @@ class Stretches(Task):
             keys: for each segment, the places of the tokens to score; None means all. A window
                 that holds none of them is left out.
         """
-        bos, step = windows.bos, self._step
+        bos, stride = windows.bos, self.stride or 1
         for length in lengths:
-            size = length - len(bos)
-            number = 0
+            size, number = length - len(bos), 0
             for index, text in enumerate(windows.texts):
                 done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
                 end = size
                 while done < len(text):
                     end = min(end, len(text))
                     begin = max(0, end - size)
-                    ids, group = bos + text[begin:end], windows.documents[index]
-                    more = {}
-                    if keys is not None:
-                        found = [place for place in range(done, end) if place in keys[index]]
-                        more["only"] = tuple(len(bos) + place - begin for place in found)
-                    if keys is None or more["only"]:
-                        yield self._case(length, number, ids, end - done, group, **more)
-                    number, done, end = number + 1, end, end + step
+                    scored = (
+                        [] if keys is None else [p for p in range(done, end) if p in keys[index]]
+                    )
+                    if keys is None or scored:
+                        only = tuple(len(bos) + place - begin for place in scored)
+                        ids, group = bos + text[begin:end], windows.documents[index]
+                        yield self._case(length, number, ids, end - done, group, only=only)
+                    number, done, end = number + 1, end, end + stride
 
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
@@ -292,103 +268,79 @@ class Stretches(Task):
 
 @register
 @dataclass(frozen=True)
-class Perplexity(Stretches):
+class Perplexity(Segments):
     """Perplexity on segments of text.
 
     Args:
-        documents, text, windows: as for ``Stretches``.
-        protocol: one of ``PROTOCOLS``; see the module.
-        stride: for the protocols in ``STRIDING``, tokens.
-        min_context: for ``sliding`` and ``start``: tokens of text before the first scored one.
+        documents, text, windows, stride, min_context: as for ``Segments``.
+        protocol: one of ``PROTOCOLS``, see the module; None: ``sliding`` with a stride, else
+            ``ending``.
     """
 
     name: ClassVar[str] = "perplexity"
 
-    protocol: Literal["ending", "sliding", "start", "huggingface", "huggingface_means"] = option(
-        "ending",
+    protocol: str | None = option(
+        None,
         "ending (the same tokens with an increasing context), sliding, start, "
-        + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items()),
+        + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items())
+        + "; default: ending",
     )
-
-    @classmethod
-    def from_options(cls, given: Mapping[str, Any], beside: Sequence[str] = ()) -> Perplexity:
-        """As of every task; a stride alone makes the protocol sliding.
-
-        Raises:
-            OptionError: an option is not valid.
-        """
-        protocol = given.get("protocol", "sliding" if "stride" in given else "ending")
-        # LongPPL beside it always slides, and is what the least context is for.
-        whole = protocol in ("ending", *HUGGINGFACE)
-        if whole and given.get("min_context") and "longppl" not in beside:
-            raise OptionError(
-                f"--min-context does not apply to the protocol {protocol}; leave it out"
-            )
-        return cls(**{**given, "protocol": protocol})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.protocol not in PROTOCOLS:
+        protocol = self.protocol or ("ending" if self.stride is None else "sliding")
+        object.__setattr__(self, "protocol", protocol)  # what a report shows
+        require_one_of(protocol=(protocol, PROTOCOLS))
+        if protocol in STRIDING and self.stride is None:
+            raise OptionError(f"--protocol {protocol} needs --stride TOKENS; give both")
+        if protocol not in STRIDING and self.stride is not None:
             raise OptionError(
-                f"protocol={self.protocol!r} is not valid; it must be one of {', '.join(PROTOCOLS)}"
-            )
-        if self.protocol in STRIDING and self.stride is None:
-            raise OptionError(f"--protocol {self.protocol} needs --stride TOKENS; give both")
-        if self.protocol not in STRIDING and self.stride is not None:
-            raise OptionError(
-                f"--stride does not apply to the protocol {self.protocol}; leave it out, or give "
+                f"--stride does not apply to the protocol {protocol}; leave it out, or give "
                 f"--protocol {', '.join(STRIDING)}"
+            )
+        if self.min_context and protocol not in ("sliding", "start"):
+            raise OptionError(
+                f"--min-context does not apply to the protocol {protocol}; leave it out"
             )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All windows.
-
-        Raises:
-            MeasureError: the texts are too short.
-            OptionError: a length leaves nothing to score.
-        """
         if self.min_context and self.min_context + 2 > min(lengths):
             raise OptionError(
                 f"min_context={self.min_context} leaves nothing to score at length "
                 f"{min(lengths)}; give less, or longer --lengths"
             )
-        windows = self.choose(frame, lengths, seed)
-        plan = {
-            "ending": self._ending,
-            "sliding": self.slide,
-            "start": self._start,
-            **dict.fromkeys(HUGGINGFACE, self._huggingface),
-        }
-        cases = list(plan[self.protocol](windows, sorted(lengths)))
+        windows, lengths = self.choose(frame, lengths, seed), sorted(lengths)
+        plan = {"ending": self._ending, "sliding": self.slide, "start": self._start}
+        cases = list(plan.get(str(self.protocol), self._huggingface)(windows, lengths))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
 
-    def _skips(self, stride: int, length: int) -> bool:
-        if self.protocol in HUGGINGFACE:
-            return stride > length
-        return super()._skips(stride, length)
+    @property
+    def _unscored(self) -> int:
+        return 0 if self.protocol in HUGGINGFACE else 1
 
     def _define(self, windows: Windows) -> str:
-        count = len(windows.texts)
-        segments = f"{count} segment{'s' * (count != 1)} of {self.source}, intervals over documents"
+        count, source = len(windows.texts), ", ".join(map(str, self.text))
+        source = source or "Python's standard library (held-out files)"
+        source = source if self.documents is None else "the given documents"
+        segments = f"{count} segment{'s' * (count != 1)} of {source}, intervals over documents"
         if self.protocol in HUGGINGFACE:
             return (
-                f"perplexity from {HUGGINGFACE[self.protocol]} (--protocol {self.protocol}); "
+                f"perplexity from {HUGGINGFACE[str(self.protocol)]} (--protocol {self.protocol}); "
                 f"windows move by {self.stride} tokens; {segments}"
             )
-        if self.protocol == "ending":
-            what = (
+        what = {
+            "ending": (
                 f"the last {windows.scored} tokens of windows of each length; every length scores "
                 f"the same tokens, only the context before them grows"
-            )
-        elif self.protocol == "sliding":
-            what = (
+            ),
+            "sliding": (
                 f"all tokens of each segment, a window of each length moving by {self.stride} "
                 f"tokens: at least length - {self.stride} tokens of context once the segment has "
                 f"them"
-            )
-        else:
-            what = "the first tokens of each segment, as many as the length"
-        if self.min_context and self.protocol != "ending":
+            ),
+            "start": "the first tokens of each segment, as many as the length",
+        }[str(self.protocol)]
+        if self.min_context:
             what += f", less the very first {self.min_context}"
         return f"token-weighted perplexity of {what}; {segments}"
 
@@ -403,9 +355,8 @@ class Perplexity(Stretches):
     def _start(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         bos = windows.bos
         first = max(self.min_context, 1 - len(bos))
-        curve = positions(lengths)
         for length in lengths:
-            edges = tuple(edge for edge in curve if edge <= length)
+            edges = tuple(edge for edge in positions(lengths) if edge <= length)
             for number, text in enumerate(windows.texts):
                 ids = bos + text[: length - len(bos)]
                 count = len(ids) - len(bos) - first
@@ -417,7 +368,7 @@ class Perplexity(Stretches):
             number = 0
             for text, group in zip(windows.texts, windows.documents, strict=True):
                 row, done = windows.bos + text, 0
-                for begin in range(0, len(row), self._step):
+                for begin in range(0, len(row), self.stride or 1):
                     end = min(begin + length, len(row))
                     count = end - max(done, begin + 1)  # nothing comes before the first token
                     # The page takes one label off every window; only windows without overlap

@@ -17,18 +17,17 @@ import random
 import string
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, encode, longest
 from rope_eval.data.words import many_words
 from rope_eval.settings import Settings
-from rope_eval.tasks.answering import HOTPOTQA, SQUAD, Answering, Source
-from rope_eval.tasks.base import Kind, Task, answer_tokens, named_parts, option, register
-from rope_eval.tasks.haystack import NOISE, Needles, insert, read_haystack, too_long
+from rope_eval.tasks.answering import HOTPOTQA, SQUAD, Answering
+from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, named_parts, option, register
+from rope_eval.tasks.haystack import NOISE, Needles, insert, read_haystack
 from rope_ext.errors import OptionError
 
 SUITE, SIZE = "RULER", 13
@@ -63,96 +62,40 @@ FWE_LEAD = (
 
 
 @dataclass(frozen=True)
-class Synthetic(Task):
-    """A task of random parts; subclasses build one prompt.
-
-    Args:
-        trials: prompts for each length.
-        tokens: maximum answer length in tokens; part of the length.
-    """
-
-    kind: ClassVar[Kind] = "rate"
-    suite: ClassVar[str | None] = SUITE
-    suite_size: ClassVar[int | None] = SIZE
-    name: ClassVar[str]
-    about: ClassVar[str]
-
-    trials: int
-    tokens: int
-
-    def __post_init__(self) -> None:
-        require_positive(trials=self.trials, new_tokens=self.tokens)
-
-    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All prompts.
-
-        Raises:
-            OptionError: a length cannot hold a prompt.
-        """
-        cases = []
-        for length in lengths:
-            rng = random.Random(f"{self.name}:{seed}:{length}")
-            for _ in range(self.trials):
-                number = rng.randrange(2**40)
-                ids, answers = self.prompt(frame, length, random.Random(f"{self.name}:{number}"))
-                case = Case(self.name, length, number, "write", self.tokens, ids, tuple(answers))
-                cases.append(case)
-        definition = f"{self.about}; {self.trials} prompts, exact intervals"
-        return Questions(cases, definition)
-
-    def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
-        """Token ids, at most ``length`` less ``tokens`` of them, and the references.
-
-        Raises:
-            OptionError: they cannot be that few.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class VariableTracking(Synthetic):
+class VariableTracking(Prompts):
     """Chains ``VAR B = VAR A``: which variables hold the number? One chain of four hops."""
 
-    name: ClassVar[str] = "vt"
-    about: ClassVar[str] = "share of the 5 variables of a chain of assignments in repeated noise"
-
+    name: str = "vt"
     tokens: int = 30
     hops: int = 4
+    about: ClassVar[str] = "share of the 5 variables of a chain of assignments in repeated noise"
 
-    def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        rng, least = random.Random(f"vt:{draw.number}"), self.hops + 1
         # One example for all prompts, as in RULER; only its names and its number change.
         fixed = self._writer(3, random.Random("vt:example"), EXAMPLE_LAYOUT)
         solved = self._writer(3, rng, EXAMPLE_LAYOUT)
-
-        def shown(lines: int) -> str:
-            text, lead, names = solved(lines)
-            return f"{text}{lead} {' '.join(names)}\n\n"
-
-        # As long as in RULER: 500 tokens with its question and the beginning of its answer.
-        def tokens(lines: int) -> list[int]:
-            return encode(frame.tokenizer, "".join(fixed(lines)[:2]))
-
-        lines, _ = longest(tokens, 500, self.hops + 1)
         asked = self._writer(5, rng)
 
-        def build(lines_: int) -> array:
-            text, lead, _ = asked(lines_)
+        def build(lines: int, shown: int) -> array:
+            text, lead, names = solved(shown)
+            example = f"{text}{lead} {' '.join(names)}\n\n"
+            text, lead, _ = asked(lines)
             return frame.whole(example + text, lead, keep_space=True)[0]
 
-        example = shown(lines)
-        _, ids = longest(build, length - self.tokens, self.hops + 1)
-        if len(ids) + self.tokens > length:
-            # RULER's own example does not fit into so short a prompt: the shortest one there is.
-            example = shown(self.hops + 1)
-            _, ids = longest(build, length - self.tokens, self.hops + 1)
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
-        return ids, asked(self.hops + 1)[2]
+        # As long as in RULER: 500 tokens with its question and the beginning of its answer.
+        shown, _ = longest(
+            lambda lines: encode(frame.tokenizer, "".join(fixed(lines)[:2])), 500, least
+        )
+        if len(build(least, shown)) + self.tokens > length:
+            shown = least  # RULER's own does not fit into so short a prompt
+        _, ids = self.fill(lambda lines: build(lines, shown), length, least)
+        return self.case(length, draw, ids, asked(least)[2])
 
     def _writer(
         self, letters: int, rng: random.Random, layout: int | None = None
     ) -> Callable[[int], tuple[str, str, list[str]]]:
-        """Of so many lines of noise: the text and its question, and what the answer is.
+        """Of so many lines of noise: the text and its question, the answer's lead, and the answer.
 
         Args:
             letters: of a name.
@@ -177,15 +120,9 @@ class VariableTracking(Synthetic):
         return text
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How often ``cwe`` repeats words.
-
-    Args:
-        often: repetitions of the common words.
-        others: repetitions of all other words.
-        words: number of different words in the example.
-        example: ``often`` and ``others`` in the example.
+class Counts(NamedTuple):
+    """How often ``cwe`` repeats the common words and all others; likewise in its example, which
+    has so many different ``words``.
     """
 
     often: int
@@ -203,59 +140,43 @@ ROOM = 4096
 
 
 @dataclass(frozen=True)
-class CommonWords(Synthetic):
+class CommonWords(Prompts):
     """A numbered list of words, ten of which are more frequent than all others.
 
-    Args:
-        counts: repetitions; None: RULER's for each length, or ``FEW`` if those do not fit.
+    ``counts``: RULER's for each length if None, or ``FEW`` if those do not fit. The prompts of one
+    length repeat words equally often.
     """
 
-    name: ClassVar[str] = "cwe"
-    about: ClassVar[str] = "share of the 10 words that a numbered list repeats most"
-
+    name: str = "cwe"
     tokens: int = 120
     common: int = 10
     counts: Counts | None = None
 
-    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All prompts; those of one length repeat words equally often.
+    @property
+    def about(self) -> str:
+        how = f"{MANY} from {ROOM} tokens on, else {FEW}" if self.counts is None else self.counts
+        return f"share of the 10 words that a numbered list repeats most ({how})"
 
-        Raises:
-            OptionError: a length cannot hold a prompt.
-        """
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         if self.counts is not None:
             return super().questions(frame, lengths, seed)
-        cases: list[Case] = []
-        taken: dict[Counts, list[int]] = {}
+        cases, notes = [], []
+        many, few = (replace(self, counts=each) for each in (MANY, FEW))
         for length in lengths:
-            counts, built = self._built(frame, length, seed)
-            taken.setdefault(counts, []).append(length)
-            cases += built
-        how = ", ".join(f"{one} at {', '.join(map(str, at))} tokens" for one, at in taken.items())
-        definition = f"{self.about} ({how}); {self.trials} prompts, exact intervals"
-        short = [length for length in taken.get(FEW, ()) if length >= ROOM]
-        return Questions(cases, definition, tuple(map(self._note, short)))
+            try:
+                part = (many if length >= ROOM else few).questions(frame, [length], seed)
+            except OptionError:  # of a tokenizer of many tokens a word
+                part = few.questions(frame, [length], seed)
+                notes.append(
+                    f"{self.name} at {length} tokens repeats words {FEW}, which is easier: {MANY}, "
+                    f"as in RULER from {ROOM} tokens on, do not fit with this tokenizer; do not "
+                    f"compare it with longer lengths or with published numbers"
+                )
+            cases += part.cases
+        return Questions(cases, f"{self.about}; {self.trials} prompts, exact intervals", (*notes,))
 
-    def _built(self, frame: Frame, length: int, seed: int) -> tuple[Counts, Sequence[Case]]:
-        """RULER's counts at this length, or fewer where those do not fit, and the prompts."""
-
-        def asked(counts: Counts) -> tuple[Counts, Sequence[Case]]:
-            return counts, replace(self, counts=counts).questions(frame, [length], seed).cases
-
-        if length >= ROOM:
-            with suppress(OptionError):  # a tokenizer of many tokens a word
-                return asked(MANY)
-        return asked(FEW)
-
-    def _note(self, length: int) -> str:
-        return (
-            f"{self.name} at {length} tokens repeats words {FEW}, which is easier: {MANY}, as in "
-            f"RULER from {ROOM} tokens on, do not fit with this tokenizer; do not compare it with "
-            f"longer lengths or with published numbers"
-        )
-
-    def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
-        counts = self.counts or (MANY if length >= ROOM else FEW)
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        counts, rng = self.counts or FEW, random.Random(f"cwe:{draw.number}")
         seed = rng.getrandbits(64)
         # An entry is a number, a full stop and a word: three tokens at least.
         most = counts.words + length // (3 * counts.others) + self.common
@@ -276,29 +197,24 @@ class CommonWords(Synthetic):
             content = solved + listed(words[:different], counts.often, counts.others)
             return frame.whole(content, CWE_LEAD, keep_space=True)[0]
 
-        _, ids = longest(build, length - self.tokens, self.common + 1, len(words))
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
-        return ids, words[: self.common]
+        _, ids = self.fill(build, length, self.common + 1, len(words))
+        return self.case(length, draw, ids, words[: self.common])
 
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-ZETA_2 = math.pi**2 / 6  # of the exponent 2, as in RULER
-
-
 @dataclass(frozen=True)
-class FrequentWords(Synthetic):
+class FrequentWords(Prompts):
     """Coded words with frequencies from a zeta distribution: asks for the three most frequent."""
 
-    name: ClassVar[str] = "fwe"
+    name: str = "fwe"
+    tokens: int = 50
     about: ClassVar[str] = "share of the 3 most frequent words of a coded text"
 
-    tokens: int = 50
-
-    def prompt(self, frame: Frame, length: int, rng: random.Random) -> tuple[array, Sequence[str]]:
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        rng = random.Random(f"fwe:{draw.number}")
         size = max(5, (length - self.tokens) // 50)  # different words, as in RULER
         coded: dict[str, None] = {}
         while len(coded) < size:  # ends: 26 ** 6 words
@@ -306,86 +222,62 @@ class FrequentWords(Synthetic):
         words = ["...", *list(coded)[1:]]  # the most frequent one is noise
         seed = rng.getrandbits(64)
 
+        def counts(count: int) -> list[int]:
+            zeta_2 = math.pi**2 / 6  # of the exponent 2, as in RULER
+            return [int(count / (rank**2 * zeta_2)) for rank in range(1, size + 1)]
+
+        def clear(count: int) -> bool:
+            """Whether the third answer is more frequent than what follows it."""
+            found = counts(count)
+            return found[3] > found[4]
+
         def build(count: int) -> array:
-            text = [
-                w for w, n in zip(words, self._counts(size, count), strict=True) for _ in range(n)
-            ]
+            repeated = zip(words, counts(count), strict=True)
+            text = [word for word, times in repeated for _ in range(times)]
             random.Random(seed).shuffle(text)
             content = FWE_INTRO + " ".join(text) + FWE_ASK
             return frame.whole(content, FWE_LEAD, keep_space=True)[0]
 
         # The fourth of them must occur, and more often than the fifth.
-        least = next(n for n in range(1, 10**4) if self._clear(size, n))
-        count, ids = longest(build, length - self.tokens, least)
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
-        if not self._clear(size, count):
-            while not self._clear(size, count):
-                count -= 1
-            ids = build(count)
-        return ids, words[1:4]
-
-    def _clear(self, ranks: int, words: int) -> bool:
-        """Whether the third answer is more frequent than what follows it."""
-        counts = self._counts(min(ranks, 5), words)
-        return counts[3] > counts[4]
-
-    def _counts(self, ranks: int, words: int) -> list[int]:
-        return [int(words / (rank**2 * ZETA_2)) for rank in range(1, ranks + 1)]
+        least = next(filter(clear, range(1, 10**4)))
+        count, ids = self.fill(build, length, least)
+        if not clear(count):
+            ids = build(next(filter(clear, range(count, least - 1, -1))))
+        return self.case(length, draw, ids, words[1:4])
 
 
-Given = Mapping[str, Any]
-IN_SUITE = {"suite": SUITE, "suite_size": SIZE}
-
-
-def _needles(**options: Any) -> Callable[[Given], Needles]:
-    def made(given: Given) -> Needles:
-        text = given["haystack"] if options.get("haystack", "text") == "text" else {}
-        return Needles(ruler=True, **options, **text, **given["common"], **IN_SUITE)
-
-    return made
-
-
-def _answering(name: str, source: Source) -> Callable[[Given], Answering]:
-    def made(given: Given) -> Answering:
-        return Answering(
-            name=name, source=source, path=given[source.option], **given["common"], **IN_SUITE
-        )
-
-    return made
-
-
-TASKS: dict[str, Callable[[Given], Task]] = {
-    "niah_single_1": _needles(name="niah_single_1", haystack="noise"),
-    "niah_single_2": _needles(name="niah_single_2"),
-    "niah_single_3": _needles(name="niah_single_3", value_kind="uuids"),
-    "niah_multikey_1": _needles(name="niah_multikey_1", keys=4),
-    "niah_multikey_2": _needles(name="niah_multikey_2", haystack="needles"),
-    "niah_multikey_3": _needles(
-        name="niah_multikey_3", haystack="needles", key_kind="uuids", value_kind="uuids"
-    ),
-    "niah_multivalue": _needles(name="niah_multivalue", values=4),
-    "niah_multiquery": _needles(name="niah_multiquery", keys=4, queries=4),
-    "vt": lambda given: VariableTracking(**given["common"]),
-    "cwe": lambda given: CommonWords(**given["common"]),
-    "fwe": lambda given: FrequentWords(**given["common"]),
-    "qa_1": _answering(name="qa_1", source=SQUAD),
-    "qa_2": _answering(name="qa_2", source=HOTPOTQA),
+NIAH: dict[str, dict[str, Any]] = {
+    "niah_single_1": {"haystack": "noise"},
+    "niah_single_2": {},
+    "niah_single_3": {"value_kind": "uuids"},
+    "niah_multikey_1": {"keys": 4},
+    "niah_multikey_2": {"haystack": "needles"},
+    "niah_multikey_3": {"haystack": "needles", "key_kind": "uuids", "value_kind": "uuids"},
+    "niah_multivalue": {"values": 4},
+    "niah_multiquery": {"keys": 4, "queries": 4},
 }
+COUNTED = {"vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords}
+QA = {"qa_1": SQUAD, "qa_2": HOTPOTQA}
+TASKS = (*NIAH, *COUNTED, *QA)
 
 
 def made(
     name: str,
     trials: int,
     new_tokens: int | None = None,
-    haystack: Given | None = None,
-    squad: str | None = None,
-    hotpotqa: str | None = None,
+    haystack: Mapping[str, Any] | None = None,
+    **files: str | None,
 ) -> Task:
     """One of the tasks; arguments as of ``Ruler``, and a haystack as ``read_haystack`` gives it."""
-    common = {"trials": trials} | ({} if new_tokens is None else {"tokens": new_tokens})
-    data = {"haystack": haystack or {}, "squad": squad, "hotpotqa": hotpotqa}
-    return TASKS[name]({"common": common, **data})
+    common: dict[str, Any] = {"trials": trials, "suite": SUITE, "suite_size": SIZE}
+    if new_tokens is not None:
+        common["tokens"] = new_tokens
+    if name in COUNTED:
+        return COUNTED[name](**common)
+    if name in QA:
+        return Answering(name, source=QA[name], path=files.get(QA[name].option), **common)
+    text = (haystack or {}) if "haystack" not in NIAH[name] else {}
+    return Needles(name, ruler=True, **NIAH[name], **text, **common)
 
 
 @register
@@ -393,19 +285,12 @@ def made(
 class Ruler(Task):
     """RULER: all of its tasks, or some.
 
-    Args:
-        ruler_tasks: comma-separated names, or ``all``.
-        trials: prompts for each task and length.
-        haystack: files, folders or data sets; by default Python's documentation. RULER uses its
-            ``PaulGrahamEssays.json``.
-        squad: file of SQuAD 2.0 for ``qa_1``, in RULER ``dev-v2.0.json``; None makes up questions.
-        hotpotqa: file of HotpotQA for ``qa_2``, in RULER ``hotpot_dev_distractor_v1.json``; None
-            makes up questions.
-        new_tokens: maximum answer length in tokens; None uses RULER's numbers.
+    Files are those of RULER: ``PaulGrahamEssays.json`` (by default, Python's documentation),
+    ``dev-v2.0.json`` of SQuAD for ``qa_1`` and ``hotpot_dev_distractor_v1.json`` of HotpotQA for
+    ``qa_2`` (by default, questions are made up).
     """
 
     name: ClassVar[str] = "ruler"
-    kind: ClassVar[Kind] = "rate"
 
     ruler_tasks: str = option("all", f"comma-separated: {', '.join(TASKS)}; or all")
     trials: int = option(20, "prompts for each task and length")
@@ -419,15 +304,8 @@ class Ruler(Task):
     new_tokens: int | None = answer_tokens("as in RULER")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """The tasks that are named.
-
-        Raises:
-            OptionError: there is no such task.
-            MeasureError: a text is missing or empty.
-        """
+        """The tasks that are named."""
         names = named_parts(self.ruler_tasks, TASKS)
+        files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)
-        return [
-            made(name, self.trials, self.new_tokens, haystack, self.squad, self.hotpotqa)
-            for name in names
-        ]
+        return [made(name, self.trials, self.new_tokens, haystack, **files) for name in names]

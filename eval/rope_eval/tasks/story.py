@@ -1,56 +1,37 @@
-"""Facts in a stream of other text: prompts that are tokenized as a whole and fill a length.
+"""Facts among other text, without a download: MRCR and multi-hop tracing.
 
-The stream consists of pieces, and is as long as fits: it is cut after a word, so a prompt is never
-longer than requested, and shorter by less than the tokens of the next word (and of the head before
-it).
+``mrcr`` asks for the n-th of several identical requests. A conversation contains 2, 4 or 8 requests
+for the same kind of text about the same topic, among others for another kind or topic; the model
+has to repeat the answer to the n-th of them. Requests, question and scoring are those of the data
+set openai/mrcr (its card, and section 3.2 of arXiv 2409.12640). The answers in the conversation are
+sentences from Python's documentation; those of the data set were written by GPT-4o, and are much
+longer. The conversation is one text of ``User:`` and ``Assistant:``, also for chat models, without
+a solved example.
+
+``hops`` asks for the number at the end of a chain of names, each of which leads to the next.
+Several chains of the same length are in a text in random order. Each name except the first is in
+two facts, so only following the right chain hop by hop finds its number. This is not a published
+benchmark; the most similar one is RULER's ``vt``, which asks for all names of a chain.
 """
 
 from __future__ import annotations
 
 import random
-from abc import abstractmethod
+import string
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import cache
-from itertools import chain
-from typing import ClassVar
+from itertools import chain, count, islice, pairwise
+from typing import Any, ClassVar
 
-from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, encode, joined
+from rope_eval.cases import Case, require_positive
+from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.text import python_documentation, read_texts, sentences
-from rope_eval.tasks.base import Kind, Task
-from rope_eval.tasks.haystack import too_long
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a stream; ``head`` is never cut."""
-
-    head: str
-    words: Sequence[str]
-
-    def text(self, count: int | None = None) -> str:
-        """The piece with its first ``count`` words, or all."""
-        return self.head + " ".join(self.words[:count])
-
-
-class Stream:
-    """An endless sequence of pieces, each made when it is needed."""
-
-    def __init__(self, pieces: Iterator[Piece]) -> None:
-        self._pieces = pieces
-        self._made: list[Piece] = []
-
-    def take(self, words: int) -> list[str]:
-        """The texts of the first pieces, with that many words in all."""
-        taken: list[str] = []
-        while words > 0:
-            if len(taken) == len(self._made):
-                self._made.append(next(self._pieces))
-            piece = self._made[len(taken)]
-            taken.append(piece.text(words))
-            words -= len(piece.words)
-        return taken
+from rope_eval.settings import Settings
+from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, counts, option, register
+from rope_eval.tasks.haystack import distinct, insert
+from rope_ext.errors import OptionError
 
 
 @cache
@@ -61,143 +42,262 @@ def documentation() -> tuple[str, ...]:
 
 
 def stock(sources: Sequence[str]) -> tuple[str, ...] | None:
-    """The sentences of files, folders or data sets; None where none is given.
-
-    Raises:
-        MeasureError: a text is missing or empty.
-    """
+    """The sentences of files, folders or data sets; None where none is given."""
     return tuple(chain.from_iterable(map(sentences, read_texts(sources)))) or None
 
 
-def noise(rng: random.Random, text: Sequence[str] | None = None) -> Iterator[Piece]:
-    """Sentences of a text, of Python's documentation by default, from a random place on."""
-    text = text or documentation()
-    at = rng.randrange(len(text))
-    while True:
-        yield Piece("", text[at % len(text)].split())
-        at += 1
+@dataclass(frozen=True)
+class Story(Prompts):
+    """Base: facts in order between pieces of a text, as many as fit.
+
+    ``text``: sentences; None uses those of Python's documentation.
+    """
+
+    text: Sequence[str] | None = None
+
+    def sentences(self, rng: random.Random) -> Iterator[str]:
+        """Sentences that follow each other, from a random one on."""
+        text = self.text or documentation()
+        start = rng.randrange(len(text))
+        return (text[at % len(text)] for at in count(start))
+
+    def told(
+        self,
+        rng: random.Random,
+        facts: Sequence[str],
+        pieces: Iterator[str],
+        joint: str,
+    ) -> tuple[Callable[[int], str], list[float]]:
+        """The text with so many pieces, and the share of them before each fact."""
+        shares, made = sorted(rng.random() for _ in facts), []
+
+        def text(size: int) -> str:
+            made.extend(islice(pieces, max(0, size - len(made))))
+            places = [int(share * (size + 1)) for share in shares]
+            return joint.join(insert(made[:size], facts, places))
+
+        return text, shares
 
 
-def among(texts: Sequence[str], facts: Sequence[str], places: Sequence[float]) -> list[str]:
-    """The texts with the facts between them, in order; a place is a share of the texts."""
-    slots: list[list[str]] = [[] for _ in range(len(texts) + 1)]
-    for place, fact in zip(sorted(places), facts, strict=True):
-        slots[min(int(place * len(slots)), len(texts))].append(fact)
-    last = slots.pop()
-    return [*chain.from_iterable((*s, t) for s, t in zip(slots, texts, strict=True)), *last]
+# MRCR
+
+FORMS = ("poem", "short story", "blog post", "news article", "riddle", "speech", "letter", "song")
+TOPICS = (
+    *("apples", "birds", "bridges", "clouds", "dogs", "forests", "gardens", "glass", "horses"),
+    *("islands", "kites", "lamps", "maps", "mirrors", "music", "oceans", "paper", "rivers"),
+    *("rocks", "salt", "tapirs", "time", "trains", "winter"),
+)
+REPEAT = (
+    "User: Prepend {prefix} to the {nth} (1 indexed) {form} about {topic}. Do not include any "
+    "other text in your response."
+)
+
+
+def ordinal(number: int) -> str:
+    """``1st``, ``2nd``, ``3rd``, ``4th`` ..."""
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"
 
 
 @dataclass(frozen=True)
-class Story:
-    """A prompt before its length is known.
+class Repeated:
+    """The similarity of the text and the answer, or 0 if the text does not begin with the prefix.
 
     Args:
-        compose: builds the prompt with that many words of the stream.
-        answers: right answers, for the results.
-        judge: scores a text.
-        depth: position of the answer, 0 at the start and 1 at the end.
+        answer: the prefix and the text to repeat.
+        prefix: of both, not compared.
+        begun: whether the prompt has begun the answer, so that a space may follow.
     """
 
-    compose: Callable[[int], str]
-    answers: tuple[str, ...]
-    judge: Callable[[str], float]
-    depth: float | None = None
+    answer: str
+    prefix: str
+    begun: bool = False
 
-
-def filled(frame: Frame, compose: Callable[[int], str], room: int) -> list[int] | int:
-    """The longest prompt of at most ``room`` tokens; their least number where even that is more.
-
-    It is searched for by the tokens that a word has had so far, in 16 steps at most.
-    """
-    best = encode(frame.tokenizer, compose(0))
-    least = len(best)
-    if least > room:
-        return least
-    low, high, rate = 0, None, 2.0
-    for _ in range(16):
-        words = low + max(1, int((room - len(best)) / rate))
-        if high is not None and words >= high:
-            words = (low + high) // 2
-        if words == low:
-            break
-        ids = encode(frame.tokenizer, compose(words))
-        rate = max(1.0, (len(ids) - least) / words)
-        if len(ids) <= room:
-            low, best = words, ids
-        else:
-            high = words
-    return best
+    def __call__(self, written: str) -> float:
+        text = written.removeprefix(" ") if self.begun else written
+        if not text.startswith(self.prefix):
+            return 0.0
+        answer = self.answer.removeprefix(self.prefix)
+        return SequenceMatcher(None, text.removeprefix(self.prefix), answer).ratio()
 
 
 @dataclass(frozen=True)
-class Told(Task):
-    """A task of stories; subclasses write one.
+class Conversation(Story):
+    """A conversation with identical requests.
 
     Args:
-        trials: prompts for each length.
-        tokens: maximum answer length in tokens, part of the length; None: eight more than the
-            longest answer at a length.
+        needles: number of identical requests.
+        words: minimum number of words in each answer to them.
+        roomy: the model may write eight tokens more than the answer has, instead of ``tokens``.
     """
 
-    kind: ClassVar[Kind] = "rate"
-
-    name: str
-    trials: int
-    tokens: int | None
-
-    def __post_init__(self) -> None:
-        require_positive(trials=self.trials, new_tokens=self.tokens)
+    needles: int = 2
+    words: int = 24
+    roomy: bool = False
 
     @property
-    @abstractmethod
     def about(self) -> str:
-        """What is measured, for a reader of the results."""
-
-    @abstractmethod
-    def story(self, rng: random.Random, chat: bool) -> Story:
-        """A story.
-
-        Args:
-            rng: everything random follows from it.
-            chat: whether the model is a chat model, whose answer is not begun in the prompt.
-        """
-
-    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All prompts.
-
-        Raises:
-            OptionError: a length cannot hold a prompt.
-        """
-        cases = []
-        for length in lengths:
-            stories = self._stories(bool(frame.tail), length, seed)
-            tokens = self.tokens
-            if tokens is None:
-                answers = (answer for _, story in stories for answer in story.answers)
-                tokens = 8 + max(len(encode(frame.tokenizer, answer)) for answer in answers)
-            cases += [self._case(frame, story, length, n, tokens) for n, story in stories]
-        definition = f"{self.about}; {self.trials} prompts, exact intervals"
-        return Questions(cases, definition)
-
-    def _stories(self, chat: bool, length: int, seed: int) -> list[tuple[int, Story]]:
-        """Each with its seed."""
-        rng = random.Random(f"{self.name}:{seed}:{length}")
-        numbers = [rng.randrange(2**40) for _ in range(self.trials)]
-        return [(n, self.story(random.Random(f"{self.name}:{n}"), chat)) for n in numbers]
-
-    def _case(self, frame: Frame, story: Story, length: int, seed: int, tokens: int) -> Case:
-        around = len(frame.head) + len(frame.tail) + tokens
-        ids = filled(frame, story.compose, length - around)
-        if isinstance(ids, int):
-            raise too_long(self.name, ids + around, length)
-        return Case(
-            task=self.name,
-            length=length,
-            seed=seed,
-            mode="write",
-            count=tokens,
-            ids=joined(frame.head, ids, frame.tail),
-            answers=story.answers,
-            depth=story.depth,
-            judge=story.judge,
+        return (
+            f"likeness (SequenceMatcher's ratio, 0 without the prefix) of what is written and one "
+            f"of {self.needles} answers to the same request in a conversation"
         )
+
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        rng = random.Random(f"{self.name}:{draw.number}")
+        form, topic = rng.choice(FORMS), rng.choice(TOPICS)
+        tries = dict.fromkeys(self._answer(rng) for _ in range(100 * self.needles))
+        answers = [*tries][: self.needles]
+        if len(answers) < self.needles:
+            raise OptionError(
+                f"the text has {len(answers)} different answers for {self.needles} requests; give "
+                f"--haystack a longer one"
+            )
+        asked = rng.randrange(self.needles)
+        prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))
+        turns = [_turn(form, topic, answer) for answer in answers]
+        text, shares = self.told(rng, turns, self._others(rng, form, topic), "\n\n")
+        words = {"prefix": prefix, "nth": ordinal(asked + 1), "form": form, "topic": topic}
+        end, chat = REPEAT.format(**words), frame.around is not None
+        lead = "" if chat else "\nAssistant:"
+        answer, draw = prefix + answers[asked], draw._replace(depth=shares[asked])
+        own = 8 + len(encode(frame.tokenizer, answer))
+        task = replace(self, tokens=own) if self.roomy else self
+        _, ids = task.fill(lambda size: frame.whole(f"{text(size)}\n\n{end}", lead)[0], length)
+        return task.case(length, draw, ids, [answer], Repeated(answer, prefix, not chat))
+
+    def _answer(self, rng: random.Random) -> str:
+        words: list[str] = []
+        for sentence in self.sentences(rng):
+            words += sentence.split()
+            if len(words) >= self.words:
+                break
+        return " ".join(words)
+
+    def _others(self, rng: random.Random, form: str, topic: str) -> Iterator[str]:
+        """Requests for another form, another topic or both, each with its answer."""
+        for number in count():
+            other = rng.choice([one for one in FORMS if one != form])
+            elsewhere = rng.choice([one for one in TOPICS if one != topic])
+            near = [(other, topic), (form, elsewhere), (other, elsewhere)][number % 3]
+            yield _turn(*near, self._answer(rng))
+
+
+def _turn(form: str, topic: str, answer: str) -> str:
+    return f"User: write a {form} about {topic}\nAssistant: {answer}"
+
+
+@register
+@dataclass(frozen=True)
+class Mrcr(Task):
+    """MRCR for several numbers of needles."""
+
+    name: ClassVar[str] = "mrcr"
+
+    mrcr_needles: str = option("2,4,8", "comma-separated numbers of identical requests")
+    mrcr_words: int = option(24, "minimum number of words in each answer to them")
+    trials: int = option(20, "prompts for each number of needles and length")
+    haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
+    new_tokens: int | None = answer_tokens("as many as the words need")
+
+    def __post_init__(self) -> None:
+        require_positive(mrcr_words=self.mrcr_words)
+
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """A task for each number of needles."""
+        text = stock(self.haystack)
+        tokens = 1 if self.new_tokens is None else self.new_tokens
+        more: dict[str, Any] = {"text": text, "words": self.mrcr_words}
+        more["roomy"] = self.new_tokens is None
+        return [
+            Conversation(f"mrcr_{number}", self.trials, tokens, needles=number, **more)
+            for number in counts(self.mrcr_needles, "mrcr_needles")
+        ]
+
+
+# Hops
+
+INTRO = (
+    "Some names are hidden within the following text. Each leads to another name or to a number. "
+    "Memorize where they lead. I will quiz you about them afterwards.\n"
+)
+FACT, END = "{} leads to {}.", "{} leads to the number {}."
+FOLLOW = (
+    "\nStart at {} and follow where it leads, from name to name, until you reach a number. "
+    "Which number is it?"
+)
+LEAD = " Starting at {}, the number is"
+
+
+@dataclass(frozen=True)
+class OnlyEnd:
+    """Scores 1 if the text has the number, and none of those at the ends of other chains."""
+
+    number: str
+    others: tuple[str, ...]
+
+    def __call__(self, written: str) -> float:
+        wrong = any(other in written for other in self.others)
+        return float(self.number in written and not wrong)
+
+
+@dataclass(frozen=True)
+class Chains(Story):
+    """Chains with a given number of hops.
+
+    Args:
+        hops: number of facts in a chain.
+        chains: number of chains, one of which is asked for.
+    """
+
+    hops: int = 1
+    chains: int = 4
+
+    @property
+    def about(self) -> str:
+        return (
+            f"share of numbers found at the end of a chain (hops: {self.hops}), one of "
+            f"{self.chains} being asked for"
+        )
+
+    def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
+        rng = random.Random(f"{self.name}:{draw.number}")
+        names = distinct("words", self.hops * self.chains, rng)
+        numbers = distinct("numbers", self.chains, rng)
+        facts = []
+        for at, number in enumerate(numbers):
+            own = names[at * self.hops :][: self.hops]
+            facts += [FACT.format(*pair) for pair in pairwise(own)]
+            facts.append(END.format(own[-1], number))
+        rng.shuffle(facts)
+        text, _ = self.told(rng, facts, self.sentences(rng), " ")
+        ask = FOLLOW.format(names[0])
+        lead = "" if frame.around is not None else LEAD.format(names[0])
+        _, ids = self.fill(lambda size: frame.whole(INTRO + text(size) + ask, lead)[0], length)
+        judge = OnlyEnd(numbers[0], tuple(numbers[1:]))
+        return self.case(length, draw, ids, numbers[:1], judge)
+
+
+@register
+@dataclass(frozen=True)
+class Hops(Task):
+    """Multi-hop tracing for several numbers of hops."""
+
+    name: ClassVar[str] = "hops"
+
+    hops: str = option("1,2,4", "comma-separated numbers of hops")
+    chains: int = option(4, "number of chains, one of which is asked for")
+    trials: int = option(20, "prompts for each number of hops and length")
+    haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
+    new_tokens: int | None = answer_tokens("32")
+
+    def __post_init__(self) -> None:
+        require_positive(chains=self.chains)
+
+    def parts(self, settings: Settings) -> Sequence[Task]:
+        """A task for each number of hops."""
+        text, tokens = stock(self.haystack), 32 if self.new_tokens is None else self.new_tokens
+        more: dict[str, Any] = {"text": text, "chains": self.chains}
+        return [
+            Chains(f"hops_{number}", self.trials, tokens, hops=number, **more)
+            for number in counts(self.hops, "hops")
+        ]

@@ -8,17 +8,15 @@ unless the new values are better beyond noise and cost no more than is allowed.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import nn
 
 from rope_eval.cases import digest
@@ -26,114 +24,24 @@ from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock, writing
 from rope_eval.options import keywords_of
-from rope_eval.reports.calibration import (
-    NAME,
-    SCALAR,
-    Calibration,
-    Change,
-    Choice,
-    Trial,
-    mean,
-)
+from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
-from rope_eval.tune.fitness import (
-    HAY,
-    Needles,
-    Prompt,
-    Rows,
-    fingerprint,
-    losses_at_end,
-    losses_of_answers,
-    prompts_of,
-    read,
-    windows_of,
-    witnesses,
-)
+from rope_eval.tune.fitness import HAY, Needles, fingerprint, prompts_of, read, windows_of
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
-from rope_eval.tune.target import trained_rope
-from rope_eval.tune.trial_log import TrialLog
+from rope_eval.tune.trials import Sample, Scores, Trials, trained_rope
+from rope_ext.advice.calibrated import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
-from rope_ext.rotary.sites import evaluating, text_decoder
+from rope_ext.rotary.sites import text_decoder
 
 LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
 _STEP = 0.1  # of the attention factor, beyond its grid and around the value found before
 _FINEST = 0.05  # smaller gaps are not halved
 _WALK = 4  # steps beyond the grid, at most
-_UNKNOWN = (-math.inf, math.inf)  # too few documents or prompts for an interval
-CHOOSING, JUDGING = "choosing", "judging"
-
-
-@dataclass(frozen=True)
-class Half:
-    """One half of the data.
-
-    Args:
-        name: ``choosing`` or ``judging``.
-        rows: windows of the target length.
-        inside: for each of them, the windows of the trained length that it is cut into.
-        prompts: of the trained and of the target length.
-    """
-
-    name: str
-    rows: Rows
-    inside: tuple[tuple[tuple[int, ...], ...], ...]
-    prompts: tuple[Prompt, ...]
-
-    @property
-    def pieces(self) -> list[tuple[int, ...]]:
-        """All windows of the trained length."""
-        return [piece for pieces in self.inside for piece in pieces]
-
-    def weighed(self, losses: Sequence[float]) -> tuple[list[float], list[float]]:
-        """The mean loss of each document, and how many windows it has.
-
-        With fewer than ``FEWEST_SAMPLES`` documents, each window counts as one.
-        """
-        groups = self.rows.by_document(losses)
-        if len(groups) < FEWEST_SAMPLES:
-            return list(losses), [1.0] * len(losses)
-        return [mean(group) for group in groups], [len(group) for group in groups]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a model on one half; see :class:`~rope_eval.reports.calibration.Trial`.
-
-    Args:
-        far: of every window.
-        inside: of every window, the mean over the windows of the trained length in it.
-        answers: of every prompt.
-        found: of every prompt.
-    """
-
-    far: tuple[float, ...]
-    inside: tuple[float, ...]
-    answers: tuple[float, ...]
-    found: tuple[bool, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, None for infinite losses."""
-        plain = {name: getattr(self, name) for name in ("far", "inside", "answers")}
-        plain = {name: [x if x < math.inf else None for x in xs] for name, xs in plain.items()}
-        return {**plain, "found": list(self.found)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Scores:
-        """The inverse."""
-        losses = {
-            name: tuple(math.inf if x is None else x for x in data[name])
-            for name in ("far", "inside", "answers")
-        }
-        return cls(**losses, found=tuple(data["found"]))
-
-    @property
-    def finite(self) -> bool:
-        """Whether all losses are numbers."""
-        return max(*self.far, *self.inside, *self.answers) < math.inf
+Grid = Mapping[str, tuple[Any, ...]]
 
 
 @keywords_of(CalibrationOptions)
@@ -156,10 +64,7 @@ def calibrate(
     noise (99 %, paired), neither part is higher beyond noise, and perplexity rises by at most
     ``cost`` at the upper end of its interval, both within the trained length and at the target
     length. Prompts do not count where the unpatched model finds less than half of them within its
-    trained length.
-
-    The model is restored, also after an exception. Compiled models run eagerly, since every
-    candidate would be compiled again.
+    trained length. The model is restored, also after an exception.
 
     Args:
         model: not patched.
@@ -185,35 +90,25 @@ def calibrate(
             :func:`rope_ext.patch`.
     """
     given = CalibrationOptions(target_length=target_length, **options)
-    rope = trained_rope(model, given, given.scored)
+    rope = trained_rope(model, given)
     starts = _starts(model, rope, methods, given)
-    grids = [_grids(start, rope, given.chosen) for start in starts]
+    grids = [_grids(start, rope, given.options) for start in starts]
+    if resume and output is None:
+        raise OptionError("resume=True needs output=FOLDER to resume from")
     folder = None if output is None else Path(output)
-    with _ours(folder, resume), _eager(model):
+    with _locked(folder, resume):
         texts = python_library("train") if text is None else read(text)
-        rows, notes = _rows(tokenizer, texts, given)
-        halves, more = _halves(tokenizer, rows, rope, given)
-        known = given.__dict__ | {
+        halves, notes = _halves(tokenizer, texts, rope, given)
+        known = asdict(given) | {
             "model": fingerprint(model),
             "text": digest([half.rows.windows for half in halves]),
             "methods": [method_to_json(start) for start in starts],
         }
-        log = TrialLog(None, "scores", {})
-        if folder is not None:
-            log = TrialLog.open(folder / LOG, NAME, "scores", known)
-        with evaluating(model):
-            found = Run(model, rope, given, log).result(starts, grids, halves, [*notes, *more])
+        trials = Trials(model, rope, given, folder and folder / LOG, NAME, known)
+        found = _calibrated(trials, given, list(zip(starts, grids, strict=True)), halves, notes)
         if folder is not None:
             _keep(found, folder)
     return found
-
-
-def _eager(model: nn.Module) -> AbstractContextManager[Any]:
-    """Compiled modules run eagerly."""
-    compiled = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
-    if hasattr(model, "_orig_mod") or any(compiled):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
 
 
 def _starts(
@@ -227,11 +122,6 @@ def _starts(
     factor = factor_to(given.target_length, rope.length)
     starts: list[Method] = []
     for one in asked:
-        if not isinstance(one, (str, Method)):
-            raise OptionError(
-                f"methods={one!r} is not valid; give names such as 'yarn', or method objects such "
-                f"as rope_ext.YaRN(factor={factor:g})"
-            )
         start = build_method(one, factor=factor) if isinstance(one, str) else one
         if start.target_length(rope) < given.target_length:
             raise OptionError(
@@ -247,7 +137,7 @@ def _starts(
     return starts
 
 
-def _grids(method: Method, rope: Rope, options: Sequence[str] | None) -> dict[str, tuple[Any, ...]]:
+def _grids(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
     """The options of a method to tune and their values, the attention factor first.
 
     Raises:
@@ -267,15 +157,13 @@ def _grids(method: Method, rope: Rope, options: Sequence[str] | None) -> dict[st
 
 
 @contextmanager
-def _ours(folder: Path | None, resume: bool) -> Iterator[None]:
+def _locked(folder: Path | None, resume: bool) -> Iterator[None]:
     """Lock the output directory, and check that no file of others would be overwritten.
 
     Raises:
         MeasureError: it cannot be written, is in use, or holds such a file.
     """
     if folder is None:
-        if resume:
-            raise OptionError("resume=True needs output=FOLDER to resume from")
         yield
         return
     with writing(folder, "give another output"):
@@ -304,52 +192,39 @@ def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
 def _keep(found: Calibration, folder: Path) -> None:
     """Write the results, with a picture if it can be drawn."""
     files = {RESULT: found.to_json().encode()}
-    try:
-        picture = io.BytesIO()
+    picture = io.BytesIO()
+    with suppress(MeasureError):  # no matplotlib: the numbers are worth more
         found.plot(picture)
         files[PICTURE] = picture.getvalue()
-    except MeasureError:  # no matplotlib: the numbers are worth more
-        pass
     Folder(folder).write(files)
 
 
-def _rows(
-    tokenizer: Any, texts: Sequence[str], given: CalibrationOptions
-) -> tuple[Rows, list[str]]:
+def _halves(
+    tokenizer: Any, texts: Sequence[str], rope: Rope, given: CalibrationOptions
+) -> tuple[list[Sample], list[str]]:
+    """Windows and prompts of both halves, which share no document if there are two; and notes."""
     cure = (
         f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
         f"samples"
     )
-    if not texts:
-        raise MeasureError("there is no text; give a file with text in it")
-    count = 2 * given.samples
-    rows = windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
-    alone = len(set(rows.documents)) < 2
-    note = "all windows are from one document: the halves are not of different texts"
-    return rows, [note] * alone
-
-
-def _halves(
-    tokenizer: Any, rows: Rows, rope: Rope, given: CalibrationOptions
-) -> tuple[tuple[Half, Half], list[str]]:
-    """Windows and prompts of both halves, which share no document if there are two."""
-    numbers = in_halves(rows.documents)
-    halves, notes = [], []
-    first = beginning(tokenizer)
-    for place, name in enumerate((CHOOSING, JUDGING)):
-        chosen = [i for i, half in enumerate(numbers) if half == place]
-        windows = tuple(rows.windows[i] for i in chosen)
-        inside = tuple(tuple(cut(window, rope.length, first)) for window in windows)
-        lengths, seed = (rope.length, given.target_length), 2 * given.seed + place
-        asked = prompts_of(tokenizer, lengths, given.prompts, windows, seed)
-        documents = tuple(rows.documents[i] for i in chosen)
-        halves.append(Half(name, Rows(windows, documents), inside, asked))
+    target, notes = given.target_length, []
+    rows = windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
+    if len(set(rows.documents)) < 2:
+        notes.append("all windows are from one document: the halves are not of different texts")
+    numbers, halves = in_halves(rows.documents), []
+    for place, name in enumerate(("choosing", "judging")):
+        own = rows.some(i for i, half in enumerate(numbers) if half == place)
+        first, lengths = beginning(tokenizer), (rope.length, target)
+        inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
+        seed = 2 * given.seed + place
+        prompts = prompts_of(tokenizer, lengths, given.prompts, own.windows, seed)
+        halves.append(Sample(name, own, prompts, inside))
     if given.prompts and not halves[0].prompts:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
             f"shortest has {min(map(Needles(tokenizer).least, HAY))})"
         )
-    return (halves[0], halves[1]), notes
+    return halves, notes
 
 
 def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -371,124 +246,76 @@ def in_halves(documents: Sequence[int]) -> list[int]:
     return [halves[one] for one in documents]
 
 
-class Run:
-    """A calibration under way.
+def _calibrated(
+    trials: Trials,
+    given: CalibrationOptions,
+    starts: Sequence[tuple[Method, Grid]],
+    halves: Sequence[Sample],
+    notes: Sequence[str],
+) -> Calibration:
+    """Descend from every start on one half, and judge on the other."""
+    choices = []
+    most = sum(1 + _most(grid) for _, grid in starts) + 2
+    with trials.progress(most * len(halves[0])):
+        inside = mean(trials.scores(None, halves[1]).inside)
+        (choosing, judging), more = trials.counting(halves)
+        end = trials.forwards
+        for start, grid in starts:
+            end += _most(grid) * len(choosing)
+            trials.show(description=start.name, completed=trials.forwards)
+            choices.append(_choice(trials, start, grid, choosing, judging))
+            trials.show(completed=end)
+    return Calibration(
+        model=type(text_decoder(trials.model)).__name__,
+        trained_length=trials.rope.length,
+        target_length=given.target_length,
+        scored=given.tail,
+        seed=given.seed,
+        cost=given.cost,
+        prompts=sum(p.length == trials.rope.length for p in judging.prompts),
+        rows=trials.forwards,
+        inside=inside,
+        choices=tuple(choices),
+        notes=(*notes, *more),
+    )
+
+
+def _choice(trials: Trials, start: Method, grid: Grid, choosing: Sample, judging: Sample) -> Choice:
+    descent = Descent(trials, start, choosing)
+    proposed = descent.best(grid)
+    judge = Judge(trials, start, judging)
+    judged = judge.changes(proposed, trials.scores(proposed, judging))
+    reasons = ["no other value is better on the half of the text that selects"]
+    if proposed != start:
+        reasons = judge.objections(judged)
+        if not judged["score"].better:
+            before = start.options()
+            new = [f"{k}={v!r}" for k, v in proposed.options().items() if v != before[k]]
+            reasons.append(f"{', '.join(new)} is not better beyond noise")
+    return Choice(start, proposed, judged, tuple(reasons), tuple(descent.tried.values()))
+
+
+class Judge:
+    """Compares methods with the published default on one half of the data.
 
     Args:
-        model: not patched.
-        rope: its trained embedding.
-        given: the settings.
-        log: what was measured.
+        trials: measures.
+        start: the published default.
+        half: of the data.
     """
 
-    def __init__(
-        self, model: nn.Module, rope: Rope, given: CalibrationOptions, log: TrialLog
-    ) -> None:
-        self.model, self.rope, self.given, self.log = model, rope, given, log
-        self.rows = 0  # that were run, now or before
-        self.advance: Callable[[int], None] = lambda rows: None
+    def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
+        self.trials, self.start, self.half = trials, start, half
+        self.given = cast(CalibrationOptions, trials.given)
+        self.before = trials.scores(start, half)
 
-    def result(
-        self,
-        starts: Sequence[Method],
-        grids: Sequence[Mapping[str, tuple[Any, ...]]],
-        halves: tuple[Half, Half],
-        notes: Sequence[str],
-    ) -> Calibration:
-        """Descend from every start, and judge."""
-        from rope_ext.command.terminal import progress  # rich is not loaded with it
-
-        choices = []
-        with progress() as shown:
-            one = halves[0]
-            each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
-            most = each * (2 + sum(map(_most, grids)))
-            words = f"at most {most} forwards of {self.given.target_length} tokens"
-            bar = shown.add_task(words, total=most)
-            self.advance = lambda rows: shown.advance(bar, rows)
-            unpatched = [self.scores(None, half) for half in halves]
-            halves, more = self._counting(halves, unpatched)
-            one = halves[0]
-            each = len(one.rows.windows) + len(one.pieces) + len(one.prompts)
-            ends = [self.rows + each * sum(map(_most, grids[: i + 1])) for i in range(len(grids))]
-            shown.update(bar, total=ends[-1], completed=self.rows)
-            for start, grid, end in zip(starts, grids, ends, strict=True):
-                shown.update(bar, description=start.name)
-                choices.append(self._choice(start, grid, halves))
-                shown.update(bar, completed=end)
-        return Calibration(
-            model=type(text_decoder(self.model)).__name__,
-            trained_length=self.rope.length,
-            target_length=self.given.target_length,
-            scored=self.given.tail,
-            seed=self.given.seed,
-            cost=self.given.cost,
-            prompts=sum(p.length == self.rope.length for p in halves[1].prompts),
-            rows=self.rows,
-            inside=mean(unpatched[1].inside),
-            choices=tuple(choices),
-            notes=(*notes, *more),
-        )
-
-    def _counting(
-        self, halves: tuple[Half, Half], unpatched: Sequence[Scores]
-    ) -> tuple[tuple[Half, Half], list[str]]:
-        """The halves without the prompts that the unpatched model cannot answer anyway."""
-        length = self.rope.length
-        asked = [p for half in halves for p in half.prompts if p.length == length]
-        found = [hit for scores in unpatched for hit in scores.found]
-        counting, notes = witnesses(asked, found)
-        one, other = (
-            dataclasses.replace(half, prompts=tuple(p for p in half.prompts if p.hay in counting))
-            for half in halves
-        )
-        return (one, other), notes
-
-    def scores(self, method: Method | None, half: Half) -> Scores:
-        """Of a method, or within the trained length of the unpatched model.
-
-        Raises:
-            _Refused: the model does not accept the method.
-            MeasureError: the log cannot be written.
-        """
-        length, pieces = self.rope.length, half.pieces
-        windows = () if method is None else half.rows.windows
-        prompts = [p for p in half.prompts if method is not None or p.length == length]
-        rows = len(windows) + len(pieces) + len(prompts)
-        self.rows += rows
-        what = {"method": method and method_to_json(method), "half": half.name}
-        known = self.log.get(what)
-        if known is not None:
-            self.advance(rows)
-            return Scores.from_json(known)
-        with self._under(method):
-            far = tuple(self._losses(windows, self.given.tail))
-            losses = iter(self._losses(pieces, length - 1))
-            inside = tuple(mean([next(losses) for _ in each]) for each in half.inside)
-            answers = losses_of_answers(self.model, prompts, self.advance)
-        scores = Scores(far, inside, tuple(x for x, _ in answers), tuple(x for _, x in answers))
-        self.log.add(what, scores.to_json())
-        return scores
-
-    def _losses(self, rows: Sequence[Sequence[int]], scored: int) -> list[float]:
-        return losses_at_end(self.model, rows, scored, self.advance)
-
-    @contextmanager
-    def _under(self, method: Method | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            try:
-                if method is not None:
-                    stack.enter_context(patched(self.model, method, **self.given.arguments))
-            except RopeExtError as error:
-                raise _Refused from error
-            yield
-
-    def trial(self, method: Method, scores: Scores, half: Half) -> Trial:
+    def trial(self, method: Method, scores: Scores) -> Trial:
         """The means of some scores."""
-        near, beyond = self._parted(scores, half)
+        lengths = (self.trials.rope.length, self.given.target_length)
+        near, beyond = (scores.found_at(length, self.half) for length in lengths)
         return Trial(
             method=method,
-            attention_factor=float(method.attention_scaling(self.rope)),
+            attention_factor=float(method.attention_scaling(self.trials.rope)),
             far=mean(scores.far),
             inside=mean(scores.inside),
             answers=mean(scores.answers) if scores.answers else None,
@@ -496,205 +323,155 @@ class Run:
             found_beyond=mean(beyond) if beyond else None,
         )
 
-    def _choice(
-        self, start: Method, grid: Mapping[str, tuple[Any, ...]], halves: tuple[Half, Half]
-    ) -> Choice:
-        choosing, judging = halves
-        descent = Descent(self, start, choosing)
-        proposed = descent.best(grid)
-        before = after = self.scores(start, judging)
-        if proposed != start:
-            after = self.scores(proposed, judging)
-        judged = self.changes(start, proposed, before, after, judging)
-        reasons = ["no other value is better on the half of the text that selects"]
-        if proposed != start:
-            reasons = self.objections(judged)
-            if not judged["score"].better:
-                reasons.append(f"{_named(start, proposed)} is not better beyond noise")
-        return Choice(start, proposed, judged, tuple(reasons), descent.trials)
-
-    def changes(
-        self, start: Method, other: Method, before: Scores, after: Scores, half: Half
-    ) -> dict[str, Change]:
+    def changes(self, method: Method, after: Scores) -> dict[str, Change]:
         """What becomes of every score."""
-        one, two = self.trial(start, before, half), self.trial(other, after, half)
-        far = half.weighed(_less(after.far, before.far))
-        inside = half.weighed(_less(after.inside, before.inside))
+        before, half = self.before, self.half
+        one, two = self.trial(self.start, before), self.trial(method, after)
+        far, inside = (
+            self._by_document(_less(getattr(after, name), getattr(before, name)))
+            for name in ("far", "inside")
+        )
         answers = (_less(after.answers, before.answers), None)
         samples = {"far": [far], "inside": [inside], "score": [far]}
         if half.prompts:
             samples |= {"answers": [answers], "score": [far, answers]}
+        unknown = (-math.inf, math.inf)  # too few documents or prompts for an interval
         found = {}
         for name, parts in samples.items():
             ends = (math.inf, math.inf)
             if before.finite and after.finite:
-                ends = sum_interval(parts, CONFIDENCE) or _UNKNOWN
+                ends = sum_interval(parts, CONFIDENCE) or unknown
             found[name] = Change(getattr(one, name), getattr(two, name), *ends)
-        if half.prompts:
-            hits = zip(self._parted(after, half), self._parted(before, half), strict=True)
-            for name, (new, old) in zip(("found_inside", "found_beyond"), hits, strict=True):
-                ends = paired_rates(new, old, CONFIDENCE) or _UNKNOWN
-                found[name] = Change(getattr(one, name), getattr(two, name), *ends)
+        lengths = (self.trials.rope.length, self.given.target_length)
+        names = ("found_inside", "found_beyond") if half.prompts else ()
+        for name, length in zip(names, lengths, strict=False):
+            new, old = (scores.found_at(length, half) for scores in (after, before))
+            ends = paired_rates(new, old, CONFIDENCE) or unknown
+            found[name] = Change(getattr(one, name), getattr(two, name), *ends)
         return found
 
-    def _parted(self, scores: Scores, half: Half) -> tuple[list[bool], list[bool]]:
-        """Which prompts of the trained length were answered, and which of the target length."""
-        both = list(zip(half.prompts, scores.found, strict=True))
-        near, beyond = self.rope.length, self.given.target_length
-        return (
-            [hit for prompt, hit in both if prompt.length == near],
-            [hit for prompt, hit in both if prompt.length == beyond],
-        )
+    def _by_document(self, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
+        """The mean of each document, and how many windows it has; of few documents, the windows."""
+        groups = self.half.rows.by_document(gaps)
+        if len(groups) < FEWEST_SAMPLES:
+            groups = [[gap] for gap in gaps]
+        return [mean(group) for group in groups], [len(group) for group in groups]
 
     def objections(self, changes: Mapping[str, Change]) -> list[str]:
         """Why a method is no replacement for the published default."""
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
-        found = []
-        for name, length in (("inside", self.rope.length), ("far", self.given.target_length)):
+        found, given = [], self.given
+        limit = math.log1p(given.cost)
+        lengths = {"inside": self.trials.rope.length, "far": given.target_length}
+        for name, length in lengths.items():
             change, where = changes[name], f"perplexity at {length} tokens"
-            if change.low > math.log1p(self.given.cost) or (name == "far" and change.worse):
+            if change.low > limit or (name == "far" and change.worse):
                 found.append(f"its {where} rises by {change.percent}")
-            elif change.high > math.log1p(self.given.cost):
+            elif change.high > limit:
                 found.append(
                     f"cannot tell whether its {where} rises by less than "
-                    f"{100 * self.given.cost:g} %: {change.percent} (more samples may)"
+                    f"{100 * given.cost:g} %: {change.percent} (more samples may)"
                 )
         if "answers" in changes and changes["answers"].worse:
             found.append("its loss on the answers rises beyond noise")
         return found
 
 
-class _Refused(Exception):
-    """A model does not accept a method."""
-
-
-class Descent:
+class Descent(Judge):
     """Coordinate descent for one method, on the half that chooses.
-
-    Args:
-        run: measures.
-        start: the published default.
-        half: of the data.
 
     Raises:
         MeasureError: a loss of the published default is NaN or infinite.
     """
 
-    def __init__(self, run: Run, start: Method, half: Half) -> None:
-        self.run, self.start, self.half = run, start, half
-        self.before = run.scores(start, half)
+    def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
+        super().__init__(trials, start, half)
         if not self.before.finite:
             raise MeasureError(
-                f"the loss is NaN or infinite at {run.given.target_length} tokens under {start}; "
-                f"load the model in float32 or bfloat16"
+                f"the loss is NaN or infinite at {trials.given.target_length} tokens under "
+                f"{start}; load the model in float32 or bfloat16"
             )
         self.tried: dict[str, Trial] = {}
-        self.fit: dict[str, float] = {}  # scores of those without objections
-        self.add(start, self.before)
+        self.losses: dict[str, float] = {}  # of those without objections
+        self._add(start)
 
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """Everything tried, in order."""
-        return tuple(self.tried.values())
-
-    def best(self, grid: Mapping[str, tuple[Any, ...]]) -> Method:
+    def best(self, grid: Grid) -> Method:
         """The best method that is found along these options."""
         best = self.start
         for name, values in grid.items():
             best = self._along(best, name, values)
-        if SCALAR in grid and self._without(best) != self._without(self.start):
+        if SCALAR in grid and replace(best, **{SCALAR: None}) != replace(
+            self.start, **{SCALAR: None}
+        ):
             here = self._value(best, SCALAR)
             best = self._along(best, SCALAR, (here - _STEP, here + _STEP))
         return best
 
     def _along(self, best: Method, name: str, values: Sequence[Any]) -> Method:
         """The best with another value of one option."""
-        line = [best]
+        line = {self._value(best, name): best}
 
         def add(value: Any) -> bool:
-            made = self._try(best, name, value)
-            if made is not None and made not in line:
-                line.append(made)
-            return made is not None
+            value = round(value, 4) if name == SCALAR else value
+            if value not in line and (made := self._made(best, name, value)) is not None:
+                line[value] = made
+            return value in line
+
+        def here() -> Any:
+            return min(line, key=lambda value: self.losses.get(_key(line[value]), math.inf))
 
         for value in values:
             add(value)
-        if name != SCALAR:
-            return self._least(line)
-        for _ in range(_WALK):
-            known = sorted(self._value(one, SCALAR) for one in line)
-            here = self._value(self._least(line), SCALAR)
-            beyond = here + _STEP if here == known[-1] else here - _STEP
-            if known[0] < here < known[-1] or beyond <= 0 or not add(_rounded(beyond)):
-                break
-        known = [self._value(one, SCALAR) for one in line]
-        here = self._value(self._least(line), SCALAR)
-        for side in (
-            max((value for value in known if value < here), default=here),
-            min((value for value in known if value > here), default=here),
-        ):
-            if abs(side - here) > _FINEST:
-                add(_rounded((side + here) / 2))
-        return self._least(line)
-
-    def _try(self, method: Method, name: str, value: Any) -> Method | None:
-        """The method with that value, measured; None where it is refused."""
-        if self._value(method, name) == value:
-            return method
         if name == SCALAR:
-            value = _rounded(value)
+            for _ in range(_WALK):
+                beyond = here() + (_STEP if here() == max(line) else -_STEP)
+                if min(line) < here() < max(line) or beyond <= 0 or not add(beyond):
+                    break
+            middle = here()
+            sides = [x for x in line if x < middle], [x for x in line if x > middle]
+            for side in (max(sides[0], default=middle), min(sides[1], default=middle)):
+                if abs(side - middle) > _FINEST:
+                    add((side + middle) / 2)
+        return line[here()]
+
+    def _made(self, method: Method, name: str, value: Any) -> Method | None:
+        """The method with that value, measured; None where it or the model refuses."""
         try:
-            made = dataclasses.replace(method, **{name: value})
-            made.resolved(self.run.rope)
+            made = replace(method, **{name: value})
+            made.resolved(self.trials.rope)
             if _key(made) not in self.tried:
-                self.add(made, self.run.scores(made, self.half))
-        except (OptionError, _Refused):
+                self._add(made)
+        except MeasureError:
+            raise
+        except RopeExtError:
             return None
         return made
 
-    def add(self, method: Method, scores: Scores) -> None:
-        trial = self.run.trial(method, scores, self.half)
-        self.tried[_key(method)] = trial
-        changes = self.run.changes(self.start, method, self.before, scores, self.half)
-        if method == self.start or not self.run.objections(changes):
-            self.fit[_key(method)] = trial.score
-
-    def _least(self, methods: Sequence[Method]) -> Method:
-        """The best of them, of equal ones the first."""
-        return min(methods, key=lambda one: self.fit.get(_key(one), math.inf))
+    def _add(self, method: Method) -> None:
+        scores = self.trials.scores(method, self.half)
+        self.tried[_key(method)] = self.trial(method, scores)
+        changes = self.changes(method, scores)
+        if method == self.start or not self.objections(changes):
+            self.losses[_key(method)] = scores.loss
 
     def _value(self, method: Method, name: str) -> Any:
         if name == SCALAR:
-            return float(method.attention_scaling(self.run.rope))
+            return float(method.attention_scaling(self.trials.rope))
         if name == "temperature":
             return method.temperature or method.own_temperature()
-        return getattr(method.resolved(self.run.rope), name)
-
-    def _without(self, method: Method) -> Method:
-        return dataclasses.replace(method, **{SCALAR: None})
+        return getattr(method.resolved(self.trials.rope), name)
 
 
 def _key(method: Method) -> str:
     return str(method_to_json(method))
 
 
-def _rounded(value: float) -> float:
-    return round(value, 4)
-
-
-def _named(start: Method, other: Method) -> str:
-    """The options in which a method differs."""
-    before = start.options()
-    changed = {name: value for name, value in other.options().items() if value != before[name]}
-    return ", ".join(f"{name}={value!r}" for name, value in changed.items())
-
-
 def _less(after: Sequence[float], before: Sequence[float]) -> list[float]:
     return [x - y for x, y in zip(after, before, strict=True)]
 
 
-def _most(grid: Mapping[str, tuple[Any, ...]]) -> int:
+def _most(grid: Grid) -> int:
     """Measurements of a descent and its judgement, at most."""
     again = 2 + _WALK + 2 if SCALAR in grid and len(grid) > 1 else 0
     first = _WALK + 2 if SCALAR in grid else 0

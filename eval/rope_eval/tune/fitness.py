@@ -21,10 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_eval.cases import digest
-from rope_eval.data.prompts import Frame, encode
+from rope_eval.data.prompts import Frame, blanks, encode
 from rope_eval.data.text import read_texts
 from rope_eval.forward import score
-from rope_eval.tasks.passkey import ASK, LEAD, MIN_FOUND, NEEDLE, PasskeyPrompts
+from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.rotary.sites import evaluating, unwrap
@@ -33,7 +33,7 @@ Hay = Literal["filler", "text"]
 HAY: tuple[Hay, ...] = ("filler", "text")
 MOST_REPEATED = 0.2
 """Largest share of repeated text; see :func:`repeated_share`."""
-_STRETCH = 50  # characters
+_SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
 
@@ -77,6 +77,12 @@ class Rows:
             groups.setdefault(document, []).append(value)
         return list(groups.values())
 
+    def some(self, numbers: Iterable[int]) -> Rows:
+        """The windows with these indices."""
+        picked = [(self.windows[i], self.documents[i]) for i in numbers]
+        windows, documents = zip(*picked, strict=True) if picked else ((), ())
+        return Rows(windows, documents)
+
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
     """Documents: those given, those of a file, folder or ``hf:ID``; one with line breaks is itself.
@@ -89,7 +95,7 @@ def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
         return [text]
     if isinstance(text, (str, os.PathLike)):
         return read_texts([os.fspath(text)])
-    texts = list(text) if isinstance(text, Iterable) else []
+    texts = list(text)
     if not texts or not all(isinstance(each, str) for each in texts):
         raise OptionError("text is not valid; give a path, or documents that are strings")
     return texts
@@ -127,7 +133,7 @@ def windows_of(
     share = repeated_share([tokenizer.decode(window) for window in windows])
     if share > MOST_REPEATED:
         raise MeasureError(
-            f"{share:.0%} of the text is repeated (spans of {_STRETCH} characters that occur "
+            f"{share:.0%} of the text is repeated (spans of {_SPAN} characters that occur "
             f"earlier), and at most {MOST_REPEATED:.0%} may be, since results would not carry over "
             f"to other text; give a text without copies"
         )
@@ -140,16 +146,9 @@ def repeated_share(texts: Iterable[str]) -> float:
     White space counts as one space. Python's library and Django's documentation have 2 to 5 %, ten
     copies of a text 90 %, and ten copies with every twentieth word changed 50 %.
     """
-    seen: set[int] = set()
-    repeated = count = 0
-    for text in texts:
-        flat = " ".join(text.split())
-        for start in range(len(flat) - _STRETCH + 1):
-            stretch = hash(flat[start : start + _STRETCH])
-            repeated += stretch in seen
-            seen.add(stretch)
-            count += 1
-    return repeated / max(1, count)
+    flat = (" ".join(text.split()) for text in texts)
+    spans = [hash(text[i : i + _SPAN]) for text in flat for i in range(len(text) - _SPAN + 1)]
+    return 1 - len(set(spans)) / max(1, len(spans))
 
 
 class Needles:
@@ -164,13 +163,10 @@ class Needles:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._frame = Frame.from_tokenizer(tokenizer, "no")
-        self._passkeys = PasskeyPrompts(tokenizer, self._frame)
 
     def least(self, hay: Hay) -> int:
         """Fewest tokens of a prompt."""
-        if hay == "filler":
-            return self._passkeys.minimum_length(_DIGITS)
-        return sum(map(len, self._parts("9" * _DIGITS)[:3]))
+        return sum(map(len, self._parts(hay, "9" * _DIGITS)[:3]))
 
     def prompts(
         self, hay: Hay, length: int, count: int, texts: Sequence[Sequence[int]], seed: int
@@ -185,24 +181,24 @@ class Needles:
             seed: of keys and depths.
         """
         rng = random.Random(f"needles:{seed}:{hay}:{length}")
+        filler = encode(self._tokenizer, "".join(islice(cycle(FILLER), length)))
         for index, text in enumerate(islice(cycle(texts), count)):
-            depth, number = (index + rng.random()) / count, rng.randrange(2**40)
-            if hay == "filler":
-                case = self._passkeys.case(length, depth, number, _DIGITS)
-                yield Prompt(hay, tuple(case.ids), case.count)
-                continue
+            depth = (index + rng.random()) / count
             key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
-            head, needle, asked, answer = self._parts(key)
+            head, needle, asked, answer = self._parts(hay, key)
             room = length - len(head) - len(needle) - len(asked)
-            cut = round(depth * room)
+            cut, text = round(depth * room), filler if hay == "filler" else text
             ids = chain(head, text[:cut], needle, text[cut:room], asked)
             yield Prompt(hay, tuple(ids), answer)
 
-    def _parts(self, key: str) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+    def _parts(self, hay: Hay, key: str) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
         """Head, needle, question with answer, and how many tokens of it spell the answer."""
-        needle = encode(self._tokenizer, NEEDLE.format(key=key))
-        asked, count = self._frame.ask(ASK, LEAD, key)
-        return self._frame.head, needle, asked, count
+        tokenizer, head = self._tokenizer, self._frame.head
+        intro = encode(tokenizer, INTRO) if hay == "filler" else []
+        asked, count = self._frame.whole(ASK, LEAD, key)
+        count -= blanks(tokenizer, asked, count)
+        needle = encode(tokenizer, NEEDLE.format(key=key))
+        return [*head, *intro], needle, asked[len(head) :], count
 
 
 def prompts_of(
@@ -227,29 +223,6 @@ def prompts_of(
         for turn, hay in enumerate(hays)
         for prompt in needles.prompts(hay, length, len(range(turn, count, len(hays))), texts, seed)
     )
-
-
-def witnesses(prompts: Sequence[Prompt], found: Sequence[bool]) -> tuple[list[Hay], list[str]]:
-    """The hays that count, and a note for each of the others.
-
-    A hay counts if the unpatched model finds at least half of its prompts: if it cannot retrieve
-    there, the prompts that a method misses say nothing about the method.
-
-    Args:
-        prompts: of the trained length.
-        found: whether the unpatched model finds each.
-    """
-    counting, notes = [], []
-    for hay in dict.fromkeys(prompt.hay for prompt in prompts):
-        hits = [hit for prompt, hit in zip(prompts, found, strict=True) if prompt.hay == hay]
-        if sum(hits) >= MIN_FOUND * len(hits):
-            counting.append(hay)
-            continue
-        notes.append(
-            f"answers hidden in {hay} do not count: within its {prompts[0].length} trained tokens "
-            f"the unpatched model finds {sum(hits)} of {len(hits)}"
-        )
-    return counting, notes
 
 
 Advance = Callable[[int], None]

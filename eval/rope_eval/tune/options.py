@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rope_eval.options import option
 from rope_eval.settings import require_seed
@@ -25,7 +24,11 @@ CONFIDENCE = 0.99
 """Of the intervals by which a default is replaced: many candidates are tried."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def _scored(text: str) -> int:
+    return parse_length(text, "--scored") if text != "0" else 0
+
+
+@dataclass(kw_only=True)
 class TuneOptions:
     """Options that a search and a calibration share.
 
@@ -49,10 +52,25 @@ class TuneOptions:
     prompts: int = option(16, "Passkey prompts of each length; 0 judges by the text alone.")
     seed: int = option(0, "Random seed.")
     compose: bool = option(False, "Apply on top of existing RoPE scaling.")
+    scored: int | None = None
     sliding_layers: SlidingLayers = "auto"
     original_max_position_embeddings: int | None = option(
         None, "Override the trained length in the config.", int, "--trained-length"
     )
+
+    def __post_init__(self) -> None:
+        self._require_whole(target_length=2, samples=1, prompts=0)
+        if 0 < self.prompts < FEWEST_PROMPTS:
+            raise OptionError(
+                f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}, "
+                f"since fewer say too little about retrieval"
+            )
+        require_seed(self.seed)
+
+    @property
+    def tail(self) -> int:
+        """``scored`` with its default."""
+        return cast(int, self.scored)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -70,20 +88,8 @@ class TuneOptions:
                     f"{smallest}"
                 )
 
-    def _require_prompts(self) -> None:
-        """Check that there are no prompts, or enough of them."""
-        self._require_whole(prompts=0)
-        if 0 < self.prompts < FEWEST_PROMPTS:
-            raise OptionError(
-                f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}, "
-                f"since fewer say too little about retrieval"
-            )
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen; only while it is made
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SearchOptions(TuneOptions):
     """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
 
@@ -121,7 +127,7 @@ class SearchOptions(TuneOptions):
         None,
         "Number of tokens to score at the end of each window; 0 scores passkeys alone. "
         "Default: half.",
-        lambda text: parse_length(text, "--scored") if text != "0" else 0,
+        _scored,
     )
     critical: int | None = option(
         None, "First pair to search; lower pairs follow NTK. Default: all pairs.", int
@@ -144,47 +150,16 @@ class SearchOptions(TuneOptions):
     )
 
     def __post_init__(self) -> None:
-        given = self.start_tokens
-        self._set("start_tokens", tuple(given) if isinstance(given, Iterable) else ())
-        if not self.start_tokens:
-            raise OptionError(
-                f"start_tokens={given!r} is not valid; give numbers to choose from, such as "
-                f"(0, 4, 16)"
-            )
-        self._require_whole(target_length=2, population=4, iterations=1, samples=1)
-        self._require_whole(mutations=0, crossovers=0)
+        super().__post_init__()
+        self.start_tokens = tuple(self.start_tokens)
+        if self.scored is None:
+            self.scored = self.target_length // 2
+        self._require_whole(population=4, iterations=1, mutations=0, crossovers=0)
+        self._require_whole(scored=0 if self.prompts else 1)
         if self.validation_samples:
             self._require_whole(validation_samples=FEWEST_SAMPLES)
-        self._require_prompts()
-        if self.scored is None:
-            self._set("scored", self.target_length // 2)
-        self._require_whole(scored=0 if self.prompts else 1)
         if self.critical is not None:
             self._require_whole(critical=1)
-        chance = self.mutation_probability
-        if not isinstance(chance, (int, float)) or not 0 < chance <= 1:
-            raise OptionError(
-                f"mutation_probability={chance!r} is not valid; it must be above 0 and at most 1"
-            )
-        require_seed(self.seed)
-        if self.original_max_position_embeddings is not None:
-            self._require_whole(original_max_position_embeddings=1)
-
-    @property
-    def growth(self) -> dict[str, int]:
-        """Sizes of a population and of its offspring."""
-        names = ("population", "mutations", "crossovers")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def tail(self) -> int:
-        """``scored`` with its default."""
-        return self.target_length // 2 if self.scored is None else self.scored
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """``start_tokens`` as a tuple."""
-        return tuple(self.start_tokens)
 
     @property
     def tables(self) -> int:
@@ -192,7 +167,7 @@ class SearchOptions(TuneOptions):
         return self.population + self.iterations * (self.mutations + self.crossovers)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CalibrationOptions(TuneOptions):
     """Options of :func:`rope_ext.calibrate`, beside those of :class:`TuneOptions`.
 
@@ -211,41 +186,20 @@ class CalibrationOptions(TuneOptions):
         split,
     )
     scored: int | None = option(
-        None,
-        "Number of tokens to score at the end of each window. Default: a quarter.",
-        lambda text: parse_length(text, "--scored"),
+        None, "Number of tokens to score at the end of each window. Default: a quarter.", _scored
     )
     cost: float = option(0.02, "Largest increase of perplexity, as a share.")
 
     def __post_init__(self) -> None:
-        self._set("options", _names(self.options))
-        self._require_whole(target_length=2, samples=FEWEST_SAMPLES)
-        self._require_prompts()
+        super().__post_init__()
         if self.scored is None:
-            self._set("scored", max(1, self.target_length // 4))
-        self._require_whole(scored=1)
-        number = isinstance(self.cost, (int, float)) and not isinstance(self.cost, bool)
-        if not number or not 0 <= self.cost < math.inf:
+            self.scored = max(1, self.target_length // 4)
+        self._require_whole(samples=FEWEST_SAMPLES, scored=1)
+        if self.options is not None:
+            self.options = tuple(split(self.options))
+        if self.options == ():
+            raise OptionError("options names none; name some, or leave it out for all")
+        if not self.cost >= 0:
             raise OptionError(
                 f"cost={self.cost!r} is not valid; it must be a share of at least 0, such as 0.02"
             )
-        require_seed(self.seed)
-
-    @property
-    def chosen(self) -> tuple[str, ...] | None:
-        """``options`` as a tuple."""
-        return None if self.options is None else tuple(self.options)
-
-    @property
-    def tail(self) -> int:
-        """``scored`` with its default."""
-        return self.scored or max(1, self.target_length // 4)
-
-
-def _names(options: Any) -> tuple[str, ...] | None:
-    if options is None:
-        return None
-    names = (options,) if isinstance(options, str) else tuple(options)
-    if not names:
-        raise OptionError(f"options={options!r} is not valid; name some, or leave it out for all")
-    return names

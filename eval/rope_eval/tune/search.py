@@ -14,8 +14,8 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,37 +26,16 @@ from torch import nn
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.options import keywords_of
-from rope_eval.reports.calibration import Calibration, fitness, mean, perplexity
+from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
-from rope_eval.tune.fitness import (
-    Hay,
-    Prompt,
-    fingerprint,
-    losses_at_end,
-    losses_of_answers,
-    prompts_of,
-    read,
-    windows_of,
-    witnesses,
-)
-from rope_eval.tune.options import CONFIDENCE, FEWEST_PROMPTS, SearchOptions
-from rope_eval.tune.target import trained_rope
-from rope_eval.tune.trial_log import ROOM, TrialLog, read_log
+from rope_eval.tune.fitness import Rows, fingerprint, prompts_of, read, windows_of
+from rope_eval.tune.options import CONFIDENCE, SearchOptions
+from rope_eval.tune.trials import ROOM, Sample, Scores, Trials, from_json, read_log, trained_rope
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError
-from rope_ext.methods import (
-    NTK,
-    PI,
-    FrequencyMethod,
-    LongRoPE,
-    LongRoPE2,
-    MrRoPE,
-    Rope,
-    YaRN,
-)
+from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
-from rope_ext.rotary.sites import evaluating
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """The numbers of start tokens that LongRoPE chooses from."""
@@ -67,8 +46,7 @@ _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
 _REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
 _TRIES = 100  # to make a table that is new
 _FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
-_FIELD = "scores"  # of a line of the log
-_EACH = "each"  # of the scores of a finalist: the losses of every window, and of every answer
+RANKING, VALIDATION = "ranking", "validation"
 _logger = logging.getLogger("rope_ext")
 L = TypeVar("L", bound=FrequencyMethod)
 
@@ -86,32 +64,6 @@ class Candidate:
     table: tuple[int, ...]
     start: int
     scale: int | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What tables are measured on.
-
-    Args:
-        windows: token ids, all of the target length.
-        prompts: of the trained and the target length.
-    """
-
-    windows: Sequence[tuple[int, ...]]
-    prompts: Sequence[Prompt]
-
-    @property
-    def rows(self) -> list[tuple[int, ...]]:
-        """Token ids of all windows and prompts."""
-        return [*self.windows, *(prompt.ids for prompt in self.prompts)]
-
-    def __len__(self) -> int:
-        return len(self.windows) + len(self.prompts)
-
-    def counted(self, hays: Sequence[Hay], text: bool) -> Sample:
-        """The prompts in ``hays`` alone, and the windows if ``text`` is scored."""
-        prompts = [prompt for prompt in self.prompts if prompt.hay in hays]
-        return Sample(self.windows if text else (), prompts)
 
 
 @dataclass(frozen=True)
@@ -226,22 +178,6 @@ def evolve(
         yield parents[0]
 
 
-def _rope(model: nn.Module, given: SearchOptions) -> Rope:
-    """The trained embedding of ``model``.
-
-    Raises:
-        OptionError: the options do not fit the model.
-    """
-    rope = trained_rope(model, given, given.scored)
-    pairs = rope.dim // 2
-    if given.critical is not None and given.critical >= pairs:
-        raise OptionError(
-            f"critical={given.critical} is not valid; it must be below the {pairs} pairs of "
-            f"this model"
-        )
-    return rope
-
-
 def _space(given: SearchOptions, factor: float) -> Space:
     """What evolution can choose from."""
     scales = () if given.attention_factor is not None else _SCALES
@@ -250,7 +186,7 @@ def _space(given: SearchOptions, factor: float) -> Space:
         most, critical, least = _BEYOND_CRITICAL * factor, given.critical, factor
     return Space(
         round(most * _STEPS),
-        given.starts,
+        tuple(given.start_tokens),
         given.mutation_probability,
         scales,
         critical,
@@ -287,17 +223,16 @@ def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMet
         )
     known: list[FrequencyMethod] = [PI(factor=factor), NTK(factor=factor), yarn]
     known += [MrRoPE(factor=factor), LongRoPE2(factor=factor)]
-    if given.start is not None:
-        return known
-    ramps = YaRN(factor=factor).grids(rope)
+    ramps = {} if given.start is not None else YaRN(factor=factor).grids(rope)
     for name in ("beta_slow", "beta_fast"):
-        known += [YaRN(factor=factor, **{name: value}) for value in ramps[name]]
+        known += [YaRN(factor=factor, **{name: value}) for value in ramps.get(name, ())]
     return list(dict.fromkeys(known))
 
 
 def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
     """The tables of known methods, the best first, with their temperatures and others."""
-    space, start = _space(given, known[0].factor), given.starts[0]
+    space = _space(given, known[0].factor)
+    start = space.starts[0]
     tables = [space.fitted(_table(each, rope)) for each in known]
     if not space.scales:
         return [Candidate(table, start) for table in dict.fromkeys(tables)]
@@ -308,6 +243,12 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
     return list(dict.fromkeys(made))[: max(2, given.population // 2)]
 
 
+def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:
+    """What ``method`` divides each frequency by, in hundredths."""
+    ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
+    return tuple((ratio * _STEPS).round().int().cummax(0).values.tolist())
+
+
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
     """The method with these numbers."""
     return LongRoPE(
@@ -316,22 +257,6 @@ def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
         attention_factor=given.attention_factor if one.scale is None else one.scale / _STEPS,
         start_tokens=one.start,
     )
-
-
-def _settings(
-    given: SearchOptions,
-    model: nn.Module,
-    parts: Iterable[Sample],
-) -> dict[str, Any]:
-    """What scores in the log depend on.
-
-    ``iterations`` is left out, so that a finished search can go on with more of them.
-    """
-    values = {field.name: getattr(given, field.name) for field in fields(given)}
-    del values["iterations"]
-    values["start"] = given.start and method_to_json(cast("YaRN", given.start))
-    text = digest([ids for part in parts for ids in part.rows])
-    return {"model": fingerprint(model), "text": text, **values}
 
 
 @keywords_of(SearchOptions)
@@ -379,167 +304,124 @@ def search(
     section 3.2.
     """
     given = SearchOptions(target_length=target_length, **options)
-    given = replace(given, start=_calibrated(given.start))
+    given.start = _calibrated(given.start)
     if output is not None:
         check_output(output)
-    rope = _rope(model, given)
+    rope = trained_rope(model, given)
+    if given.critical is not None and given.critical >= rope.dim // 2:
+        raise OptionError(
+            f"critical={given.critical} is not valid; it must be below the {rope.dim // 2} pairs "
+            f"of this model"
+        )
     factor = target_length / rope.length
     known = _known(given, factor, rope)
-    first = _first(given, known, rope)
-    for start in given.starts:  # what cannot be patched shows before anything is measured
-        with patched(
-            model, _method(given, replace(first[0], start=start), factor), **given.arguments
-        ):
+    [first, *_] = _first(given, known, rope)
+    for start in given.start_tokens:  # what cannot be patched shows before anything is measured
+        with patched(model, _method(given, replace(first, start=start), factor), **given.arguments):
             pass
-    samples, seed = given.samples, given.seed
+    samples = _samples(tokenizer, read(text), rope, given)
+    # Without `iterations`, so that a finished search can go on with more of them.
+    settings = {name: value for name, value in vars(given).items() if name != "iterations"}
+    settings["start"] = given.start and method_to_json(cast("YaRN", given.start))
+    settings["model"] = fingerprint(model)
+    settings["text"] = digest([ids for sample in samples for ids in sample.tokens])
+    path = None if output is None else Path(output)
+    with nullcontext() if path is None else lock(path.parent, _log_of(path).name):
+        log = path and _log_of(path)
+        trials = Trials(model, rope, given, log, "search", settings)
+        return _searched(trials, given, known, samples, path)
+
+
+def _samples(
+    tokenizer: Any, texts: Sequence[str], rope: Rope, given: SearchOptions
+) -> list[Sample]:
+    """What ranks tables, and what decides between the best of them."""
+    count = given.samples + given.validation_samples
     cure = (
-        f"samples={samples} and validation_samples={given.validation_samples} are needed; give "
-        f"more text, or fewer of them"
+        f"samples={given.samples} and validation_samples={given.validation_samples} are needed; "
+        f"give more text, or fewer of them"
     )
-    count = samples + given.validation_samples
-    windows = windows_of(tokenizer, read(text), target_length, count, seed, cure).windows
-    lengths = (rope.length, target_length)
-    parts = [
-        Sample(part, prompts_of(tokenizer, lengths, given.prompts, part, of))
-        for part, of in ((windows[:samples], seed), (windows[samples:], seed + 2))
-    ]
-    some = 2 * FEWEST_PROMPTS * bool(parts[0].prompts)
-    deciding = prompts_of(tokenizer, lengths[:1], some, windows[:samples], seed + 1)
-    with log_beside(output, _settings(given, model, parts)) as log, evaluating(model):
-        hays = _counting(model, deciding, given)
-        ranking, validation = (part.counted(hays, bool(given.scored)) for part in parts)
-        return _searched(model, ranking, validation, given, rope, log)
-
-
-def _counting(model: nn.Module, deciding: Sequence[Prompt], given: SearchOptions) -> list[Hay]:
-    """Where answers count, by what the unpatched model finds of those that decide.
-
-    Raises:
-        MeasureError: they count nowhere, and no text is scored either.
-    """
-    answers = losses_of_answers(model, deciding, lambda rows: None)
-    hays, notes = witnesses(deciding, [hit for _, hit in answers])
-    for note in notes:
-        _logger.warning("rope_ext: %s", note)
-    if not given.scored and not hays:
-        raise MeasureError(
-            "no passkey prompt counts with this model, and scored=0 leaves out the text; leave "
-            "scored out to score the text"
-        )
-    return hays
-
-
-class _Measuring:
-    """Measures methods, unless the log has their scores.
-
-    Args:
-        model: not patched.
-        given: the options.
-        log: of all methods that were measured.
-        advance: called with the number of finished windows and prompts.
-    """
-
-    def __init__(
-        self, model: nn.Module, given: SearchOptions, log: _Log, advance: Callable[[int], None]
-    ) -> None:
-        self.model, self.given, self.log, self.advance = model, given, log, advance
-
-    def scores(self, method: FrequencyMethod, sample: Sample, **part: str) -> dict[str, Any]:
-        """Scores of ``method`` on ``sample``; ``part`` says in the log which one it is."""
-        what = {**_what(method), **part}
-        if (known := self.log.get(what)) is not None:
-            self.advance(len(sample))
-            return known
-        with patched(self.model, method, **self.given.arguments):
-            far = losses_at_end(self.model, sample.windows, self.given.tail, self.advance)
-            answers = losses_of_answers(self.model, sample.prompts, self.advance)
-        scores = {"far": mean(far) if far else None, "answers": None, "found": None}
-        if answers:
-            beyond = [
-                hit
-                for prompt, (_, hit) in zip(sample.prompts, answers, strict=True)
-                if prompt.length == self.given.target_length
-            ]
-            scores["answers"] = mean([loss for loss, _ in answers])
-            scores["found"] = [sum(beyond), len(beyond)]
-        if part:
-            scores[_EACH] = [list(far), [loss for loss, _ in answers]]
-        self.log.add(what, scores)
-        return scores
+    rows = windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
+    lengths, samples = (rope.length, given.target_length), []
+    parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
+    for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
+        own = rows.some(part)
+        prompts = prompts_of(tokenizer, lengths, given.prompts, own.windows, seed)
+        samples.append(Sample(name, own if given.scored else Rows((), ()), prompts))
+    return samples
 
 
 def _searched(
-    model: nn.Module,
-    ranking: Sample,
-    validation: Sample,
+    trials: Trials,
     given: SearchOptions,
-    rope: Rope,
-    log: _Log,
+    known: Sequence[FrequencyMethod],
+    samples: Sequence[Sample],
+    output: Path | None,
 ) -> LongRoPE:
-    """Evolution from the tables of known methods; the best is kept in the log."""
-    from rope_ext.command.terminal import progress  # rich is not loaded with the package
-
-    factor = given.target_length / rope.length
-    known = _known(given, factor, rope)
-    tries = given.attention_factor is None and given.start is None
-    scales = FACTORS if tries else ()
-    with progress() as shown:
-        total = (len(known) + len(scales) + given.tables) * len(ranking)
-        total += (2 * _FINALISTS + 1) * len(validation)
-        words = f"at most {total} forwards of {given.target_length} tokens"
-        bar = shown.add_task(words, total=total)
-        measuring = _Measuring(model, given, log, partial(shown.advance, bar))
-        tried: dict[FrequencyMethod, dict[str, Any]] = {}
+    """Evolution from the tables of known methods; the best is kept in ``output``."""
+    rope, factor = trials.rope, given.target_length / trials.rope.length
+    scales = FACTORS if given.attention_factor is None and given.start is None else ()
+    total = (1 + len(known) + len(scales) + given.tables) * len(samples[0])
+    tried: dict[FrequencyMethod, float] = {}
+    with trials.progress(total + (2 * _FINALISTS + 2) * len(samples[1])):
+        (ranking, validation), notes = trials.counting(samples)
+        for note in notes:
+            _logger.warning("rope_ext: %s", note)
+        if not len(ranking):
+            raise MeasureError(
+                "no passkey prompt counts with this model, and scored=0 leaves out the text; "
+                "leave scored out to score the text"
+            )
 
         def measured(each: FrequencyMethod) -> float:
-            tried[each] = measuring.scores(each, ranking)
-            return _loss(tried[each])
+            tried[each] = trials.scores(each, ranking).loss
+            return tried[each]
 
-        def loss_of(each: FrequencyMethod) -> float:
-            return _loss(tried[each])
+        def best_yarn() -> YaRN:
+            return min((each for each in tried if isinstance(each, YaRN)), key=tried.__getitem__)
 
-        def best_yarn() -> FrequencyMethod:
-            return min((each for each in tried if isinstance(each, YaRN)), key=loss_of)
+        def keep(best: LongRoPE) -> LongRoPE:
+            if output is not None:
+                with writing(output, ROOM):
+                    replace_file(output, (json.dumps(_said(best.options())) + "\n").encode())
+            return best
 
         if min(map(measured, known)) == math.inf:
             raise MeasureError(
                 f"the loss is NaN or infinite at {given.target_length} tokens; load the model in "
                 f"float32 or bfloat16"
             )
-        scaled = [replace(best_yarn(), attention_factor=scale) for scale in scales]
+        yarn = best_yarn()
+        scaled = [replace(yarn, attention_factor=scale) for scale in scales]
         for each in scaled:
             measured(each)
-        yarn = best_yarn()  # as calibration would find it; a table has to beat it
-        first = _first(given, sorted([*known, *scaled], key=loss_of), rope)
-        bests = evolve(
+        first = _first(given, sorted([*known, *scaled], key=tried.__getitem__), rope)
+        found = None
+        for best in evolve(
             first,
             _space(given, factor),
             lambda one: measured(_method(given, one, factor)),
+            population=given.population,
             iterations=given.iterations,
+            mutations=given.mutations,
+            crossovers=given.crossovers,
             seed=given.seed,
-            **given.growth,
-        )
-        for best in bests:
-            found = _method(given, best, factor)
-            texts = [_said(tried[each]) for each in (found, yarn)]
-            shown.update(bar, description=f"{texts[0]} (yarn {texts[1]})")
-            log.keep(found)
+        ):
+            found = keep(_method(given, best, factor))
+            losses = (tried[found], tried[best_yarn()])
+            trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
         if len(validation):
             tables = [each for each in tried if isinstance(each, LongRoPE)]
             begun = [_method(given, each, factor) for each in first]
-            groups = [sorted(group, key=loss_of)[:_FINALISTS] for group in (begun, tables)]
-            own = _method(given, _first(given, [yarn], rope)[0], factor)
-            found = validated(
-                {
-                    each: measuring.scores(each, validation, validation=_EACH)
-                    for each in dict.fromkeys([own, *chain(*groups)])
-                }
-            )
-            log.keep(found)
-    return found
+            groups = [sorted(part, key=tried.__getitem__)[:_FINALISTS] for part in (begun, tables)]
+            # As calibration would find it; a table has to beat it.
+            own = _method(given, _first(given, [best_yarn()], rope)[0], factor)
+            finalists = dict.fromkeys([own, *chain(*groups)])
+            found = keep(validated({each: trials.scores(each, validation) for each in finalists}))
+    return cast(LongRoPE, found)
 
 
-def validated(scores: Mapping[L, Mapping[str, Any]]) -> L:
+def validated(scores: Mapping[L, Scores]) -> L:
     """The finalist to keep, by scores on windows and answers that ranked nothing.
 
     It is the first one, the table of YaRN, unless the sum of both losses of another is lower beyond
@@ -548,63 +430,16 @@ def validated(scores: Mapping[L, Mapping[str, Any]]) -> L:
     own = next(iter(scores))
 
     def replaces(other: L) -> bool:
-        pairs = zip(scores[other][_EACH], scores[own][_EACH], strict=True)
-        changes = [[x - y for x, y in zip(*pair, strict=True)] for pair in pairs]
-        changes = [change for change in changes if change]
+        one, two = scores[other], scores[own]
+        pairs = ((one.far, two.far), (one.answers, two.answers))
+        changes = [[x - y for x, y in zip(*pair, strict=True)] for pair in pairs if pair[0]]
         if not all(mean(change) <= 0 for change in changes):
             return False
         ends = sum_interval([(change, None) for change in changes], CONFIDENCE)
         return ends is not None and ends[1] < 0
 
-    if _loss(scores[own]) == math.inf:
-        return min(scores, key=lambda each: _loss(scores[each]))
-    return min([own, *filter(replaces, scores)], key=lambda each: _loss(scores[each]))
-
-
-def _loss(scores: Mapping[str, Any]) -> float:
-    """What evolution minimizes; see :func:`fitness`."""
-    return fitness(scores["far"], scores["answers"])
-
-
-def _said(scores: Mapping[str, Any]) -> str:
-    """Perplexity and answers found, those that were measured."""
-    parts = [] if scores["far"] is None else [f"{perplexity(scores['far']):>8}"]
-    if scores["found"] is not None:
-        parts.append("{:>3} of {} answers".format(*scores["found"]))
-    return "  ".join(parts)
-
-
-class _Log(TrialLog):
-    """The tables that were tried; the best is kept in the ``.json`` beside the log."""
-
-    def keep(self, best: LongRoPE) -> None:
-        """Replace the options in the output, at once."""
-        if self.log is None:
-            return
-        output = self.log.path.with_suffix(".json")
-        with writing(output, ROOM):
-            replace_file(output, (json.dumps(_given(best.options())) + "\n").encode())
-
-
-@contextmanager
-def log_beside(
-    output: str | os.PathLike[str] | None, settings: Mapping[str, Any]
-) -> Iterator[_Log]:
-    """The log beside ``output``: a new one, or one of the same settings; locked.
-
-    Files that are not of this very search stay as they are.
-
-    Raises:
-        MeasureError: it is of other settings, cannot be read or written, or is in use; or what is
-            in ``output`` does not come from it.
-    """
-    if output is None:
-        yield _Log(None, _FIELD, {})
-        return
-    path = Path(output).with_suffix(".jsonl")
-    with lock(path.parent, path.name):
-        check_output(output)  # what another search may have changed
-        yield _Log.open(path, "search", _FIELD, settings)
+    better = scores if scores[own].loss == math.inf else [own, *filter(replaces, scores)]
+    return min(better, key=lambda each: scores[each].loss)
 
 
 def check_output(output: str | os.PathLike[str]) -> None:
@@ -617,82 +452,53 @@ def check_output(output: str | os.PathLike[str]) -> None:
     output = Path(output)
     if output.suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
-    path = output.with_suffix(".jsonl")
-    with writing(path, "give another output"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if output.exists() and not path.exists():
+    log = _log_of(output)
+    with writing(log, "give another output"):
+        log.parent.mkdir(parents=True, exist_ok=True)
+    if output.exists() and not log.exists():
         raise MeasureError(
-            f"{output} exists, without the {path.name} that a search could go on from; "
+            f"{output} exists, without the {log.name} that a search could go on from; "
             f"delete it, or give another output"
         )
-    if output.exists() and not _comes_from(read_log(path, "search", _FIELD)[1], output):
-        raise MeasureError(
-            f"{output} is not what the search in {path.name} found; move it away, or "
-            f"give another output"
-        )
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written of a table's options: those that say something."""
-    return {name: value for name, value in options.items() if value}
+def _log_of(output: Path) -> Path:
+    return output.with_suffix(".jsonl")
 
 
-def _options(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in what :func:`_what` writes of a method."""
-    return {name: value for name, value in method.items() if name != "name"}
-
-
-def _comes_from(tried_scores: Mapping[str, Any], output: Path) -> bool:
-    """Whether ``output`` holds one of the tables in a log."""
-    try:
-        found = json.loads(output.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    tried = (json.loads(what)["method"] for what in tried_scores)
-    return any(one["name"] == LongRoPE.name and _given(_options(one)) == found for one in tried)
-
-
-def _what(method: FrequencyMethod) -> dict[str, Any]:
-    """What is written of a table that is tried."""
-    return {"method": {"name": method.name, **method.options()}}
+def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a table that say something."""
+    return {name: value for name, value in options.items() if value and name != "name"}
 
 
 def summary(output: Path) -> str:
     """What is in the log beside ``output``, for people to read."""
-    settings, found = read_log(output.with_suffix(".jsonl"), "search", _FIELD)
-    trials = [(json.loads(what), scores) for what, scores in found.items()]
-    tried = [(trial["method"], scores) for trial, scores in trials if "validation" not in trial]
-    finalists = [(trial, scores) for trial, scores in trials if _EACH in scores]
-    tables = [scores for method, scores in tried if method["name"] == LongRoPE.name]
-    target, scored = settings["target_length"], settings["scored"]
+    settings, log = read_log(_log_of(output), "search")
+    both = [(json.loads(trial), from_json(scores)) for trial, scores in log.items()]
+    ranked = [(t["method"], s) for t, s in both if t["method"] and t["sample"] == RANKING]
+    tables = [scores for method, scores in ranked if method["name"] == LongRoPE.name]
     lines = [
-        f"perplexity of the last {scored} tokens of {settings['samples']} windows of {target}, and "
-        f"passkeys found at {target}:"
+        f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
+        f"{settings['target_length']}, and passkeys found:"
     ]
-    known = [
-        (f"{method['name']} {method.get('attention_factor') or ''}".rstrip(), scores)
-        for method, scores in tried
-        if method["name"] != LongRoPE.name
-    ]
-    for name, scores in [*known, (LongRoPE.name, min(tables, key=_loss))]:
-        lines.append(f"  {name:<10}{_said(scores)}")
-    lines.append(f"the last is the best of {len(tables)} tables on this very text")
-    if finalists:
-        kept = json.loads(output.read_text(encoding="utf-8"))
-        (scores,) = (s for trial, s in finalists if _given(_options(trial["method"])) == kept)
-        lines.append(
-            f"{settings['validation_samples']} other windows and other passkeys, of "
-            f"{len(finalists)} finalists the one to keep:\n  {LongRoPE.name:<10}{_said(scores)}"
-        )
-        if scores is finalists[0][1]:
-            lines.append(
-                "it is the table of yarn: none is better beyond noise without a higher loss of "
-                "text or of answers"
-            )
+    for method, scores in ranked:
+        if method["name"] != LongRoPE.name:
+            name = f"{method['name']} {method.get('attention_factor') or ''}".rstrip()
+            lines.append(f"  {name:<10}{_numbers(scores)}")
+    best = min(tables, key=lambda scores: scores.loss)
+    lines.append(f"  {LongRoPE.name:<10}{_numbers(best)}, best of {len(tables)} tables")
+    finalists = [(t["method"], s) for t, s in both if t["method"] and t["sample"] == VALIDATION]
+    kept = json.loads(output.read_text(encoding="utf-8"))
+    for place, (method, scores) in enumerate(finalists):
+        if _said(method) == kept:
+            yarn = ": it is the table of yarn, none is better beyond noise" * (place == 0)
+            lines.append(f"kept of {len(finalists)}, on other windows:{_numbers(scores)}{yarn}")
     return "\n".join(lines)
 
 
-def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:
-    """What ``method`` divides each frequency by, in hundredths."""
-    ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
-    return tuple((ratio * _STEPS).round().int().cummax(0).values.tolist())
+def _numbers(scores: Scores) -> str:
+    """Perplexity and answers found, those that were measured."""
+    parts = [f"{perplexity(mean(scores.far)):>8}"] if scores.far else []
+    if scores.found:
+        parts.append(f"{sum(scores.found):>3} of {len(scores.found)} answers")
+    return "  ".join(parts)

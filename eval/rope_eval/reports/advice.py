@@ -1,0 +1,211 @@
+"""What a report concludes: a sentence for every model, and the commands to go on with."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rope_eval.next_commands import calibration_command, text_words, training_command
+from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
+from rope_eval.reports.results import Results
+from rope_eval.systems import System, under
+from rope_eval.tasks.perplexity import Perplexity
+from rope_ext.advice.building import model_of
+from rope_ext.command.arguments import command_words
+from rope_ext.command.method_options import UNPATCHED, built
+from rope_ext.command.terminal import unused
+from rope_ext.engines import engines_for
+from rope_ext.errors import RopeExtError
+from rope_ext.methods import reach
+
+_MORE = {"windows": 64, "trials": 20}
+"""Options of a comparison that decides more than the default; one that does not ends there."""
+Words = list[str]
+
+
+def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """The engines that can serve a model under each of its methods, by label; no weights are read.
+
+    There are none for a family without a causal language model, or one that refuses the method.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    with suppress(RopeExtError):
+        model = model_of(systems[0].model)
+        for system in systems:
+            if built(system.method, system.options).replaces_attention:
+                continue  # no engine computes its layers
+            with suppress(RopeExtError), under(model, system.method, system.options, *arguments):
+                found[system.label] = engines_for(model)
+    return found
+
+
+@dataclass(frozen=True)
+class Advice(Results):
+    """Results, and what to conclude."""
+
+    @cached_property
+    def recommendations(self) -> list[str]:
+        """What to conclude for each model.
+
+        What training changed, where ``before`` and ``adapter`` are measured; elsewhere, given
+        perplexity and passkeys, which method to use (see :class:`Recommendation`).
+        """
+        if self.trainings:
+            return [_of(training.unpatched, training.sentence()) for training in self.trainings]
+        return [f"{sentence} Next: {shlex.join(words)}" for sentence, words in self._advice]
+
+    @property
+    def next_commands(self) -> list[Words]:
+        """What to type next: of an adapter, or by model."""
+        settings = self.plan.settings
+        if settings.servers:
+            return []
+        if settings.adapter and (self.trainings or not self._advice):
+            return [self._merging]
+        return [words for _, words in self._advice] or list(map(self._after, settings.models))
+
+    @property
+    def optional_commands(self) -> list[Words]:
+        """What may be typed before: where the next command trains, the calibration of a method."""
+        settings = self.plan.settings
+        if not (self._trains and self._advice):
+            return []
+        return [self._calibrating(m, settings.methods[0], "--finetune") for m in settings.models]
+
+    @property
+    def reading(self) -> list[str]:
+        """How the recommendation relates to the tables, and its rule for a low cost."""
+        if not self.recommendations or self.trainings:
+            return []
+        return [
+            f'Summary: of several lengths on one side of the trained one, all together; "at most '
+            f'{MAX_COST:.0%}" holds if the upper end of the interval of perplexity does, and no '
+            f"more than {100 * MAX_COST:g} points of passkeys are clearly lost; intervals of "
+            f"passkey costs and whether methods differ have 95 % for all methods together "
+            f"(Bonferroni), those of the tables 95 % each."
+        ]
+
+    @cached_property
+    def _advice(self) -> list[tuple[str, Words]]:
+        """For each model, which method to use, and what to type next."""
+        settings = self.plan.settings
+        names = {task.name for task in self.plan.tasks}
+        if settings.servers or not names >= {"perplexity", "passkey"}:
+            return []
+        scores, advice = gather(self.outcomes), []
+        for model in settings.models:
+            ours = [s for s in self.plan.systems if s.model == model]
+            if len(ours) > 1:
+                patched = [system for system in ours if system.method != UNPATCHED]
+                engines = engines_of(patched, (settings.compose, settings.trained_length))
+                table = {s.label: scores[s.name] for s in ours}
+                found = Recommendation(table, ours[0].trained, engines)
+                words = command_words("describe", model)  # no method mends broken weights
+                if not found.broken:
+                    words = self._next(model, ours[0].trained, found.choice)
+                advice.append((_of(ours[0], str(found)), words))
+        return advice
+
+    def _next(self, model: str, trained: int, choice: Evidence | None) -> Words:
+        """The command to go on with: train, calibrate or merge what helps, or measure more."""
+        settings = self.plan.settings
+        if choice is not None and settings.adapter:
+            return self._merging
+        if self._trains:
+            return self._training(model, trained)
+        if choice is not None:
+            ours = (s for s in self.plan.systems if s.model == model)
+            method = next(s.method for s in ours if s.label == choice.name)
+            if settings.compose != "raise":
+                return self._calibrating(model, method)
+            engine = next(iter(choice.engines), "transformers")  # a calibration cannot raise
+            patch = {"method": method, "factor": settings.factor, "compose": "raise"}
+            return command_words("export", model, **patch, engine=engine)
+        tasks, longest = self.plan.tasks, max(settings.lengths)
+        enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
+        if longest <= trained or enough:
+            more = {"finetune": longest > trained, "text": list(self._texts)}
+            return command_words("recommend", model, length=reach(settings.factor, trained), **more)
+        asked = [word for name, value in _MORE.items() for word in (f"--{name}", str(value))]
+        return self._comparing(model, [longest], *asked, "--output", unused("more"))
+
+    @property
+    def _trains(self) -> bool:
+        """Whether the next command trains: a recipe cannot raise the factor of a checkpoint."""
+        settings = self.plan.settings
+        return settings.finetune and settings.compose != "raise" and settings.adapter is None
+
+    @property
+    def _merging(self) -> Words:
+        adapter = str(self.plan.settings.adapter)
+        return ["python", "recipes/merge.py", adapter, "--output", unused("merged")]
+
+    def _after(self, model: str) -> Words:
+        """The command after tasks that recommend nothing."""
+        lengths = self.plan.settings.lengths
+        if all(system.method == UNPATCHED for system in self.plan.systems):
+            longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
+            return command_words("recommend", model, length=longer)
+        return self._comparing(model, lengths, "--output", unused("compared"))
+
+    def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> Words:
+        """The command that measures the same methods by perplexity and passkeys."""
+        settings = self.plan.settings
+        words = command_words(
+            "compare",
+            model,
+            method=",".join(settings.methods),
+            factor=settings.factor,
+            lengths=",".join(map(str, lengths)),
+            adapter=settings.adapter,
+            option=[
+                f"{method}.{name}={value!r}"
+                for method, chosen in settings.options.items()
+                for name, value in chosen.items()
+            ],
+            finetune=settings.finetune,
+            text=list(self._texts),
+            compose=settings.compose,
+        )
+        return [*words, *given, *self._more]
+
+    def _calibrating(self, model: str, method: str, *more: str) -> Words:
+        settings = self.plan.settings
+        return calibration_command(
+            *(model, method, max(settings.lengths), unused("calibrated"), bool(settings.compose)),
+            [*text_words(self._texts), *self._more, *more],
+        )
+
+    def _training(self, model: str, trained: int) -> Words:
+        settings, method = self.plan.settings, self.plan.settings.methods[0]
+        return training_command(
+            *(model, method, trained, reach(settings.factor, trained)),
+            options=settings.options.get(method),
+            compose=bool(settings.compose),
+            text=str(self._texts[0]) if self._texts else None,
+            cpu=self.plan.identities[model]["device"] == "cpu",
+        )
+
+    @property
+    def _more(self) -> Iterator[str]:
+        """Options that a command for the same model takes over."""
+        settings = self.plan.settings
+        given = {"dtype": settings.dtype, "device": settings.device}
+        given |= {"trained-length": settings.trained_length}
+        return (f"--{name}={value}" for name, value in given.items() if value not in (None, "auto"))
+
+    @property
+    def _texts(self) -> Sequence[Path | str]:
+        """``--text`` as it was given."""
+        return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
+
+
+def _of(unpatched: System, sentence: str) -> str:
+    """The sentence about a model, with its name where there are several."""
+    name = unpatched.name.removesuffix(UNPATCHED).strip()
+    return f"{name}: {sentence}" if name else sentence

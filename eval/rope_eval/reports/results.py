@@ -1,0 +1,207 @@
+"""What follows from outcomes in numbers: the rows that tables, pictures and sentences share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import TypeVar
+
+from rope_eval.cases import Outcome
+from rope_eval.reports.intervals import rate_interval
+from rope_eval.reports.summary import Estimate, difference, estimate, estimate_perplexity
+from rope_eval.reports.training import Training
+from rope_eval.run.plan import Plan
+from rope_eval.systems import System
+from rope_eval.tasks.base import Task
+from rope_eval.tasks.passkey import MIN_FOUND
+from rope_ext.command.method_options import UNPATCHED
+
+EFFECTIVE = 0.856
+"""Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+def grouped(values: Sequence[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    """The values by key, in the order of the first of each."""
+    groups: dict[K, list[V]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run and its numbers.
+
+    Args:
+        plan: what was asked for.
+        outcomes: of every case of every system.
+    """
+
+    plan: Plan
+    outcomes: Sequence[Outcome]
+
+    @cached_property
+    def places(self) -> dict[tuple[str, str, int], list[Outcome]]:
+        """Outcomes by (task, system, length)."""
+        return grouped(self.outcomes, lambda o: (o.task, o.system, o.length))
+
+    @cached_property
+    def estimates(self) -> dict[tuple[str, str, int], Estimate]:
+        """By (task, system, length)."""
+        return {
+            place: estimate(self.places[place], task.kind)
+            for task in self.plan.tasks
+            for system in self.plan.systems
+            for length in self.plan.lengths
+            for place in [(task.name, system.name, length)]
+        }
+
+    @cached_property
+    def by_depth(self) -> dict[tuple[str, str, int, int | None], Estimate]:
+        """Rates by (task, system, length, depth bin), where there are bins."""
+        binned = [outcome for outcome in self.outcomes if outcome.bin is not None]
+        cells = grouped(binned, lambda o: (o.task, o.system, o.length, o.bin))
+        return {place: estimate(group, "rate") for place, group in cells.items()}
+
+    @cached_property
+    def suites(self) -> Mapping[str, list[Task]]:
+        """Tasks that are averaged, by the name of the suite."""
+        return grouped([t for t in self.plan.tasks if t.suite], lambda task: str(task.suite))
+
+    def average(self, suite: str, system: str, length: int) -> Estimate:
+        """Mean over the tasks of a suite, each counting alike, as RULER has it.
+
+        Its interval is that of all prompts together, somewhat wide where tasks differ.
+        """
+        tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
+        mean = math.fsum(task.value for task in tasks) / len(tasks)
+        count = sum(task.count for task in tasks)
+        return Estimate(mean, *rate_interval(min(mean * count, count), count), count)
+
+    def threshold(self, suite: str) -> str | None:
+        """What the longest length at ``EFFECTIVE`` is called; None where a suite has none.
+
+        It is an effective length where all tasks of RULER are measured, over which it is defined.
+        """
+        size = self.suites[suite][0].suite_size
+        if size is None:
+            return None
+        whole = len(self.suites[suite]) == size
+        return "effective length" if whole else f"{EFFECTIVE:.1%} up to"
+
+    def holds_up_to(self, suite: str, system: str) -> int | None:
+        """The longest length up to which the suite's average stays at ``EFFECTIVE`` or above."""
+        effective = None
+        for length in self.plan.lengths:
+            if self.average(suite, system, length).value < EFFECTIVE:
+                break
+            effective = length
+        return effective
+
+    def reference(self, system: System) -> int | None:
+        """The longest length within the trained one: where the cost of a method is read off."""
+        within = [length for length in self.plan.lengths if length <= system.trained]
+        return within[-1] if within else None
+
+    def unpatched(self, system: System) -> System:
+        """The system without a method on the same model."""
+        same = (s for s in self.plan.systems if s.model == system.model)
+        return next(s for s in same if s.method == UNPATCHED)
+
+    @cached_property
+    def costs(self) -> dict[tuple[str, str], Estimate | None]:
+        """By (task, system) at the reference length, against the unpatched model: + is worse."""
+        costs = {}
+        for task in self.plan.tasks:
+            for system in self.plan.systems:
+                length = self.reference(system)
+                if system.method == UNPATCHED or length is None:
+                    continue
+                names = (system.name, self.unpatched(system).name)
+                ours, theirs = (self.places[task.name, name, length] for name in names)
+                pair = (theirs, ours) if task.kind == "rate" else (ours, theirs)
+                costs[task.name, system.name] = difference(*pair, task.kind)
+        return costs
+
+    @cached_property
+    def differences(self) -> dict[tuple[str, str, str], Estimate]:
+        """By (task, one, other): how much one is above the other on identical cases.
+
+        All lengths beyond the trained one together, or all lengths where none is.
+        """
+        found = {}
+        for task in self.plan.tasks:
+            for pair in combinations(self.plan.systems, 2):
+                limit = max(system.trained for system in pair)
+                lengths = [n for n in self.plan.lengths if n > limit] or self.plan.lengths
+                ours, theirs = (
+                    [o for n in lengths for o in self.places[task.name, system.name, n]]
+                    for system in pair
+                )
+                gap = difference(ours, theirs, task.kind)
+                if gap is not None:
+                    found[task.name, pair[0].name, pair[1].name] = gap
+        return found
+
+    @cached_property
+    def trainings(self) -> list[Training]:
+        """One for each model that is measured before and after the training of an adapter."""
+        plan = self.plan
+        return [
+            Training(self.unpatched(before), before, after, plan.tasks, plan.lengths, self.places)
+            for before in plan.systems
+            for after in plan.systems
+            if after.adapted and not before.adapted
+            if (before.model, before.method) == (after.model, after.method)
+        ]
+
+    def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
+        """Perplexity between two positions of the longest windows, by (system, later one)."""
+        curve: dict[tuple[str, int], Estimate] = {}
+        for system in self.plan.systems:
+            outcomes = self.places[task, system.name, self.plan.lengths[-1]]
+            outcomes = [outcome for outcome in outcomes if len(outcome.curve) > 1]
+            for index in range(len(outcomes[0].curve) if outcomes else 0):
+                means, weights, position = [], [], 0
+                for group in grouped(outcomes, lambda outcome: outcome.group).values():
+                    loss = tokens = 0
+                    for outcome in group:
+                        position, total, count = outcome.curve[index]
+                        _, less, before = outcome.curve[index - 1] if index else (0, 0.0, 0)
+                        loss += total - less if math.isfinite(total) else math.inf
+                        tokens += count - before
+                    means.append(loss / tokens)
+                    weights.append(tokens)
+                curve[system.name, position] = estimate_perplexity(means, weights)
+        return curve
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What the results themselves say against their use."""
+        low, led, notes = [], [], []
+        for system in self.plan.systems:
+            length = self.reference(system)
+            found = self.estimates.get(("passkey", system.name, length or 0))
+            if system.method == UNPATCHED and found is not None and found.value < MIN_FOUND:
+                low.append(f"{found.value:.0%} at {length} tokens ({system.name})")
+            right = [o for o in self.outcomes if o.system == system.name and o.value == 1]
+            right = [o for o in right if o.led is not None]
+            if others := sum(not o.led for o in right):
+                led.append(f"{others} of {len(right)} ({system.name})")
+        if low:
+            notes.append(
+                f"within its trained length the unpatched model finds few passkeys, "
+                f"{', '.join(low)}, so those found beyond say little about a method; try --needle "
+                f"word or --digits 3"
+            )
+        if led:
+            notes.append(
+                f"digits right, first token wrong: in {', '.join(led)} of the passkeys found, the "
+                f"model would begin its answer otherwise than with the space that it is given"
+            )
+        return notes

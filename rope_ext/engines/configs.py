@@ -1,0 +1,142 @@
+"""transformers and mlx-lm, which read a folder's ``config.json``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.engines.base import (
+    Engine,
+    Export,
+    Refusal,
+    Scaling,
+    config_of,
+    family_of,
+    in_folder,
+    is_nested,
+    is_shipped,
+    precise_note,
+    refuse_kind,
+    refuse_positions,
+    refuse_unproven,
+    register,
+)
+from rope_ext.methods.temperature import yarn_factor
+from rope_ext.patching import Patch
+from rope_ext.saving.folder import Saved
+
+
+@register
+@dataclass(frozen=True)
+class Transformers(Engine):
+    """The ``config.json`` from which plain transformers builds the patch.
+
+    Args:
+        legacy: write ``rope_theta`` and ``rope_scaling`` for every family and type. Without it
+            they are written as ``save_pretrained`` writes them: readers older than transformers 5
+            raise an error where mlx-lm would not compute the patch.
+    """
+
+    name: ClassVar[str] = "transformers"
+    title: ClassVar[str] = "transformers"
+
+    legacy: bool = False
+
+    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+        settings: dict[str, Any] = {}
+        if not is_shipped(saved, state):
+            refuse_positions(state, dynamic=True)
+            if not state.native:
+                raise Refusal("it has no rope_type that builds these frequencies")
+            text = config_of(model).get_text_config(decoder=True)
+            names = ("rope_parameters", "max_position_embeddings")
+            settings = {name: getattr(text, name) for name in names}
+        whole = saved is not None and in_folder(settings, saved.config.to_dict())
+        if saved is not None and whole and not (self.legacy and settings):
+            command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
+            note = "config.json holds the settings: plain from_pretrained loads the folder"
+            return Export(self.name, settings, command, notes=(note,))
+        config = config_of(model)
+        written, parameters = config.to_json_string(), settings["rope_parameters"]
+        if self.legacy:
+            if config.get_text_config(decoder=True) is not config or is_nested(parameters):
+                raise Refusal("older readers know one rope_scaling, of the whole configuration")
+            settings |= _legacy(parameters)
+            written = _with_fields(written, settings)
+        note = "put it beside the weights; model.save_pretrained(FOLDER) writes both"
+        others = [note for note in state.notes if not note.startswith("saving: ")]
+        files, command = {"config.json": written}, "hf upload USER/NAME config.json"
+        return Export(self.name, settings, command, files, (note, *others))
+
+
+@register
+@dataclass(frozen=True)
+class MLX(Engine):
+    """A ``config.json`` that mlx-lm 0.32.2 reads, with the field names from before version 5.
+
+    A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
+    """
+
+    name: ClassVar[str] = "mlx"
+    title: ClassVar[str] = "mlx-lm"
+
+    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+        refuse_unproven(state)
+        if not state.native:
+            raise Refusal("it builds frequencies by rope_type, and none matches these")
+        family, parameters = family_of(state, self.name), _parameters(Scaling.from_patch(state))
+        refuse_kind(family, parameters["rope_type"])
+        fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
+        config = _with_fields(config_of(model).to_json_string(), fields)
+        folder = "FOLDER" if saved is None else saved.name or "FOLDER"
+        where = "FOLDER: written by model.save_pretrained, with this config.json in it"
+        where = where if saved is None else "put this config.json into the folder"
+        command = shlex.join(["mlx_lm.generate", "--model", folder, "--prompt", "..."])
+        notes = ("as mlx-lm 0.32.2 computes it", where, *precise_note(state))
+        return Export(self.name, fields, command, {"config.json": config}, notes)
+
+
+def _parameters(scaling: Scaling) -> dict[str, Any]:
+    """``rope_parameters`` that mlx-lm and transformers interpret equally."""
+    parameters = dict(scaling.parameters)
+    kind, own = parameters["rope_type"], bool(parameters.get("mscale_all_dim"))
+    if kind == "yarn" and parameters.get("truncate", True) and not own:  # not DeepSeek's
+        # attention_factor is ignored; this is (0.1 mscale ln(s) + 1) / 1.
+        grown = yarn_factor(parameters["factor"]) - 1
+        return parameters | {"mscale": (scaling.scaling - 1) / grown, "mscale_all_dim": 0}
+    if own or kind in ("default", "linear", "llama3"):
+        return parameters
+    if scaling.scaling < 1:
+        raise Refusal("it cannot multiply the cosine and sine of a table by less than 1")
+    others = {name: value for name, value in parameters.items() if name not in SCALING_FIELDS}
+    return {
+        **others,
+        "rope_type": "longrope",
+        "rope_theta": scaling.rope.base,
+        **dict.fromkeys(("short_factor", "long_factor"), scaling.divisors),
+        "factor": scaling.target / scaling.rope.length,
+        "attention_factor": scaling.scaling,
+        # Its number on cosine and sine is sqrt(1 + ln(s) / ln(length)), of a length of our choice.
+        "original_max_position_embeddings": scaling.target ** (1 / scaling.scaling**2),
+    }
+
+
+def _legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The same under the names that were in use before ``rope_parameters``."""
+    kind = parameters["rope_type"]
+    scaling = {k: v for k, v in parameters.items() if k != "rope_theta"} | {"type": kind}
+    return {
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": None if kind == "default" else scaling,
+    }
+
+
+def _with_fields(config: str, fields: Mapping[str, Any]) -> str:
+    """A ``config.json`` with more fields."""
+    return json.dumps(json.loads(config) | dict(fields), indent=2, sort_keys=True) + "\n"

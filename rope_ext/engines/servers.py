@@ -1,0 +1,223 @@
+"""vLLM and SGLang: configuration fields, set on the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from torch import nn
+
+from rope_ext.config.settings import path_to_text
+from rope_ext.engines.base import (
+    Engine,
+    Export,
+    Refusal,
+    family_of,
+    in_folder,
+    is_nested,
+    is_shipped,
+    model_name,
+    precise_note,
+    refuse_kind,
+    refuse_positions,
+    refuse_tempered,
+    register,
+    served_config,
+)
+from rope_ext.engines.families import Family
+from rope_ext.methods import DualChunk
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.temperature import yarn_factor
+from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
+from rope_ext.saving.folder import Saved
+
+DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
+"""Whose model files pass ``dual_chunk_attention_config`` on."""
+
+
+@dataclass(frozen=True)
+class _Server(Engine):
+    launch: ClassVar[tuple[str, ...]]
+    names: ClassVar[tuple[str, str]]
+    """Of its settings for configuration fields and for the context; its flags are called so."""
+    version: ClassVar[str]
+
+    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+        fields, notes = overrides(state, self.name), precise_note(state)
+        settings, name = self.settings(fields, state.target_length), model_name(model)
+        if saved is not None and in_folder(fields, saved.config.to_dict()):
+            notes, name = (*notes, "config.json says the rest"), saved.name or "FOLDER"
+            del settings[self.names[0]]
+            if not self.needs_length(text_config(state.decoder).rope_parameters):
+                settings = {}
+        return self.made(name, settings, f"as {self.title} {self.version} computes it", *notes)
+
+    def settings(self, fields: dict[str, Any], length: int) -> dict[str, Any]:
+        return dict(zip(self.names, (fields, length), strict=True))
+
+    def needs_length(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether a folder that holds the fields needs the context as a flag."""
+        return True
+
+    def made(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
+        words = [*self.launch, name]
+        for key, value in settings.items():
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += ["--" + key.replace("_", "-"), text]
+        return Export(self.name, settings, shlex.join(words), notes=notes)
+
+
+@register
+@dataclass(frozen=True)
+class VLLM(_Server):
+    """``--hf-overrides``, as computed by vLLM 0.33.0.
+
+    Args:
+        dual_chunk: export for version 0.10, which supports Dual Chunk attention.
+    """
+
+    name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+    launch: ClassVar[tuple[str, ...]] = ("vllm", "serve")
+    names: ClassVar[tuple[str, str]] = ("hf_overrides", "max_model_len")
+    version: ClassVar[str] = "0.33.0"
+
+    dual_chunk: bool = False
+
+    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+        if state.method.name == "dual_chunk":
+            return self._dual_chunk(model, state)
+        if saved is None or not is_shipped(saved, state):
+            return super().export(model, state, saved)
+        refuse_kind(family_of(state, self.name), "longrope")
+        if state.method.attention_factor is not None:
+            raise Refusal("it computes the temperature of two tables by itself")
+        return self.made(
+            saved.name or "FOLDER",
+            {"max_model_len": state.target_length},
+            "as vLLM 0.33.0 computes it; config.json says the rest",
+            f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
+            f"--max-model-len {state.length} selects the short one",
+        )
+
+    def needs_length(self, parameters: Mapping[str, Any]) -> bool:
+        # It multiplies the extended length by the factor of the other types
+        # (_get_and_verify_max_len of version 0.33.0).
+        parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
+        kinds = {part["rope_type"] for part in parts if "factor" in part}
+        return not kinds <= {"yarn", "longrope", "llama3"}
+
+    def _dual_chunk(self, model: nn.Module, state: Patch) -> Export:
+        if not self.dual_chunk:
+            raise Refusal(
+                "version 0.33.0 still reads dual_chunk_attention_config and rotates queries and "
+                "keys by it, but has dropped the attention that combines them; for version 0.10, "
+                "which has it, export with dual_chunk=True"
+            )
+        kind = text_config(state.decoder).model_type
+        if kind not in DUAL_CHUNK_FAMILIES:
+            raise Refusal(f"it supports this for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
+        method = cast(DualChunk, state.method)
+        scaling = method.attention_scaling(state.scaled[0].rope)
+        chunk, local = not_none(method.chunk), not_none(method.local)
+        if state.frequencies is not None or scaling != 1 or 2 * (chunk - local) - 1 < chunk:
+            raise Refusal(
+                "its Dual Chunk needs local of at most half of chunk, the unscaled frequencies, "
+                "and attention_factor=1"
+            )
+        refuse_tempered(state)
+        given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
+        length = state.target_length
+        fields = {"dual_chunk_attention_config": given, "max_position_embeddings": length}
+        made = self.made(
+            model_name(model),
+            self.settings(fields, length),
+            "according to the source of vLLM 0.10; not run, because it needs a GPU",
+            "original_max_position_embeddings=0 turns off its temperature, as in the patch",
+        )
+        backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"
+        command = f"{backend} {made.command} --enforce-eager"
+        return Export(self.name, made.settings, command, notes=made.notes)
+
+
+@register
+@dataclass(frozen=True)
+class SGLang(_Server):
+    """``--json-model-override-args``, as computed by SGLang 0.5.23."""
+
+    name: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+    launch: ClassVar[tuple[str, ...]] = ("python", "-m", "sglang.launch_server", "--model-path")
+    names: ClassVar[tuple[str, str]] = ("json_model_override_args", "context_length")
+    version: ClassVar[str] = "0.5.23"
+
+
+def overrides(state: Patch, engine: str) -> dict[str, Any]:
+    """Configuration fields, with the names that vLLM and SGLang add to those of transformers.
+
+    Raises:
+        Refusal: the engine would compute something else.
+    """
+    refuse_positions(state)
+    config, family = text_config(state.decoder), family_of(state, engine)
+    if len(state.sites) > 1 and not is_nested(config.rope_parameters):
+        raise Refusal("models with several rotary embeddings have not been tested")
+    if not state.native:
+        raise Refusal("it builds frequencies by rope_type, and none matches these")
+    parameters = dict(config.rope_parameters)
+    if is_nested(parameters):
+        for site in state.scaled:
+            parameters[site.layer_type] = _named(parameters[site.layer_type], family)
+    else:
+        parameters = _named(parameters, family)
+    fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
+    if family.own_share and "partial_rotary_factor" in parameters:
+        fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if engine == "vllm" and "llama_4_scaling_beta" in parameters:  # models/mistral.py, line 106
+        fields["llama_4_scaling"] = {
+            "beta": parameters["llama_4_scaling_beta"],
+            "original_max_position_embeddings": parameters["original_max_position_embeddings"],
+        }
+    path = path_to_text(served_config(state.outermost))
+    if engine == "sglang" and len(path) > 1:
+        raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
+    for name in reversed(path):
+        fields = {name: fields}
+    return fields
+
+
+def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """``rope_parameters`` of one rotary embedding, with the engines' names."""
+    parameters = dict(parameters)
+    kind, factor = parameters["rope_type"], cast(Any, parameters.get("attention_factor"))
+    refuse_kind(family, kind)
+    if kind == "longrope":
+        # Otherwise both take sqrt(1 + ln(s) / ln(length)), whatever attention_factor says.
+        return parameters | {"short_mscale": factor, "long_mscale": factor}
+    if kind != "yarn":
+        return parameters
+    # The ends are where the length over beta is a number of tokens.
+    parameters |= {name: parameters[name] * family.stretched for name in ("beta_fast", "beta_slow")}
+    usual = yarn_factor(parameters["factor"])
+    if factor is None:  # raised: the checkpoint's own entry, which the engine reads already
+        if family.mla or family.usual or "mscale" in parameters:
+            return parameters
+        return parameters | {"attention_factor": usual}  # that of its factor would be kept
+    if math.isclose(factor, usual, rel_tol=1e-12):
+        return parameters
+    if family.usual:
+        raise Refusal(
+            f"its YaRN for this family always has the temperature {usual:g}; leave "
+            f"attention_factor out"
+        )
+    if family.mla:
+        if factor == 1.0:
+            raise Refusal("it treats attention_factor 1 as another kind of scaling")
+        return parameters | {"mscale": (factor - 1) / (usual - 1), "mscale_all_dim": 0}
+    # Both take attn_factor times 0.1 ln(s) + 1, but newer vLLM attention_factor itself.
+    return parameters | {"attn_factor": factor / usual}

@@ -1,0 +1,440 @@
+"""What patches learn: modules within the decoder or its attention modules, saved and trained there.
+
+Their forwards compute what a layer needs, since wrappers gather parameters before a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from rope_ext.encodings import Encoding, Heads, InputEncoding
+from rope_ext.encodings.scores import Scores
+from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.methods import Rope
+from rope_ext.methods.temperature import SSMax
+from rope_ext.position.layers import KeyProjection
+from rope_ext.rotary.swapping import Changes
+
+BIAS = "rope_ext_bias"  # names of the modules, and so in checkpoints
+TEMPERATURE = "rope_ext_temperature"
+INPUT = "rope_ext_input"
+POSITIONS = "rope_ext_positions"
+NAMES = (BIAS, TEMPERATURE, INPUT, POSITIONS)
+_HIDES = -1e30
+"""In place of -inf, which could hide all of a tile from a row, and kernels then divide by zero."""
+_Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and the buffers of a module
+
+
+def learned(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of encoding and temperature on ``model``, by their names in ``state_dict``."""
+    return {
+        f"{name}.{key}" if name else key: value
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Learning)
+        for key, value in module.state_dict(keep_vars=True).items()
+    }
+
+
+def put(holder: nn.Module, name: str, module: Learning, changes: Changes) -> None:
+    """Add a module to another one until ``changes`` are undone."""
+    holder.add_module(name, module)
+    changes.append(partial(_take, holder, name))
+
+
+def _take(holder: nn.Module, name: str) -> None:
+    holder._modules.pop(name, None)
+
+
+class Learning(nn.Module):
+    """Parameters of an encoding, or of a temperature.
+
+    Args:
+        encoding: what has them.
+        values: initial values, by name.
+        near: gets them beside it; its weights give their dtype and device.
+    """
+
+    encoding: Encoding | SSMax
+
+    def __init__(self, encoding: Any, values: dict[str, torch.Tensor], near: nn.Module) -> None:
+        super().__init__()
+        self.encoding, self.bounds = encoding, dict(getattr(encoding, "bounds", {}))
+        self._kept: tuple[Any, int, list[torch.Tensor], Any] | None = None
+        like = next((p for p in near.parameters() if p.is_floating_point()), torch.empty(0))
+        # Offloaded: no hook would ever load a new parameter from the meta device.
+        self.device, self.dtype = "cpu" if like.is_meta else like.device, like.dtype
+        with torch.inference_mode(False):  # they outlive the mode, and may be trained
+            for name, value in values.items():
+                value = value.clone() if value.is_inference() else value
+                self.register_parameter(name, nn.Parameter(value.to(self.device, self.dtype)))
+
+    def clamp(self) -> None:
+        """Clamp the stored values to their bounds.
+
+        Through ``.data``, which autograd does not track: a forward may run again before its
+        backward pass, as in gradient checkpointing, and then nothing is left to clamp.
+        """
+        for name, (least, most) in self.bounds.items():
+            value = getattr(self, name)
+            # A graph cannot call is_inference, and has no inference tensors where gradients matter.
+            if torch.compiler.is_compiling() or not value.is_inference():
+                value.data.clamp_(least, most)
+
+    def clamped(self) -> dict[str, torch.Tensor]:
+        """The parameters within their bounds; gradients pass as if there were no bounds.
+
+        A clamp has no gradient outside its bounds, so a value that an optimizer moved there would
+        never come back.
+        """
+        return {
+            name: _clamped(value, *self.bounds[name]) if name in self.bounds else value
+            for name, value in self.named_parameters()
+        }
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.clamp()  # an optimizer may have stepped since the last forward
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.clamp()
+
+    def kept(self, where: Any, count: int, room: int, make: Callable[[int], Any]) -> Any:
+        """``make(count)``, or with more up to ``room``, kept while nothing is trained.
+
+        The parameters are compared by value, since changes through ``.data`` (weight averaging, for
+        example) do not change their version.
+        """
+        learned = list(self.parameters())
+        training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
+        if torch.compiler.is_compiling() or training or any(x.is_inference() for x in learned):
+            return make(count)
+        kept = self._kept  # another thread may put others there
+        if (
+            kept is None
+            or kept[0] != where
+            or kept[1] < count
+            or not all(
+                x.dtype == y.dtype and torch.equal(x, y)
+                for x, y in zip(learned, kept[2], strict=True)
+            )
+        ):
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
+                copies = [value.detach().clone() for value in learned]
+                self._kept = kept = (where, room, copies, make(room))
+        return kept[3]
+
+
+def _equal(one: list[torch.nn.Parameter], other: list[torch.Tensor]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all((x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y) for x, y in pairs)
+
+
+def _clamped(value: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    at = value.detach()
+    return at.clamp(least, most) + (value - at)  # which is 0
+
+
+class Added(NamedTuple):
+    """Additions to the logits, with the names of :class:`rope_ext.attention.call.Call`."""
+
+    bias: torch.Tensor | None = None
+    scores: Scores | None = None
+
+
+class DistanceBias(Learning):
+    """The bias of an encoding in one attention layer, or in all.
+
+    Args:
+        encoding: the encoding, resolved.
+        heads: number of query heads of the layer, and sizes of heads.
+        rope: the trained embedding.
+        near: see :class:`Learning`.
+        projection: of the keys of the layer, for encodings that are ``projected``.
+    """
+
+    encoding: Encoding
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        heads: Heads,
+        rope: Rope,
+        near: nn.Module,
+        projection: KeyProjection | None = None,
+    ) -> None:
+        super().__init__(encoding, encoding.initial(heads, rope), near)
+        self.heads, self.rope, self.projection = heads, rope, projection
+
+    def forward(
+        self,
+        distances: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        owner: nn.Module | None = None,
+    ) -> Added:
+        """Additions at all distances below ``distances``; a bias is ``[heads, n]``.
+
+        If the bias is constant from some distance on, that distance is the last entry. ``owner`` is
+        the attention module whose keys an encoding may project.
+        """
+        learned = self.clamped()
+        given = {**learned, **self.encoding.constants(self.heads, device)}
+        if self.projection is not None and owner is not None:
+            like = next(self.parameters())
+            weight = self.projection.weight(owner, like.device, like.dtype)
+            groups = self.heads.count // len(weight)
+            given["key_projection"] = weight.repeat_interleave(groups, 0)
+        scores = self.encoding.scores(self.heads.count, self.rope, given)
+        if scores is not None:
+            return Added(scores=scores)
+        settled = self.encoding.saturates_at(self.rope)
+        room = 2 * distances
+        if settled is not None:
+            distances, room = (min(n, settled + 1) for n in (distances, room))
+
+        def make(count: int) -> torch.Tensor | None:
+            distance = torch.arange(count, dtype=dtype, device=device)
+            made = self.encoding.bias(distance, self.heads.count, self.rope, learned)
+            return None if made is None else made.clamp(min=_HIDES)
+
+        bias = self.kept((device, dtype), distances, room, make)
+        return Added(bias=None if bias is None else bias[:, :distances])
+
+
+class HeadScales(Learning):
+    """The learned scales of a temperature: one number for every query head of an attention layer.
+
+    Args:
+        temperature: with every option filled in.
+        heads: number of query heads.
+        near: see :class:`Learning`.
+    """
+
+    scale: nn.Parameter
+
+    def __init__(self, temperature: SSMax, heads: int, near: nn.Module) -> None:
+        super().__init__(
+            temperature, {"scale": torch.full((heads,), float(temperature.scale))}, near
+        )
+
+    def forward(self, query: torch.Tensor, growth: torch.Tensor | None) -> torch.Tensor:
+        """Multiply the queries, ``[rows, heads, tokens, columns]``, by ``1 + scale growth``.
+
+        ``growth``: ``[rows or 1, 1, tokens, 1]``; None: 0 everywhere, so that no query changes.
+        """
+        scale = self.scale
+        if growth is None:
+            if not (torch.is_grad_enabled() and scale.requires_grad):
+                return query
+            # Data parallelism waits for a gradient of every parameter, if only a zero.
+            growth = query.new_zeros(1, 1, 1, 1)
+        if len(scale) != query.shape[1]:
+            raise UnsupportedModelError(
+                f"temperature='ssmax' has a scale for each of {len(scale)} heads, and an attention "
+                f"layer runs {query.shape[1]}, as under tensor parallelism; run the model without "
+                f"it, or patch with temperature='log_n'"
+            )
+        factor = 1 + growth * scale.to(growth)[:, None, None]
+        return (query * factor).to(query.dtype)
+
+
+class InputPositions(Learning):
+    """``p`` of an encoding that changes the input of layers.
+
+    Args:
+        encoding: the encoding, resolved.
+        columns: columns of the hidden states.
+        size: root mean square of the input of the first layer.
+        rope: the trained embedding.
+        near: see :class:`Learning`.
+    """
+
+    encoding: InputEncoding
+    scale: torch.Tensor  # a buffer of encodings that are sized and have no option ``scale``
+
+    def __init__(
+        self, encoding: InputEncoding, columns: int, size: float, rope: Rope, near: nn.Module
+    ) -> None:
+        super().__init__(encoding, encoding.initial_inputs(columns, size, rope), near)
+        self.columns, self.rope = columns, rope
+        self.fixed_scale: float | None = None
+        if encoding.sized:
+            self.fixed_scale = getattr(encoding, "scale", None)
+            if self.fixed_scale is None:
+                with torch.inference_mode(False):  # it outlives the mode
+                    self.register_buffer("scale", torch.tensor(size).float().to(self.device))
+
+    def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``[..., columns]`` in ``dtype`` at the positions ``t``, int64, ``[...]``."""
+        encoding = self.encoding
+        device = next(self.parameters(), t).device
+        t = t.to(device)
+        tokens = int(t.max()) + 1
+        encoding.covers(tokens, self.rope)
+
+        def make(t: torch.Tensor) -> torch.Tensor:
+            return encoding.p(t, self.columns, self.rope, self.clamped())
+
+        if encoding.tabled:
+            wide = torch.promote_types(dtype, torch.float32)
+            table = self.kept(
+                (device, wide),
+                tokens,
+                2 * tokens,
+                lambda count: make(torch.arange(count, dtype=wide, device=device)),
+            )
+            p = table[t]
+        else:
+            p = make(t.double())
+        if self.factor is not None:
+            p = p * (self.factor.to(p) if isinstance(self.factor, torch.Tensor) else self.factor)
+        return p.to(dtype)
+
+    @property
+    def factor(self) -> float | torch.Tensor | None:
+        """The scale of ``p``; None if it has none."""
+        return self._buffers.get("scale", self.fixed_scale)
+
+
+class HeadPositions(Learning):
+    """The positions of tokens in one attention layer.
+
+    Args:
+        encoding: the encoding, resolved.
+        columns: columns of the layer's input.
+        key_heads: number of its key heads.
+        near: see :class:`Learning`.
+    """
+
+    encoding: Encoding
+
+    def __init__(self, encoding: Encoding, columns: int, key_heads: int, near: nn.Module) -> None:
+        super().__init__(encoding, encoding.initial_positions(columns, key_heads), near)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """``[rows, key heads, tokens]`` of hidden states, float32 or better.
+
+        Args:
+            x: ``[rows, tokens, columns]``.
+            t: positions in the sequence, int64, ``[rows or 1, tokens]``.
+        """
+        # In bfloat16, positions beyond 256 would be whole numbers.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        device = next(self.parameters(), x).device
+        with torch.autocast(x.device.type, enabled=False):
+            learned = {name: value.to(wide) for name, value in self.clamped().items()}
+            return self.encoding.places(x.to(device, wide), t.to(device, wide), learned)
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The parameters of a patch on a model before the model is patched again.
+
+    Args:
+        modules: by path; PEFT may have wrapped them.
+        held: the tensors of every :class:`Learning` in them. The modules may get other tensors
+            while a ``with`` block lasts.
+    """
+
+    modules: dict[str, nn.Module]
+    held: dict[Learning, _Tensors]
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> Earlier:
+        modules = {
+            path: module
+            for path, module in model.named_modules()
+            if path.rpartition(".")[2].startswith("rope_ext_")
+        }
+        parts = [part for module in modules.values() for part in _parts(module)]
+        return cls(modules, {p: (dict(p._parameters), dict(p._buffers)) for p in parts})
+
+    def give_back(self, model: nn.Module) -> None:
+        """Put everything back on a model that has the same patch again."""
+        self._put(model, self.held)
+
+    def carry(self, model: nn.Module) -> list[str]:
+        """Let the patch that replaced the earlier one continue with its parameters.
+
+        Tensors of the same shape stay the same parameter objects, so that an optimizer can
+        continue with them. Tables that grow keep their rows.
+
+        Returns:
+            Names of parameters that do not exist under this patch: those of another encoding or
+            temperature, or of layers that are no longer patched.
+
+        Raises:
+            OptionError: the same encoding or temperature now has a shape into which they do not
+                fit. Nothing is changed in that case.
+        """
+        held, dropped = {}, []
+        for path, module in self.modules.items():
+            new = _at(model, path)
+            for part in _parts(module):
+                if new is not None and type(part.encoding) is type(new.encoding):
+                    held[part] = _carried(part.encoding, self.held[part], new)
+                else:
+                    dropped += [f"{path}.{name}" for name in self.held[part][0]]
+        self._put(model, held)
+        return dropped
+
+    def _put(self, model: nn.Module, held: dict[Learning, _Tensors]) -> None:
+        own = vars(nn.Module())
+        for path, module in self.modules.items():
+            parts, new = _parts(module), _at(model, path)
+            if new is None or not all(part in held for part in parts):
+                continue
+            for part in parts:  # it takes over what ``new`` is, with the earlier tensors
+                vars(part).update((k, v) for k, v in vars(new).items() if k not in own)
+                vars(part).update(
+                    zip(("_parameters", "_buffers"), map(dict, held[part]), strict=True)
+                )
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._modules[name] = module
+
+
+def _parts(module: nn.Module) -> list[Learning]:
+    return [part for part in module.modules() if isinstance(part, Learning)]
+
+
+def _at(model: nn.Module, path: str) -> Learning | None:
+    parent, _, name = path.rpartition(".")
+    found = model.get_submodule(parent)._modules.get(name)
+    return found if isinstance(found, Learning) else None
+
+
+def _carried(before: Any, held: _Tensors, new: Learning) -> _Tensors:
+    """The tensors of an encoding for that of ``new``, which is of the same kind."""
+    now, parameters = cast("Any", new.encoding), {}
+    options = [(name, value, getattr(now, name)) for name, value in before.options().items()]
+    changed = ", ".join(f"{name}={x!r} instead of {y!r}" for name, y, x in options if x != y)
+
+    def refused(what: str) -> OptionError:
+        return OptionError(
+            f"{now.name} with {changed} cannot continue from what the model has learned: {what}. "
+            f"Keep the options that set this shape, or call rope_ext.unpatch(model) first to start "
+            f"from new parameters"
+        )
+
+    other = [n for n in getattr(now, "redefining", ()) if getattr(before, n) != getattr(now, n)]
+    if other:  # names and shapes may still agree
+        raise refused(f"its parameters belong to another value of {', '.join(other)}")
+    if held[0].keys() != new._parameters.keys():
+        names = (", ".join(one) or "nothing" for one in (held[0], new._parameters))
+        raise refused(" would be ".join(names))
+    for name, value in held[0].items():
+        begun = cast("nn.Parameter", new._parameters[name])
+        if value.shape != begun.shape:
+            grown = now.grown(name, value.detach(), begun.detach().to(value))
+            if grown is None:
+                raise refused(f"{name} is {list(value.shape)} and would be {list(begun.shape)}")
+            value = nn.Parameter(grown, requires_grad=value.requires_grad)
+        parameters[name] = value
+    return parameters, {name: held[1].get(name, value) for name, value in new._buffers.items()}

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -143,31 +142,26 @@ def attend_runs(
     kernel: str,
 ) -> torch.Tensor:
     """Attention of every run, with its call; zero for queries in none of them."""
-    out = None
+    out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
+    out = out.transpose(1, 2)
     for run, call in found:
-        whole = run.rows is None and run.queries_count == query.shape[2]
         rows = slice(None) if run.rows is None else run.rows
         q, k, v = (
-            x[rows][:, :, at]
-            for x, at in ((query, run.queries), (key, run.keys), (value, run.keys))
+            query[rows][:, :, run.queries],
+            key[rows][:, :, run.keys],
+            value[rows][:, :, run.keys],
         )
         if run.steady:
             part = attend(q, k, v, replace(call, start=int(run.places[0])), kernel)
         else:
             at = run.places.to(query.device)
             part = bands.attend(q, k, v, call, Places.in_order(at[len(at) - q.shape[2] :], at))
-        if whole and len(found) == 1:
-            return part
-        if out is None:
-            out = part.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
-        if run.rows is None:
-            out[:, run.queries] = part.transpose(1, 2)
-        else:
-            at = torch.arange(query.shape[2], device=query.device)[run.queries]
-            out[torch.tensor(run.rows, device=query.device)[:, None], at] = part.transpose(1, 2)
-    if out is None:  # nothing but padding
-        return query.new_zeros(*query.shape[:3], value.shape[-1])
-    return out.transpose(1, 2)
+        if run.rows is None and part.shape[2] == query.shape[2]:
+            return part  # all of them
+        out = out.to(part.dtype)
+        for index, row in enumerate(run.rows or range(len(query))):
+            out[row, :, run.queries] = part[index]
+    return out
 
 
 def attend_placed(
@@ -262,41 +256,39 @@ def _compute(
     return flash.compute(query, key, value, call)
 
 
+_CALL = "Tensor[] tables, {}SymInt[] plan, SymInt start, float scale, float? softcap"
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias"
+
+
 # It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
-@torch.library.custom_op("rope_ext::bands", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    tables: list[torch.Tensor],
-    at: list[torch.Tensor],
-    plan: list[int],
-    start: int,
-    scale: float,
-    softcap: float | None,
-    kernel: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _unpacked(sinks, bias, tables, plan, start, scale, softcap)
+@torch.library.custom_op(
+    "rope_ext::bands",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_CALL.format('Tensor[] at, ')}, str kernel) -> (Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN202
+    """Output and log-sum-exp; ``at`` is empty where tokens count one by one."""
+    *numbers, kernel = rest
+    call = _unpacked(sinks, bias, tables, plan, *numbers)
     if not at:
         with torch.no_grad():
             out, lse = _compute(query, key, value, call, kernel == "flash")
-    else:
-        found, lse = [], query.new_empty(0, dtype=wide(query))
-        for run in runs(at[0], at[1], len(query), int(at[2])):
-            row = 0 if run.rows is None else run.rows[0]
+        return _empty(query, value).copy_(out), lse
+    found = []
+    for run in runs(at[0], at[1], len(query), int(at[2])):
+        row = 0 if run.rows is None else run.rows[0]
 
-            def of(rotation: Rotation, there: torch.Tensor | slice, row: int = row) -> Rotation:
-                return each_table(rotation, lambda x: x[row if len(x) > 1 else 0][there])
+        def of(rotation: Rotation, there: torch.Tensor | slice, row: int = row) -> Rotation:
+            return each_table(rotation, lambda x: x[row if len(x) > 1 else 0][there])
 
-            of_run = [
-                RotatedBand(band.geometry, of(band.query, run.queries), of(band.key, run.keys))
-                for band in call.bands
-            ]
-            found.append((run, replace(call, bands=of_run)))
-        out = attend_runs(query, key, value, found, kernel)
-    return _empty(query, value).copy_(out), lse
+        of_run = [
+            RotatedBand(band.geometry, of(band.query, run.queries), of(band.key, run.keys))
+            for band in call.bands
+        ]
+        found.append((run, replace(call, bands=of_run)))
+    out = attend_runs(query, key, value, found, kernel)
+    return _empty(query, value).copy_(out), query.new_empty(0, dtype=wide(query))
 
 
 @operator.register_fake
@@ -317,39 +309,27 @@ def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty(rows, queries, heads, value.shape[-1]).transpose(1, 2)
 
 
-@torch.library.custom_op("rope_ext::bands_backward", mutates_args=())
-def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    learns: list[bool],
-    tables: list[torch.Tensor],
-    plan: list[int],
-    start: int,
-    scale: float,
-    softcap: float | None,
-) -> list[torch.Tensor]:
+@torch.library.custom_op(
+    "rope_ext::bands_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, bool[] learns, {_CALL.format('')})"
+    " -> Tensor[]",
+)
+def _backward(grad, query, key, value, sinks, bias, out, lse, learns, *packed):  # noqa: ANN001, ANN002, ANN202
     """Gradients of query, key and value, then of those of sinks and bias that learn."""
-    call = _unpacked(sinks, bias, tables, plan, start, scale, softcap)
+    call = _unpacked(sinks, bias, *packed)
     if lse.dim() > 1:
-        rows: Any = [
-            x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out)
-        ]
-        found = flash.differentiate(*rows, lse, call)
+        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
+        found = flash.differentiate(*rows, lse=lse, call=call)
         if sinks is not None and learns[0]:
             by_row = (grad.to(lse.dtype) * out).sum(-1)
             of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * by_row).sum((0, 2))
             found.append(of_sinks.to(sinks.dtype))
         return found
     given = zip((query, key, value, sinks, bias), (True, True, True, *learns), strict=True)
-    leaves: Any = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
+    leaves = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
     with _recorded():
-        made = bands.attend(*leaves[:3], replace(call, sinks=leaves[3], bias=leaves[4]))
+        made = bands.attend(*leaves[:3], call=replace(call, sinks=leaves[3], bias=leaves[4]))
         leaves = [x for x in leaves if x is not None and x.requires_grad]
         grads = torch.autograd.grad(made, leaves, grad)  # computes blocks again, recorded too
     # With the strides of the inputs, as its fake promises.
@@ -375,22 +355,20 @@ def _(grad, query, key, value, sinks, bias, out, lse, learns, *_rest):  # noqa: 
     return [torch.empty_like(x) for x in (query, key, value, *more)]
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup(ctx, inputs, output):  # noqa: ANN001, ANN202
     *tensors, tables, _, ctx.plan, ctx.start, ctx.scale, ctx.softcap, _ = inputs
     ctx.save_for_backward(*tensors, *output, *tables)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _grad_lse: torch.Tensor) -> tuple:
+def _differentiate(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
     saved = ctx.saved_tensors  # read once: under checkpointing a second time is an error
-    tables = list(saved[7:])
-    learns = [ctx.needs_input_grad[3], ctx.needs_input_grad[4]]
-    inputs: Any = (grad, *saved[:7], learns, tables, ctx.plan, ctx.start, ctx.scale, ctx.softcap)
-    grads = _backward(*inputs)
+    tables, learns = list(saved[7:]), [*ctx.needs_input_grad[3:5]]
+    numbers = ctx.plan, ctx.start, ctx.scale, ctx.softcap
+    grads = _backward(grad, *saved[:7], learns, tables, *numbers)
     more = iter(grads[3:])
     of_learned = [next(more) if learned else None for learned in learns]
-    nothing = ([None] * len(tables), [], None, None, None, None, None)
-    return *grads[:3], *of_learned, *nothing
+    return *grads[:3], *of_learned, [None] * len(tables), [], None, None, None, None, None
 
 
 operator.register_autograd(_differentiate, setup_context=_setup)

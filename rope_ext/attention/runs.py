@@ -25,22 +25,35 @@ class Run(NamedTuple):
 
     Args:
         rows: None: all.
-        queries: index of its queries among the new tokens.
-        keys: index of its keys among the slots.
+        first: slot of the first query of the batch.
+        slots: of its keys, int64; the last ones are those of its queries.
+        count: of its queries.
         places: positions of its keys, int64, ``[keys]``, on the CPU.
         steady: whether they count one by one.
     """
 
     rows: list[int] | None
-    queries: slice | torch.Tensor
-    keys: slice | torch.Tensor
+    first: int
+    slots: torch.Tensor
+    count: int
     places: torch.Tensor
     steady: bool
 
     @property
-    def queries_count(self) -> int:
-        """Number of its queries."""
-        return _count(self.queries)
+    def queries(self) -> slice | torch.Tensor:
+        """Index of its queries among the new tokens."""
+        return _range(self.slots[len(self.slots) - self.count :] - self.first)
+
+    @property
+    def keys(self) -> slice | torch.Tensor:
+        """Index of its keys among the slots."""
+        return _range(self.slots)
+
+
+def _range(index: torch.Tensor) -> torch.Tensor | slice:
+    """A slice if the index has no gaps, which avoids a copy."""
+    start, end = int(index[0]), int(index[-1]) + 1
+    return slice(start, end) if end - start == len(index) else index
 
 
 def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -> list[Run]:
@@ -60,8 +73,7 @@ def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -
     found: dict[tuple, tuple[list[int], torch.Tensor, torch.Tensor]] = {}
     for row in range(1 if alike else rows):
         of_row, at = (x[row if len(x) > 1 else 0] for x in (sequences, places))
-        numbers = of_row.unique()
-        for number in numbers[numbers >= 0]:
+        for number in of_row[of_row >= 0].unique():
             slots = torch.nonzero(of_row == number).flatten()
             if slots[-1] >= first:
                 key = tuple(slots.tolist()), tuple(at[slots].tolist())
@@ -76,41 +88,24 @@ def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -
                 f"position method would have to attend to the future; "
                 f"{_BACK[bool((back & (slots.diff() > 1)).any())]}"
             )
-        own = _range(slots[slots >= first] - first), _range(slots)
-        made.append(Run(None if alike else of_run, *own, at, bool((step == 1).all())))
+        count = int((slots >= first).sum())
+        made.append(
+            Run(None if alike else of_run, first, slots, count, at, bool((step == 1).all()))
+        )
     return made
-
-
-def _range(index: torch.Tensor) -> torch.Tensor | slice:
-    """A slice if the index has no gaps, which avoids a copy."""
-    start, end = int(index[0]), int(index[-1]) + 1
-    return slice(start, end) if end - start == len(index) else index
 
 
 def within(found: list[Run], reach: int | None) -> Iterator[Run]:
     """The runs, split so that the queries of each are at most ``reach`` tokens apart."""
     for run in found:
-        count, keys = _count(run.queries), len(run.places)
-        if reach is None or not count:
+        if reach is None:
             yield run
             continue
-        at, first = run.places[keys - count :].tolist(), 0
-        for index in range(1, count + 1):
-            if index == count or at[index] - at[first] > reach:
-                last = keys - count + index
-                yield run._replace(
-                    queries=_part(run.queries, slice(first, index)),
-                    keys=_part(run.keys, slice(0, last)),
-                    places=run.places[:last],
-                )
-                first = index
-
-
-def _part(index: slice | torch.Tensor, part: slice) -> slice | torch.Tensor:
-    if isinstance(index, slice):
-        return slice(index.start + part.start, index.start + part.stop)
-    return index[part]
-
-
-def _count(index: slice | torch.Tensor) -> int:
-    return index.stop - index.start if isinstance(index, slice) else len(index)
+        keys = len(run.places)
+        begin = keys - run.count
+        at = run.places.tolist()
+        for end in range(begin + 1, keys + 1):
+            if end == keys or at[end] - at[begin] > reach:
+                parts = {"slots": run.slots[:end], "places": run.places[:end]}
+                yield run._replace(count=end - begin, **parts)
+                begin = end

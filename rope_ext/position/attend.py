@@ -352,7 +352,7 @@ def _rotated(
     dtype: torch.dtype,
 ) -> tuple[list[RotatedBand], torch.Tensor | None]:
     """The bands of a run, and the factors of its queries."""
-    queries = run.places[len(run.places) - run.queries_count :].to(device)
+    queries = run.places[len(run.places) - run.count :].to(device)
     middle = int(queries[0] + queries[-1]) // 2 if layer.map.reach else 0
 
     def at(by: RotationTable | Decay, t: torch.Tensor) -> Rotation:

@@ -6,10 +6,11 @@ computes each block again, so memory is linear in the number of keys.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention.call import (
@@ -22,7 +23,7 @@ from rope_ext.attention.call import (
     wide,
     without_autocast,
 )
-from rope_ext.methods.geometry import Geometry, extent
+from rope_ext.methods.geometry import extent
 
 ROWS = 256
 """Queries of a block at most."""
@@ -56,7 +57,7 @@ def attend(
         block = slice(first, min(first + rows, queries))
         counted = None if places else keys - queries + block.stop
         given = (call, at, block, counted, tuple(learned), *tensors)
-        if trains and not torch.compiler.is_compiling():
+        if trains and not is_compiling():
             outs.append(checkpoint(_block, *given, use_reentrant=False, preserve_rng_state=False))
         else:
             outs.append(_block(*given))
@@ -81,43 +82,31 @@ def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
     return replace(call, bands=bands), at
 
 
-class Part(NamedTuple):
-    """The keys that any query of a block sees in a band, and which of them; None: all see all."""
-
-    keys: slice
-    seen: torch.Tensor | None
-
-
-def _shown(call: Call, places: Places, rows: slice, counted: int | None) -> list[Part]:
-    """What the queries ``rows`` see in each band.
+def _shown(
+    call: Call, places: Places, rows: slice, counted: int | None
+) -> list[tuple[slice, torch.Tensor | None]]:
+    """The keys that any of the queries ``rows`` sees in each band, and which; None: all see all.
 
     ``counted``: the number of keys up to the last query where positions count one by one.
     """
-    geometries = tuple(band.geometry for band in call.bands)
-    if places.made is None:
-        return [_part(geometry, call, places, rows, counted) for geometry in geometries]
-    name = rows.start, rows.stop, geometries
-    if name not in places.made:
-        found = [_part(geometry, call, places, rows, counted) for geometry in geometries]
-        if places.key.device.type == "cpu" and not torch.compiler.is_compiling():
-            found = [_read(part) for part in found]  # once for all layers
+    name = rows.start, rows.stop, *(band.geometry for band in call.bands)
+    if places.made is not None and name in places.made:
+        return places.made[name]
+    found: list[tuple[slice, torch.Tensor | None]] = []
+    for band in call.bands:
+        keys = slice(0, places.key.shape[-1])
+        if counted is not None:
+            keys = extent(band.geometry, rows.stop - rows.start, counted, call.start)
+        seen = places.sees(band.geometry, rows, keys)
+        if places.made is not None and seen.device.type == "cpu" and not is_compiling():
+            index = seen.flatten(0, -2).any(0).nonzero()  # read once for all layers
+            keys = slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0)
+            seen = seen[..., keys]
+            seen = None if bool(seen.all()) else seen
+        found.append((keys, seen))
+    if places.made is not None:
         places.made[name] = found
-    return places.made[name]
-
-
-def _part(geometry: Geometry, call: Call, places: Places, rows: slice, counted: int | None) -> Part:
-    keys = slice(0, places.key.shape[-1])
-    if counted is not None:
-        keys = extent(geometry, rows.stop - rows.start, counted, call.start)
-    return Part(keys, places.sees(geometry, rows, keys))
-
-
-def _read(part: Part) -> Part:
-    assert part.seen is not None
-    index = part.seen.flatten(0, -2).any(0).nonzero()
-    keys = slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0)
-    seen = part.seen[..., keys]
-    return Part(keys, None if bool(seen.all()) else seen)
+    return found
 
 
 def _block(
@@ -139,7 +128,7 @@ def _block(
     to = wide(query) if query.device.type == "cpu" else query.dtype  # else products cast once more
     found, scores, block = [], call.scores, None
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
-    parts = [x for x in shown if x[1].keys.stop > x[1].keys.start]
+    parts = [x for x in shown if x[1][0].stop > x[1][0].start]
     if not parts:
         return query.new_zeros(*query.shape[:3], value.shape[-1], dtype=value.dtype)
     for band, (keys, seen) in parts:
@@ -168,13 +157,12 @@ def _block(
     else:
         column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)
-    out, first = None, 0
-    for _, (keys, _) in parts:
-        own = weights[..., first : first + keys.stop - keys.start].to(value.dtype)
-        own = own.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    outs, sizes = [], [x.shape[-1] for x in found] + [1] * (sinks is not None)
+    for (_, (keys, _)), own in zip(parts, weights.split(sizes, -1), strict=False):
+        own = own.to(value.dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
         own = _product(own, value[:, :, keys]).unflatten(2, (-1, count)).flatten(1, 2)
-        out, first = own if out is None else out + own, first + keys.stop - keys.start
-    assert out is not None, "some keys are seen"
+        outs.append(own)
+    out = functools.reduce(torch.add, outs)
     if scores is not None and block is not None:
         with without_autocast(query):
             more = scores.more(weights[..., : block.key.shape[2]], block)

@@ -91,18 +91,18 @@ class Pairs:
         first, second = self.first, self.second
         a, b = x[..., first], x[..., second]
         wide = torch.promote_types(x.dtype, cos.dtype)
-        if not (isinstance(first, slice) and isinstance(second, slice)):
-            out = x.to(wide, copy=True)
-            out[..., first] = a * cos - b * sin
-            out[..., second] = b * cos + a * sin
-            return out.to(to)
-        if torch.compiler.is_compiling() and self.halves:  # inductor turns slice writes into masks
-            before, after = x[..., : first.start], x[..., second.stop :]
-            parts = (before, a * cos - b * sin, b * cos + a * sin, after)
+        turned = a * cos - b * sin, b * cos + a * sin
+        if (
+            isinstance(first, slice)
+            and isinstance(second, slice)
+            and self.halves
+            and torch.compiler.is_compiling()
+        ):
+            # Inductor turns writes to slices into masks.
+            parts = x[..., : first.start], *turned, x[..., second.stop :]
             return torch.cat([part.to(wide) for part in parts], dim=-1).to(to)
         out = x.to(wide, copy=True)
-        out[..., first].mul_(cos).addcmul_(b, sin, value=-1)
-        out[..., second].mul_(cos).addcmul_(a, sin)
+        out[..., first], out[..., second] = turned
         return out.to(to)
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -327,7 +328,7 @@ def _backward(grad, query, key, value, sinks, bias, out, lse, learns, *packed): 
             found.append(of_sinks.to(sinks.dtype))
         return found
     given = zip((query, key, value, sinks, bias), (True, True, True, *learns), strict=True)
-    leaves = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
+    leaves: Any = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
     with _recorded():
         made = bands.attend(*leaves[:3], call=replace(call, sinks=leaves[3], bias=leaves[4]))
         leaves = [x for x in leaves if x is not None and x.requires_grad]

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gguf = pretrained.smollm2()
     manual = next(manual for manual in MANUALS if manual.package == "flask")
     text = manual.read(args.output)
-    dtype = faster_dtype()
+    dtype = min((torch.bfloat16, torch.float32), key=seconds_of_products)
     length = args.length or (12288 if dtype == torch.bfloat16 else 11264)
     print(
         f"SmolLM2-135M-Instruct was trained on {TRAINED} tokens. It reads {length} tokens of the "
@@ -69,14 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hay = [f" {word}" for word in text.split()]
     needle = (NEEDLE.format(key=KEY).strip(), ASK, LEAD, KEY)
     ids, answer, _ = hide(Frame.from_tokenizer(tokenizer), length, hay, DEPTH, *needle)
-    edges = range(WINDOW, length + WINDOW, WINDOW)
+    ends = range(WINDOW, length + WINDOW, WINDOW)
     print(f"\nperplexity by position, in windows of {WINDOW} tokens up to")
-    print(f"{'':10}" + "".join(f"{min(edge, len(ids)):>7}" for edge in edges) + "  pass key")
+    print(f"{'':10}" + "".join(f"{min(end, len(ids)):>7}" for end in ends) + "  pass key")
+    axes = (figure := figure_of(7, 3.4)).subplots()
     numbers = []
-    for method in ("unpatched", *args.methods.split(",")):
-        patch: Any = nullcontext()
-        if method != "unpatched":
-            patch = rope_ext.patched(model, method, factor=FACTOR)
+    for index, method in enumerate(("unpatched", *args.methods.split(","))):
+        patch: Any = rope_ext.patched(model, method, factor=FACTOR) if index else nullcontext()
         with patch:
             losses, hits = score(model, [list(ids)], len(ids) - 1)
         windows = [part.mean().exp().item() for part in losses[0].split(WINDOW)]
@@ -84,43 +83,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = "".join(f"{value:7.1f}" for value in windows)
         print(f"{method:10}{shown}  {'found' if found else 'not found'}", flush=True)
         numbers.append({"method": method, "perplexity": windows, "found": found})
+        style = style_of(index - 1) if index else UNPATCHED_STYLE
+        axes.plot(ends[: len(windows)], windows, label=method, **style)
+    axes.set_yscale("log")
+    axes.set_xlabel("position, tokens")
+    axes.set_ylabel("perplexity")
+    bare(axes)
+    mark_trained(axes, [TRAINED], ends[-1])
+    axes.legend(frameon=False)
     path = args.output / "demo.png"
-    _draw(path, numbers)
+    save(figure, path, numbers)
     print(
         f"\nThe line: rope_ext.patch(model, method={numbers[-1]['method']!r}, factor={FACTOR})"
         f"\nThe picture: {path} ({time.monotonic() - start:.0f} s)"
     )
 
 
-def faster_dtype() -> torch.dtype:
-    """Return bfloat16 where this machine multiplies it faster than float32."""
-    seconds = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        one = torch.ones(1024, 1024, dtype=dtype)
+def seconds_of_products(dtype: torch.dtype) -> float:
+    """Return what matrix products of this type take on this machine."""
+    one = torch.ones(1024, 1024, dtype=dtype)
+    one @ one
+    start = time.perf_counter()
+    for _ in range(4):
         one @ one
-        start = time.perf_counter()
-        for _ in range(4):
-            one @ one
-        seconds[dtype] = time.perf_counter() - start
-    return min(seconds, key=seconds.__getitem__)
-
-
-def _draw(path: Path, numbers: Sequence[dict[str, Any]]) -> None:
-    figure = figure_of(7, 3.4)
-    axes = figure.subplots()
-    last = 0
-    for index, line in enumerate(numbers):
-        ends = [WINDOW * (place + 1) for place in range(len(line["perplexity"]))]
-        last = ends[-1]
-        style = style_of(index - 1) if index else UNPATCHED_STYLE
-        axes.plot(ends, line["perplexity"], label=line["method"], **style)
-    axes.set_yscale("log")
-    axes.set_xlabel("position, tokens")
-    axes.set_ylabel("perplexity")
-    bare(axes)
-    mark_trained(axes, [TRAINED], last)
-    axes.legend(frameon=False)
-    save(figure, path, numbers)
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

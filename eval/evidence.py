@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,17 +24,8 @@ from rope_eval.evidence import pages, questions
 from rope_eval.evidence.measure import Measurement
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A pretrained checkpoint.
-
-    Args:
-        name: as it is published.
-        trained: tokens.
-        longest: tokens of each document.
-        lengths: of the prompts, tokens.
-        trials: prompts of each task, length and depth.
-    """
+class Checkpoint(NamedTuple):
+    """A pretrained checkpoint, and how long and how many its documents and prompts are."""
 
     name: str
     trained: int

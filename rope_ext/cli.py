@@ -6,15 +6,16 @@ import functools
 import shlex
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rope_ext.command.arguments import command_words, compose_words, parse_length, parse_options
+from rope_ext.command.arguments import command_words, parse_length, parse_options
 from rope_ext.command.cli_arguments import (
     Commands,
     Compose,
@@ -27,9 +28,12 @@ from rope_ext.command.cli_arguments import (
     TrainedLength,
 )
 from rope_ext.command.evaluators import find
-from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next, unused
-from rope_ext.errors import ExportError, Mistakes, OptionError, RopeExtError
+from rope_ext.command.terminal import quiet, stoppable, tell, tell_next, unused
+from rope_ext.errors import ExportError, OptionError, RopeExtError
 from rope_ext.version import __version__
+
+EngineName = Literal["vllm", "sglang", "llama.cpp", "ollama", "mlx", "transformers"]
+RUNS_HERE = ("llama.cpp", "mlx", "transformers")
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 command = functools.partial(app.command, cls=ModelCommand)
@@ -56,6 +60,68 @@ def main(
         print(context.get_help())
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A model, and the patch that the options of a command ask for."""
+
+    model: str
+    method: str | None
+    factor: float | None = None
+    option: list[str] | None = None
+    compose: Any = False
+    trained_length: int | None = None
+
+    def words(self, command: str, **more: Any) -> list[str]:
+        """``rope-ext COMMAND MODEL`` with the patch and further options, as it is typed."""
+        return command_words(command, **vars(self), **more)
+
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """The method and its options; without a method, where the others would do nothing, none."""
+        from rope_ext.command.method_options import checked_methods
+
+        if self.method is None:
+            words = self.words("")[3:]
+            if words:
+                raise OptionError(f"{' '.join(words[:2])} needs --method")
+            return {}
+        names = [self.method]
+        return checked_methods(names, self.factor, parse_options(self.option, names))
+
+    def build(self) -> Any:
+        from rope_ext.methods import build_method
+
+        ((name, values),) = self.methods().items()
+        return build_method(name, **values)
+
+    def patched(self) -> Any:
+        """The model without weights under the method; without one, its name, to read as saved."""
+        from rope_ext.advice.building import model_of
+        from rope_ext.command.method_options import saved_otherwise
+        from rope_ext.saving.checkpoints import load_config
+        from rope_ext.saving.folder import patch_without_weights
+
+        quiet()
+        if not self.methods():
+            return self.model
+        for note in saved_otherwise({self.model: load_config(self.model)}):
+            tell(f"note: {note}", "yellow")
+        return patch_without_weights(model_of(self.model), self.build(), {"compose": self.compose})
+
+    def tell_check(self, engine: str | None = None) -> None:
+        """Print the command that checks an engine, unless there is no miniature to run in it."""
+        from rope_ext.engines.families import miniatures
+        from rope_ext.saving.checkpoints import is_dynamic, load_config
+
+        config = load_config(self.model)
+        known = config.get_text_config(decoder=True).model_type in miniatures()
+        if self.compose or not known or (self.method is None and is_dynamic(config)):
+            tell("done: the settings above serve it")
+            return
+        here = engine in (None, "ollama", *RUNS_HERE)
+        engine = None if engine == "ollama" else engine
+        tell_next(self.words("verify", engine=engine, write=None if here else unused("miniature")))
+
+
 @command()
 def describe(
     model: Model,
@@ -65,26 +131,24 @@ def describe(
     option: Option = None,
 ) -> None:
     """Show a model's rotary embedding, before and after a patch."""
-    with clean_errors():
-        import rope_ext
+    import rope_ext
 
-        patched = _patched(model, method, factor, compose, option)
-        found = rope_ext.describe(patched)
-        print(found)
-        if found.method is None:
-            tell_next(command_words("recommend", model, length=4 * found.target_length))
-        elif method is None and found.serve:
-            _check_next(model, [], [])
-        elif method is None:
-            tell("done: use it in Python; no engine runs it")
-        else:
-            patch = {"method": method, "factor": factor, "compose": compose, "option": option}
-            try:
-                rope_ext.export(patched, "vllm")
-                tell_next(command_words("export", model, **patch, engine="vllm"))
-            except ExportError:  # then it is for Python, where it can be compared
-                lengths = f"{found.length},{found.target_length}"
-                tell_next(command_words("compare", model, **patch, lengths=lengths))
+    asked = _Asked(model, method, factor, option, compose)
+    patched = asked.patched()
+    found = rope_ext.describe(patched)
+    print(found)
+    if found.method is None:
+        tell_next(command_words("recommend", model, length=4 * found.target_length))
+    elif method is None and found.serve:
+        asked.tell_check()
+    elif method is None:
+        tell("done: use it in Python; no engine runs it")
+    else:
+        try:
+            rope_ext.export(patched, "vllm")
+            tell_next(asked.words("export", engine="vllm"))
+        except ExportError:  # then it is for Python, where it can be compared
+            tell_next(asked.words("compare", lengths=f"{found.length},{found.target_length}"))
 
 
 @command()
@@ -99,10 +163,7 @@ def recommend(
         Path | None, typer.Option(help="Output file or directory of `rope-ext calibrate`.")
     ] = None,
     engine: Annotated[
-        str | None,
-        typer.Option(
-            help="Only methods that vllm, sglang, llama.cpp, ollama, mlx or transformers can run."
-        ),
+        EngineName | None, typer.Option(help="Only methods that this engine can run.")
     ] = None,
     text: Annotated[
         list[str] | None,
@@ -113,36 +174,31 @@ def recommend(
     ] = False,
 ) -> None:
     """Recommend a method for a target length, and explain the choice."""
-    with clean_errors():
-        import rope_ext
-        from rope_ext.config.record import option_texts
+    import rope_ext
+    from rope_ext.config.record import option_texts
 
-        quiet()
-        found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
-        print(found.full() if everything else found)
-        if calibration is not None and not (finetune or engine):  # which follows a comparison
-            if found.serve != found.method:
-                tell(f"done: use it in Python: {found.call}")
-                return
-            engine = found.engines[0]
-        if engine is not None:
-            options = [f"{found.method.name}.{one}" for one in option_texts(found.method)]
-            options = [one for one in options if ".factor=" not in one]
-            patch = {"method": found.method.name, "factor": found.method.factor}
-            patch |= {"compose": found.compose, "option": options, "engine": engine}
-            tell_next(command_words("export", model, **patch))
+    quiet()
+    found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
+    print(found.full() if everything else found)
+    name, factor, compose = found.method.name, found.method.factor, found.compose
+    serving: str | None = engine
+    if calibration is not None and not (finetune or engine):  # which follows a comparison
+        if found.serve != found.method:
+            tell(f"done: use it in Python: {found.call}")
             return
-        lengths = f"{found.trained_length},{found.target_length}"
-        words = command_words("compare", model, finetune=finetune, lengths=lengths, text=text)
-        served = found.serve or found.method
-        apart = served == found.raised != found.method  # its factor is another
-        names = [found.method.name]
-        names += [served.name] * (not apart and served != found.method)
-        patch = _typed(",".join(names), found.method.factor, found.compose, None)
-        tell_next([*words, "--output", unused("compared"), *patch])
-        if apart:
-            patch = _typed(served.name, served.factor, "raise", None)
-            tell_next([*words, "--output", unused("compared-raised"), *patch])
+        serving = found.engines[0]
+    if serving is not None:
+        texts = [one for one in option_texts(found.method) if not one.startswith("factor=")]
+        asked = _Asked(model, name, factor, [f"{name}.{one}" for one in texts], compose)
+        tell_next(asked.words("export", engine=serving))
+        return
+    lengths = f"{found.trained_length},{found.target_length}"
+    more = {"finetune": finetune, "lengths": lengths, "text": text}
+    served = found.serve or found.method
+    apart = served in (found.raised, found.method)  # whose factor is another
+    names = name if apart else f"{name},{served.name}"
+    asked = _Asked(model, names, factor, None, compose)
+    tell_next(asked.words("compare", **more, output=unused("compared")))
 
 
 @command()
@@ -154,23 +210,22 @@ def memory(
         str | None,
         typer.Option(help="Tokens per forward: `prefill_chunk_size` of generate. Default: all."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype.")
+    ] = "bfloat16",
     cache_bits: Annotated[
         int, typer.Option(help="Bits of a quantized KV cache: 8, 4 or 2. 16: not quantized.")
     ] = 16,
 ) -> None:
     """Estimate the memory of a prompt: weights, KV cache and prefill, without loading weights."""
-    with clean_errors():
-        import torch
+    import torch
 
-        from rope_ext.advice import memory
+    from rope_ext.advice import memory
 
-        quiet()
-        if dtype not in ("bfloat16", "float16", "float32"):
-            raise OptionError(f"--dtype {dtype} is not valid; use bfloat16, float16 or float32")
-        options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
-        tokens = None if chunk is None else parse_length(chunk)
-        print(memory.memory(model, parse_length(length), chunk=tokens, **options))
+    quiet()
+    options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
+    tokens = None if chunk is None else parse_length(chunk)
+    print(memory.memory(model, parse_length(length), chunk=tokens, **options))
 
 
 @command()
@@ -183,27 +238,21 @@ def diagnose(
     option: Option = None,
 ) -> None:
     """Show which rotary pairs reach angles outside the trained range at a given length."""
-    with clean_errors():
-        import rope_ext
+    import rope_ext
 
-        tokens = parse_length(length)
-        found = rope_ext.diagnose(_patched(model, method, factor, compose, option), tokens)
-        print(found)
-        if method is None and tokens > found.trained_length:
-            tell_next(command_words("recommend", model, length=tokens))
-        elif method is not None:
-            patch = {"method": method, "factor": factor, "compose": compose, "option": option}
-            lengths = f"{found.trained_length},{tokens}"
-            tell_next(command_words("compare", model, **patch, lengths=lengths))
+    tokens, asked = parse_length(length), _Asked(model, method, factor, option, compose)
+    found = rope_ext.diagnose(asked.patched(), tokens)
+    print(found)
+    if method is not None:
+        tell_next(asked.words("compare", lengths=f"{found.trained_length},{tokens}"))
+    elif tokens > found.trained_length:
+        tell_next(command_words("recommend", model, length=tokens))
 
 
 @command()
 def export(
     model: Model,
-    engine: Annotated[
-        str,
-        typer.Option(help="Target engine: vllm, sglang, llama.cpp, ollama, mlx or transformers."),
-    ],
+    engine: Annotated[EngineName, typer.Option(help="Target engine.")],
     method: Annotated[
         str | None,
         typer.Option(
@@ -224,27 +273,17 @@ def export(
     option: Option = None,
 ) -> None:
     """Print the settings that make another engine run a method."""
-    with clean_errors():
-        import rope_ext
-        from rope_ext.engines import build_engine
+    import rope_ext
 
-        options = {"legacy": True} if legacy else {}
-        build_engine(engine, **options)  # report mistakes before loading weights
-        patched = _patched(model, method, factor, compose, option)
-        made = rope_ext.export(patched, engine, **options)
-        print(made)
-        for path in [] if output is None else made.write(output):
-            tell(f"wrote {path}")
-        patch = [] if method is None else _typed(method, factor, compose, option)
-        runs_here = engine in ("llama.cpp", "mlx", "transformers")
-        where = [] if engine == "ollama" else ["--engine", engine]
-        where += [] if runs_here or engine == "ollama" else ["--write", unused("miniature")]
-        if (Path(model) / "adapter_config.json").exists():
-            tell_next(["python", "recipes/merge.py", model, "--output", unused("merged")])
-        elif compose:  # which `verify` has no option for
-            tell("done: the settings above serve it")
-        else:
-            _check_next(model, patch, where)
+    asked = _Asked(model, method, factor, option, compose)
+    made = rope_ext.export(asked.patched(), engine, **({"legacy": True} if legacy else {}))
+    print(made)
+    for path in [] if output is None else made.write(output):
+        tell(f"wrote {path}")
+    if (Path(model) / "adapter_config.json").exists():
+        tell_next(["python", "recipes/merge.py", model, "--output", unused("merged")])
+    else:
+        asked.tell_check(engine)
 
 
 @command()
@@ -257,12 +296,11 @@ def card(
     ] = None,
 ) -> None:
     """Write a model card (README.md) into the directory of a saved or merged model."""
-    with clean_errors():
-        from rope_ext.advice.card import write_card
+    from rope_ext.advice.card import write_card
 
-        quiet()
-        tell(f"wrote {write_card(model, base, report)}")
-        tell_next(["hf", "upload", "USER/NAME", model])
+    quiet()
+    tell(f"wrote {write_card(model, base, report)}")
+    tell_next(["hf", "upload", "USER/NAME", model])
 
 
 @command()
@@ -283,20 +321,20 @@ def gguf(
     option: Option = None,
 ) -> None:
     """Write GGUF metadata, plus a frequency tensor when needed."""
-    with clean_errors(), stoppable("nothing was written; run the same command again"):
+    with stoppable("nothing was written; run the same command again"):
         from rope_ext.engines import gguf_file
         from rope_ext.saving.folder import read_saved
 
+        asked = _Asked(source, method, factor, option, compose)
         if file is None and method is None:
             raise ExportError(
                 f"no method for {source}; give --method and --factor, or the folder of a patched "
                 f"model before the file"
             )
         if file is None:
-            given = _method(method, factor, option)
-            made = gguf_file.extended(source, output, given, trained_length)
+            made = gguf_file.extended(source, output, asked.build(), trained_length)
         else:
-            patched = _patched(source, method, factor, compose, option)
+            patched = asked.patched()
             model = read_saved(source).model if method is None else patched
             made = gguf_file.following(model, file, output)
         tell(f"wrote {output}")
@@ -307,7 +345,7 @@ def gguf(
 def verify(
     model: Model,
     engine: Annotated[
-        str | None,
+        Literal["llama.cpp", "mlx", "transformers", "vllm", "sglang"] | None,
         typer.Option(
             help="Engine to run: llama.cpp (default), mlx or transformers; with --write and --url, "
             "the one that serves."
@@ -346,11 +384,13 @@ def verify(
         float | None,
         typer.Option(
             help="Largest RMS difference of log-probabilities that counts as rounding error. "
-            "Default: 0.002; with --url, three times that of transformers in bfloat16."
+            "Default: 0.002; with --url, three times that of transformers in bfloat16.",
+            min=1e-9,
         ),
     ] = None,
     factor_error: Annotated[
-        float, typer.Option(help="Smallest relative error of the factor to detect.")
+        float,
+        typer.Option(help="Smallest relative error of the factor to detect.", min=1e-6, max=1),
     ] = 0.01,
     json: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.")] = None,
     trained_length: TrainedLength = None,
@@ -363,166 +403,60 @@ def verify(
     Exit codes: 0, the engine applies the patch; 1, it does not; 2, it could not be run; 3, the
     results are inconclusive.
     """
-    with clean_errors():
-        import tempfile
+    import tempfile
 
-        import rope_ext
-        from rope_ext.command.method_options import checked_methods
-        from rope_ext.engines import verifying
-        from rope_ext.saving.checkpoints import load_config
-
-        quiet()
-        longest, server = parse_length(length), engine
-        engine = engine or "llama.cpp"
-        _check_verify(flags, factor_error, tolerance, url, write)
-        if url is None and write is None and engine not in verifying.ENGINES:
-            raise OptionError(
-                f"--engine {engine!r} cannot be run here; use one of "
-                f"{', '.join(verifying.ENGINES)}; for others, run with --write FOLDER, serve that "
-                f"folder, then run with --url http://HOST:PORT"
-            )
-        if method is None:
-            _refuse_without_method(factor, False, option, trained_length)
-        names = [] if method is None else [method]
-        methods = checked_methods(names, factor, parse_options(option, names)) if names else {}
-        ((name, values),) = methods.items() if methods else ((None, {}),)
-        if name is not None and trained_length is not None:
-            values = {**values, "original_max_position_embeddings": trained_length}
-        miniature = verifying.Miniature.from_config(load_config(model), name, **values)
-        patch = [] if method is None else _typed(method, factor, False, option)
-        patch += [] if trained_length is None else ["--trained-length", str(trained_length)]
-        if write is not None:
-            commands, refusals = verifying.write(miniature, write)
-            tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
-            for command in commands.values():
-                print(command)
-            for refusal in refusals:
-                tell(f"note: {refusal}", "yellow")
-            for name in [server] if server in commands else list(commands)[:1]:
-                words = ["rope-ext", "verify", model, *patch, "--engine", name]
-                tell_next([*words, "--url", f"http://localhost:{verifying.SERVERS[name]}"])
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            if url is None:
-                given = "" if as_saved else flags
-                run = verifying.in_process(miniature, engine, Path(folder), given)
-            else:
-                run, engine = verifying.endpoint(url, served_model_name), url
-            if url is None and tolerance is None:
-                tolerance = verifying.TOLERANCE
-            found = verifying.verify(miniature, run, engine, longest, tolerance, factor_error)
-        print(found)
-        for note in found.notes:
-            tell(f"note: {note}", "yellow")
-        if json is not None:
-            json.write_text(found.to_json(), encoding="utf-8")
-        if found.exit_code == 0:
-            served = "serve the model with the same options"
-            if trained_length is None and (server or url is None):
-                patched = _patched(model, method, factor, False, option)
-                with suppress(RopeExtError):  # of a model that is not extended
-                    served = f"use it: {rope_ext.export(patched, server or engine).command}"
-            tell(f"done: {served}")
-        sys.exit(found.exit_code)
-
-
-def _check_verify(
-    flags: str | None,
-    factor_error: float,
-    tolerance: float | None,
-    url: str | None,
-    write: Path | None,
-) -> None:
-    mistakes = Mistakes()
-    if not 0 < factor_error < 1:
-        mistakes.add(
-            OptionError(f"--factor-error {factor_error:g} must be between 0 and 1, such as 0.01")
-        )
-    if tolerance is not None and not tolerance > 0:
-        mistakes.add(OptionError(f"--tolerance {tolerance:g} must be positive, such as 0.002"))
-    if url is not None and write is not None:
-        mistakes.add(
-            OptionError(
-                "--write and --url cannot be combined; run with --write, serve the folder, then "
-                "run with --url"
-            )
-        )
-    if url is not None and not url.startswith(("http://", "https://")):
-        mistakes.add(OptionError(f"--url {url!r} is not a valid URL; use http://HOST:PORT"))
-    try:
-        shlex.split(flags or "")
-    except ValueError as error:
-        mistakes.add(OptionError(f"--flags {flags!r} cannot be parsed: {error}"))
-    mistakes.report()
-
-
-def _check_next(model: str, patch: list[str], where: list[str]) -> None:
-    """Print the command that checks an engine, unless there is no miniature to run in it."""
-    from rope_ext.engines.families import miniatures
-    from rope_ext.saving.checkpoints import is_dynamic, load_config
-
-    config = load_config(model)
-    known = config.get_text_config(decoder=True).model_type in miniatures()
-    if known and (patch or not is_dynamic(config)):
-        tell_next(["rope-ext", "verify", model, *patch, *where])
-    else:
-        tell("done: the settings above serve it")
-
-
-def _typed(
-    method: str, factor: float | None, compose: bool | str, option: list[str] | None
-) -> list[str]:
-    """The options that name a patch, as they are typed."""
-    options = {"method": method, "factor": factor, "compose": compose, "option": option}
-    return command_words("", "", **options)[3:]
-
-
-def _refuse_without_method(
-    factor: float | None,
-    compose: bool | str,
-    option: list[str] | None,
-    trained_length: int | None = None,
-) -> None:
-    """Raise if settings of a patch were given without a method, where they would do nothing."""
-    words = [] if factor is None else [f"--factor {factor:g}"]
-    words += [] if trained_length is None else [f"--trained-length {trained_length}"]
-    words += [] if not compose else [" ".join(compose_words(compose))]
-    words += [f"--option {one}" for one in option or []]
-    if words:
-        raise OptionError(f"{words[0]} needs --method")
-
-
-def _patched(
-    model: str,
-    method: str | None,
-    factor: float | None,
-    compose: bool | str,
-    option: list[str] | None,
-) -> Any:
-    """The model without weights under the method; without one, its name, to read as saved."""
-    from rope_ext.advice.building import model_of
-    from rope_ext.command.method_options import saved_otherwise
+    import rope_ext
+    from rope_ext.engines import verifying
     from rope_ext.saving.checkpoints import load_config
-    from rope_ext.saving.folder import patch_without_weights
 
     quiet()
-    if method is None:
-        _refuse_without_method(factor, compose, option)
-        return model
-    made = _method(method, factor, option)
-    for note in saved_otherwise({model: load_config(model)}):
+    longest, server, engine = parse_length(length), engine, engine or "llama.cpp"
+    if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
+        raise OptionError(
+            f"--url {url!r} must be http://HOST:PORT, without --write: run with --write, serve the "
+            f"folder, then run with --url"
+        )
+    if url is None and write is None and engine not in RUNS_HERE:
+        raise OptionError(
+            f"--engine {engine!r} cannot be run here; use one of {', '.join(RUNS_HERE)}; for "
+            f"others, run with --write FOLDER, serve that folder, then run with --url "
+            f"http://HOST:PORT"
+        )
+    asked = _Asked(model, method, factor, option, trained_length=trained_length)
+    ((name, values),) = asked.methods().items() or [(None, {})]
+    if trained_length is not None:
+        values = {**values, "original_max_position_embeddings": trained_length}
+    miniature = verifying.Miniature.from_config(load_config(model), name, **values)
+    if write is not None:
+        commands, refusals = verifying.write(miniature, write)
+        tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
+        print("\n".join(commands.values()))
+        for refusal in refusals:
+            tell(f"note: {refusal}", "yellow")
+        for name in [server] if server in commands else list(commands)[:1]:
+            address = f"http://localhost:{verifying.SERVERS[str(name)]}"
+            tell_next(asked.words("verify", engine=name, url=address))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if url is None:
+            tolerance = tolerance or verifying.TOLERANCE
+            given = "" if as_saved else flags
+            run, where = verifying.in_process(miniature, engine, Path(folder), given), engine
+        else:
+            run, where = verifying.endpoint(url, served_model_name), url
+        found = verifying.verify(miniature, run, where, longest, tolerance, factor_error)
+    print(found)
+    for note in found.notes:
         tell(f"note: {note}", "yellow")
-    built = model_of(model)
-    return patch_without_weights(built, made, {"compose": compose})
-
-
-def _method(name: str | None, factor: float | None, option: list[str] | None) -> Any:
-    from rope_ext.command.method_options import checked_methods
-    from rope_ext.methods import build_method
-
-    names = [name] if name is not None else []
-    ((name, values),) = checked_methods(names, factor, parse_options(option, names)).items()
-    return build_method(name, **values)
+    if json is not None:
+        json.write_text(found.to_json(), encoding="utf-8")
+    if found.passed:
+        served = "serve the model with the same options"
+        if trained_length is None and (server or url is None):
+            with suppress(RopeExtError):  # of a model that is not extended
+                served = f"use it: {rope_ext.export(asked.patched(), engine).command}"
+        tell(f"done: {served}")
+    sys.exit(found.exit_code)
 
 
 @command("methods")
@@ -542,13 +476,13 @@ def show_methods() -> None:
         options = [k if v is ... else f"{k}={v}" for k, v in own.items()]
         more = escape(": ".join(filter(None, [info.paper, ", ".join(options)])))
         table.add_row(info.name, f"{escape(info.summary)}\n[dim]{more}[/dim]")
-    console = wide_console(80)
+    console, encodings = wide_console(80), all_encodings()
     console.print(table)
-    note = f"Every method also takes {', '.join(every)}. Options without a default are required."
-    console.print(note, style="dim")
-    names = ", ".join(cls.name for cls in all_encodings())
-    console.print(f"Encodings that replace RoPE: {names}.", style="dim")
-    adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
-    names = ", ".join(cls.name for cls in adding)
-    console.print(f"Biases to add to RoPE with bias=: {names}.", style="dim")
+    adding = [cls for cls in encodings if issubclass(cls, Encoding) and cls.adds()]
+    for note in (
+        f"Every method also takes {', '.join(every)}. Options without a default are required.",
+        f"Encodings that replace RoPE: {', '.join(cls.name for cls in encodings)}.",
+        f"Biases to add to RoPE with bias=: {', '.join(cls.name for cls in adding)}.",
+    ):
+        console.print(note, style="dim")
     tell_next(command_words("recommend", "MODEL", length="128k"))

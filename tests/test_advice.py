@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import rope_ext
 from rope_ext.advice.card import write_card
 from rope_ext.advice.measured import ranked, sentence
-from rope_ext.advice.vendors import RECIPES, Recipe, recipe_for
 from rope_ext.methods import Band, distances_in_use, identity
 from rope_ext.methods.geometry import Distance
 from tests.families.zoo import tiny_model
@@ -212,15 +209,6 @@ def test_the_recipe_of_the_vendor_comes_first_where_it_fits() -> None:
         assert other.method.name == ranked()[0] and other.trained_length == length
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.models)
-def test_every_recipe_is_that_of_its_families(recipe: Recipe) -> None:
-    for model_type in recipe.model_types:
-        for configured in recipe.configured:
-            assert recipe_for(model_type, configured) is recipe
-        assert model_type in CONFIG_MAPPING
-    assert recipe_for(recipe.model_types[0], 12345) is None
-
-
 def test_what_ships_scaled_is_named() -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -243,37 +231,17 @@ def test_patch_takes_a_recommendation() -> None:
     assert rope_ext.describe(scaled).target_length == 2 * LENGTH
 
 
-@settings(max_examples=6, deadline=None)
-@given(target=st.integers(LENGTH + 1, 60 * LENGTH), finetune=st.booleans())
-def test_what_is_recommended_reaches_its_target(target: int, finetune: bool) -> None:
-    before = model().config.to_dict()
-    found = rope_ext.recommend(model(), target, finetune)
-    assert found.reasons and all(found.reasons)
-    assert model().config.to_dict() == before
-    assert target <= accepted(found, model()) <= target + LENGTH / 100 + 1
-    for method, when in found.alternatives:
-        with rope_ext.patched(model(), method):
-            assert when and rope_ext.describe(model()).target_length >= target
-
-
-FAMILIES = ["falcon", "gemma3_text", "gpt_neox", "llama4_text", "phi3", "qwen2", "deepseek_v3"]
+FAMILIES = ["falcon", "gemma3_text", "llama4_text", "phi3", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_families_accept_what_is_recommended(model_type: str) -> None:
-    for target in (100 if model_type in ("falcon", "phi3", "qwen2") else 2560,):
+    for target in (100 if model_type in ("falcon", "phi3") else 2560,):
         found = rope_ext.recommend(family(model_type), target)
         assert accepted(found, family(model_type)) >= target
         refuses = model_type in ("falcon", "llama4_text")  # docs/FAMILIES.md
         assert isinstance(found.method, rope_ext.PositionMethod) is not refuses
         assert ("left out" in " ".join(found.reasons)) is refuses
-
-
-def test_a_folder_is_read_without_its_weights(tmp_path) -> None:
-    llama_2().save_pretrained(tmp_path)
-    found = rope_ext.recommend(tmp_path, 8192)
-    assert found.method == rope_ext.recommend(llama_2(), 8192).method
-    assert found.serve == rope_ext.YaRN(factor=2)
 
 
 @pytest.mark.parametrize("method", ["rerope", "dynamic_yarn"])

@@ -21,7 +21,7 @@ from rope_ext.cli import app
 from rope_ext.command.arguments import parse_compose
 from rope_ext.errors import OptionError
 from rope_ext.saving import checkpoints as models
-from tests.helpers.checkpoint import TRAINED, save_checkpoint, save_texts
+from tests.helpers.checkpoint import save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama
 
 PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
@@ -81,31 +81,15 @@ def test_compare_writes_everything(
     result = call(*words, "--option", "yarn.beta_fast=16")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(FILES)
-
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     assert data["systems"][1]["options"] == {"factor": 4.0, "beta_fast": 16}
-    assert {system["trained_length"] for system in data["systems"]} == {TRAINED}
     assert [row["task"] for row in data["summary"]] == 6 * ["perplexity"] + 6 * ["passkey"]
-    first = data["summary"][0]
     rows = list(csv.DictReader((tmp_path / "out" / "cells.csv").open()))
-    assert float(rows[0]["value"]) == first["value"]
-    assert rows[0]["note"] == first["note"] == "too few documents"
-    assert rows[0]["low"] == "" and first["low"] is None
-    for name in ("perplexity.png", "passkey.png"):
-        height, width, _ = image.imread(tmp_path / "out" / name).shape
-        assert height > 300 and width > 600
-
-    assert "128 tokens" in result.stdout and "(trained)" in result.stdout
-    words_out = [line.split() for line in result.stdout.splitlines()]
-    rows = [line for line in words_out if line and line[0] in ("none", "yarn", "dynamic_ntk")]
-    rows = rows[:6]  # a line of the sentence below the tables may begin with a method, too
-    assert [line[0] for line in rows] == ["none", "yarn", "dynamic_ntk"] * 2
-    assert float(rows[0][1]) == pytest.approx(first["value"], rel=0.01)
-    assert rows[3][1].endswith("%")
-    assert "of the last 64 tokens" in " ".join(result.stdout.split())
+    assert float(rows[0]["value"]) == data["summary"][0]["value"]
+    height, width, _ = image.imread(tmp_path / "out" / "perplexity.png").shape
+    assert height > 300 and width > 600
     [sentence] = data["recommendations"]
     assert " ".join(result.stdout.split()).endswith(sentence)
-
     # A second run needs a decision; resumed, it measures nothing and says the same.
     assert "--resume" in call(*words).stderr
     monkeypatch.setattr(
@@ -121,23 +105,15 @@ def test_compare_writes_everything(
     [
         (["--methods", "yarn,yran"], "unknown method 'yran'; did you mean 'yarn'?"),
         (["--methods", "yarn,longrope"], "longrope needs long_factor=...; on the command line"),
-        (["--methods", ","], "no method given"),
         (["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
-        (["--option", "yarn.beta_fast=no"], "yarn: beta_fast='no' is not valid"),
-        (["--option", "pi.x=1"], "options given for pi"),
         (["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
         (["--factor", "1"], "set --factor to a number above 1"),
         (["--lengths", "128,2kb"], "not a number of tokens"),
-        (["--lengths", ""], "no length to measure"),
-        (["--lengths", "20,128"], "a passkey prompt needs at least"),
         (["--lengths", "128,9000000"], "give a longer --text"),
-        (["--trials", "0"], "trials=0 is not valid"),
-        (["--trained-length", "-1"], "--trained-length '-1' is not"),
         (["--dtype", "int8"], "one of auto, float32, bfloat16, float16"),
         (["--resume", "--overwrite"], "contradict each other"),
         (["--device", "abacus"], "device 'abacus' cannot be used here"),
         (["--text", "missing.txt"], "cannot read the text missing.txt"),
-        (["--text", "empty.txt"], "the text empty.txt is empty"),
         (["--output", "empty.txt"], "cannot write to empty.txt"),
         (["--model", "nowhere/at/all"], "cannot load the configuration of 'nowhere/at/all'"),
     ],
@@ -248,39 +224,18 @@ def test_diagnose(checkpoint: Path) -> None:
     assert plain.exit_code == 0 and "at 512 tokens: trained for 128 tokens" in plain.stdout
     result = call("diagnose", checkpoint, "--length", "512", "--method", "yarn", "--factor", "4")
     assert result.exit_code == 0 and "before the patch, 0 at 512 after" in result.stdout
-    assert call("diagnose", checkpoint, "--length", "many").exit_code == 2
 
 
 def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: None) -> None:
     words = ["distances", checkpoint, "--method", "rerope, dca", "--output", tmp_path / "one.png"]
     result = call("plot", *words, "--length", "1k", "--option", "dual_chunk.chunk=64")
-    assert "next: rope-ext compare " in result.stderr
-    assert "--factor 4 --option dual_chunk.chunk=64 --lengths 128,1024" in result.stderr
     assert result.exit_code == 0, result.output
+    assert "--factor 4 --option dual_chunk.chunk=64 --lengths 128,1024" in result.stderr
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000
     for change, message in (
         (["--method", "yarn"], "yarn changes frequencies"),
-        (["--method", "yran"], "did you mean 'yarn'"),
-        (["--length", "many"], "'many' is not a number of tokens"),
         (["--output", tmp_path / "one.pdf"], "give a .png file"),
-    ):
-        wrong = call("plot", *words, *change)
-        assert wrong.exit_code == 2 and message in wrong.stderr
-        assert wrong.stderr.count("\n") == 1
-    unknown = call("plot", "heatmap", *words[1:])
-    assert unknown.exit_code == 2 and "spectrum, angles, decay, distances" in unknown.stderr
-
-
-def test_plot_over_a_text(checkpoint: Path, tmp_path: Path) -> None:
-    words = ["attention", checkpoint, "--method", "yarn", "--output", tmp_path / "one.png"]
-    result = call("plot", *words, "--text", __file__, "--windows", 1, "--length", 300)
-    assert result.exit_code == 0, result.output
-    assert image.imread(tmp_path / "one.png").shape[1] > 1000
-    for change, message in (
-        (["--text", "missing.txt"], "cannot read the text missing.txt"),
-        (["--text", __file__, "--length", "1000k"], "a window of 1024000 is to be measured"),
-        (["--device", "gpu"], "device 'gpu' cannot be used here"),
     ):
         wrong = call("plot", *words, *change)
         assert wrong.exit_code == 2 and message in wrong.stderr
@@ -297,9 +252,6 @@ def test_a_model_saved_under_a_patch(checkpoint: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0 and "128 -> 1024 tokens" in result.stdout, result.stderr
     result = call("diagnose", tmp_path / "saved", "--length", "1k")
     assert result.exit_code == 0 and "patched with rerope" in result.stdout, result.stderr
-    words = ["angles", tmp_path / "saved", "--method", "yarn", "--output", tmp_path / "one.png"]
-    result = call("plot", *words)
-    assert result.exit_code == 0 and (tmp_path / "one.png").exists(), result.stderr
     result = call("describe", tmp_path / "saved", "--method", "yarn", "--factor", 4)
     assert result.exit_code == 0 and "yarn(factor=4" in result.stdout
 

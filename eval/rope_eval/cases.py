@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,10 +40,7 @@ class Case:
         group: cases of one document share it; intervals resample documents.
         weight: ``loss`` only: the tokens that the case counts as, where a published protocol does
             not weight it by those that it scores.
-        curve: ``loss`` only: losses are summed up to each of these positions; those of all
-            tokens, or of the scored ones if ``nested``.
-        nested: ``loss`` only: this window begins the longest one with the same seed, whose curve
-            therefore holds its result, unless frequencies depend on the length.
+        curve: ``loss`` only: the losses of all tokens are summed up to each of these positions.
         only: ``loss`` only: score just the tokens at these positions.
         judge: ``write`` only: what the text is worth, from 0 to 1, where looking for ``answers``
             does not say it. A frozen dataclass that can be called: its fields belong to the case.
@@ -63,7 +60,6 @@ class Case:
     group: int = 0
     weight: int | None = None
     curve: tuple[int, ...] = ()
-    nested: bool = False
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
     lead: int = 0
@@ -141,18 +137,14 @@ class Outcome:
     curve: tuple[tuple[int, float, int], ...] = ()
     led: bool | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; an infinite loss becomes None, since JSON has no infinity."""
+    def to_line(self) -> bytes:
+        """A line of the log; an infinite loss becomes None, since JSON has no infinity."""
         curve = [(at, _plain(total), count) for at, total, count in self.curve]
-        return {**asdict(self), "value": _plain(self.value), "curve": curve}
+        return to_line({**asdict(self), "value": _plain(self.value), "curve": curve})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """The inverse of ``to_json``.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: the data are not those of an outcome.
-        """
+        """The inverse of ``to_line``, of the line as JSON."""
         curve = tuple((at, _infinite(total), count) for at, total, count in data["curve"])
         changed = {"answers": tuple(data["answers"]), "value": _infinite(data["value"])}
         return cls(**{**data, **changed, "curve": curve})
@@ -177,17 +169,8 @@ def dump(data: Any) -> str:
     return json.dumps(data, indent=1, sort_keys=True, default=str) + "\n"
 
 
-def line(outcome: Outcome) -> str:
-    """The outcome as a line of the log."""
-    return to_line(outcome.to_json()).decode()
-
-
 def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
-    """The outcomes of some logs by key; lines that are not outcomes are skipped.
-
-    Raises:
-        MeasureError: a log cannot be read.
-    """
+    """The outcomes of some logs by key; lines that are not outcomes are skipped."""
     outcomes = {}
     for path in paths:
         try:
@@ -197,32 +180,14 @@ def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
                 f"cannot read {path}: {error.strerror}; give --output another folder"
             ) from None
         for data in lines:
-            try:
+            with suppress(ValueError, TypeError, KeyError, AttributeError):
                 outcome = Outcome.from_json(data)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                continue
-            outcomes[outcome.key] = outcome
+                outcomes[outcome.key] = outcome
     return outcomes
 
 
-def write_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Replace the log by these outcomes, at once: a crash leaves the old file or the new one."""
-    _log(path).replace(line(outcome).encode() for outcome in outcomes)
-
-
-@contextmanager
-def adding(path: Path) -> Iterator[Callable[[Outcome], None]]:
-    """Add outcomes to a log, each on disk before the next; start the log if there is none.
-
-    Raises:
-        MeasureError: it cannot be written.
-    """
-    log = _log(path)
-    log.open()
-    yield lambda outcome: log.add(line(outcome).encode())
-
-
-def _log(path: Path) -> Log:
+def case_log(path: Path) -> Log:
+    """A log of outcomes, each on disk before the next; it need not exist."""
     cure = "make room or give --output another folder; --resume keeps what is finished"
     return Log(path, HEADER, cure)
 

@@ -27,7 +27,7 @@ from rope_eval.settings import (
 )
 from rope_eval.tasks import all_tasks, build, chosen, from_file, options
 from rope_eval.tasks.harness import Harness
-from rope_ext.command.arguments import parse_length, split, split_gguf_file
+from rope_ext.command.arguments import parse_length, split, take
 from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell
 from rope_ext.errors import Mistakes, OptionError
 
@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
     needs_model = True
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words, file = split_gguf_file(sys.argv[1:] if args is None else args)
+        words, file = take("--gguf-file", sys.argv[1:] if args is None else args)
         models = _leading(words)
         words = [word for model in models for word in ("--model", model)] + words[len(models) :]
         parsed = super().parse_args(words, namespace)

@@ -24,7 +24,7 @@ from rope_ext.methods import Method, Rope, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
 from rope_ext.position.attend import LAYER, Layer, watched
-from rope_ext.position.learned import BIAS, Added, DistanceBias
+from rope_ext.position.learned import BIAS, DistanceBias
 from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
@@ -138,8 +138,8 @@ def _loss(seen: _Observed, part: DistanceBias, values: dict[str, torch.Tensor]) 
     """Cross entropy of the weights under the encoding with ``values``, nats."""
     key = seen.dense.key
     given = (key.shape[2], key.device, key.dtype, seen.owner)
-    added: Added = functional_call(part, values, given)
-    call = replace(seen.dense.call, **added._asdict())
+    added = functional_call(part, values, given)
+    call = replace(seen.dense.call, **added)
     found = seen.dense._replace(call=call).weights(seen.queries)
     least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
     return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()

@@ -77,23 +77,19 @@ def compose_words(compose: bool | str) -> list[str]:
 
 
 def parse_length(text: str, option: str = "--length") -> int:
-    """Parse a single length as :func:`parse_lengths` does.
-
-    Raises:
-        OptionError: there is no length, or more than one.
-    """
+    """Parse a single length as :func:`parse_lengths` does."""
     lengths = parse_lengths(text, option)
     if len(lengths) != 1:
         raise OptionError(f"{option} {text!r} is not a single length; use 32768, 32k or 1m")
     return lengths[0]
 
 
-def split_gguf_file(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take ``--gguf-file FILE`` or ``--gguf-file=FILE`` out of the words of a command."""
+def take(option: str, words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take ``OPTION VALUE`` or ``OPTION=VALUE`` out of the words of a command."""
     for place, word in enumerate(words):
-        if word == "--gguf-file" and place + 1 < len(words):
+        if word == option and place + 1 < len(words):
             return [*words[:place], *words[place + 2 :]], words[place + 1]
-        if word.startswith("--gguf-file="):
+        if word.startswith(f"{option}="):
             return [*words[:place], *words[place + 1 :]], word.partition("=")[2]
     return list(words), None
 
@@ -154,15 +150,13 @@ def read_json(text: str) -> Any:
 def _file(path: str) -> dict[str, Any]:
     try:
         options = read_json(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(options, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise OptionError(
             f"cannot read options from {path} ({reason}); pass a file written by `rope-ext search`"
         ) from None
-    if not isinstance(options, dict):
-        raise OptionError(
-            f"{path} does not contain options; it must be a JSON object that maps names to values"
-        )
     return options
 
 
@@ -173,10 +167,5 @@ def _value(text: str) -> Any:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (
-        ValueError,
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ):  # the last two come from deep nesting
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text

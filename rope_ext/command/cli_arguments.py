@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rope_ext.command.arguments import parse_compose, split_gguf_file
-from rope_ext.command.terminal import tell
+from rope_ext.command.arguments import parse_compose, take
+from rope_ext.command.terminal import clean_errors, tell
 
 Model = Annotated[
     str,
@@ -40,19 +40,11 @@ Dtype = Annotated[
 TrainedLength = Annotated[
     int | None, typer.Option(help="Override the trained length in the config.")
 ]
-Text = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard "
-        "library."
-    ),
-]
+_TEXT = "Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard library"
+Text = Annotated[list[str] | None, typer.Option(help=f"{_TEXT}.")]
 TrainText = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard "
-        "library, without the files that evaluation uses by default."
-    ),
+    typer.Option(help=f"{_TEXT}, without the files that evaluation uses by default."),
 ]
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k or 1m.")]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
@@ -68,22 +60,23 @@ Compose = Annotated[
 
 
 class Commands(TyperGroup):
-    """All commands; what is wrong with an option is told in one line."""
+    """All commands; what is wrong is told in one line, with status 2."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Run, and exit with status 2 where an option is unknown, missing or not valid."""
+        """Run and exit; without ``standalone_mode``, return the status or raise."""
         try:
-            status = super().main(*args, standalone_mode=False, **options)
+            with clean_errors():
+                status = super().main(*args, standalone_mode=False, **options)
         except Exception as error:
             described = getattr(error, "format_message", None)  # of click, whose copy typer has
             if described is None or not standalone_mode:
                 raise
             context = getattr(error, "ctx", None)
             path = "" if context is None else context.command_path
-            name = f"rope-ext {path.partition(' ')[2]}".rstrip()
             message = " ".join(described().split()).rstrip(".")
+            name = f"rope-ext {path.partition(' ')[2]}".rstrip()
             tell(f"error: {message}; see {name} --help", "red")
-            sys.exit(2)
+            status = 2
         return sys.exit(status if isinstance(status, int) else 0) if standalone_mode else status
 
 
@@ -92,23 +85,16 @@ class ModelCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put ``--model`` where the argument is expected, and a value after ``--compose``."""
-        names = [one.name for one in self.params if one.param_type_name == "argument"]
-        (words, file), model = split_gguf_file(args), None
-        for place, word in enumerate(words):
-            if word == "--model" and place + 1 < len(words):
-                model = words[place + 1]
-                del words[place : place + 2]
-                break
-            if word.startswith("--model="):
-                model = words.pop(place).removeprefix("--model=")
-                break
-        valued = any(p.name == "compose" and not getattr(p, "is_flag", False) for p in self.params)
-        for place, word in enumerate(words if valued else ()):
-            if word == "--compose" and words[place + 1 : place + 2] not in (["stack"], ["raise"]):
-                words[place] = "--compose=stack"
-        if model is not None:  # before a file that follows it, after a word that precedes it
-            first = names[:1] != ["kind"]
-            words = [model, *words] if first else [*words, model]
+        words, file = take("--gguf-file", args)
+        words, model = take("--model", words)
+        if any(one.name == "compose" and not getattr(one, "is_flag", False) for one in self.params):
+            for place, word in enumerate(words):
+                valued = words[place + 1 : place + 2] in (["stack"], ["raise"])
+                if word == "--compose" and not valued:
+                    words[place] = "--compose=stack"
+        if model is not None:  # before a file that follows it, after the kind of a plot
+            last = any(one.name == "kind" for one in self.params)
+            words = [*words, model] if last else [model, *words]
         rest = super().parse_args(ctx, words)
         if file is not None and ctx.params.get("model") is not None:
             ctx.params["model"] = f"{ctx.params['model']}/{file}"

@@ -46,49 +46,35 @@ def checked_methods(
     mistakes = Mistakes()
     if factor is not None and not factor > 1:
         mistakes.add(
-            OptionError(
-                f"factor={factor:g} would not extend anything; set --factor to a number above 1"
-            )
+            f"factor={factor:g} would not extend anything; set --factor to a number above 1"
         )
     if ADAPTER in options:
-        mistakes.add(
-            OptionError(f"--method {ADAPTER} reads its options from the adapter; remove the others")
-        )
+        mistakes.add(f"--method {ADAPTER} reads its options from the adapter; remove the others")
     if not names:
-        mistakes.add(
-            OptionError("no method given; choose one or more, such as yarn,ntk,dynamic_yarn")
-        )
+        mistakes.add("no method given; choose one or more, such as yarn,ntk,dynamic_yarn")
     asked = [name for name in (*options, *names) if name not in (UNPATCHED, ADAPTER)]
     known = {name: mistakes.check(method_class, name) for name in asked}
     given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
-    before = len(mistakes.errors)
+    wrong = bool(mistakes)
     record = None if adapter is None else mistakes.check(checkpoints.adapter_record, adapter)
     methods: dict[str, dict[str, Any]] = {}
-    if ADAPTER in names and len(mistakes.errors) == before:
+    if ADAPTER in names and not wrong:
         methods |= mistakes.check(_of_adapter, adapter, record, default={})
     for cls in filter(None, map(known.get, names)):
-        name, of_adapter = cls.name, methods.get(cls.name)
-        common = {} if factor is None else {"factor": factor}
-        methods[name] = {**common, **given.get(name, {})}
+        name, twice = cls.name, cls.name in methods
+        values = {**({} if factor is None else {"factor": factor}), **given.get(name, {})}
         if factor is None or factor > 1:
-            mistakes.check(_check, name, methods[name], of_adapter, adapter, record, force)
-        methods[name] = of_adapter or methods[name]
+            mistakes.check(_check, name, values, adapter, record, force and not twice)
+        methods.setdefault(name, values)
     unused = [name for name in given if name not in methods]
     if unused and names:
-        mistakes.add(
-            OptionError(f"options given for {', '.join(unused)}, which is not among the methods")
-        )
+        mistakes.add(f"options given for {', '.join(unused)}, which is not among the methods")
     mistakes.report()
     return methods
 
 
 def _check(
-    name: str,
-    options: Mapping[str, Any],
-    of_adapter: Mapping[str, Any] | None,
-    adapter: str | None,
-    record: Record | None,
-    force: bool,
+    name: str, options: Mapping[str, Any], adapter: str | None, record: Record | None, force: bool
 ) -> None:
     """Raise an OptionError for invalid options, or options that differ from the adapter's patch."""
     try:
@@ -96,14 +82,11 @@ def _check(
         method.check()
     except OptionError as error:
         raise OptionError(f"{error}; on the command line: {_typed(name, str(error))}") from None
-    if record is None or trained_under(record, method):
-        return
-    same_name = "" if of_adapter is None else f" (and a run can only have one {name})"
-    if not force or same_name:
+    if record is not None and not force and not trained_under(record, method):
         raise OptionError(
-            f"the adapter {adapter} was trained with {record.call()}, not with "
-            f"{method}{same_name}; use --method {ADAPTER} for that, or --force and "
-            f"{name} without {ADAPTER} to measure it anyway"
+            f"the adapter {adapter} was trained with {record.call()}, not with {method}; use "
+            f"--method {ADAPTER} for that, or --force and {name} without {ADAPTER} to measure it "
+            f"anyway"
         )
 
 
@@ -133,11 +116,8 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
     if name == UNPATCHED:
         return name
     method = built(name, options)
-    texts = [
-        text
-        for text in option_texts(method)
-        if not (text.startswith("factor=") and method.factor == factor)
-    ]
+    common = method.factor == factor
+    texts = [one for one in option_texts(method) if not (common and one.startswith("factor="))]
     texts += [f"{k}={getattr(v, 'name', v)}" for k, v in options.items() if k in ARGUMENTS]
     shown = [text if len(text) <= _LONGEST else f"{text.split('=')[0]}=..." for text in texts]
     return f"{name} ({', '.join(shown)})" if shown else name

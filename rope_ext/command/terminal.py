@@ -51,19 +51,14 @@ def clean_errors() -> Iterator[None]:
     except RopeExtError as error:
         tell(f"error: {error}", "red")
         sys.exit(2)
-    except BrokenPipeError:
-        _print_no_more()
-        sys.exit(1)
     except OSError as error:
-        _print_no_more()
+        # Discard further output, so that the flush at exit cannot fail.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
         where = "" if error.filename is None else f" ({error.filename})"
-        reason = error.strerror or first_line(error)
-        tell(f"error: {reason}{where}; fix this and try again", "red")
+        tell(f"error: {error.strerror or first_line(error)}{where}; fix this and try again", "red")
         sys.exit(2)
-
-
-class _Stopped(KeyboardInterrupt):
-    """Raised when a signal arrives, so that locks are released and logs are closed."""
 
 
 @contextmanager
@@ -72,8 +67,8 @@ def stoppable(
 ) -> Iterator[None]:
     """Stop on Ctrl-C, SIGTERM and SIGHUP with a one-line message and status 128 + signal.
 
-    Signals that are ignored, as SIGHUP is under ``nohup``, or that have a handler are unchanged.
-    Python runs handlers in the main thread only, so other threads handle only Ctrl-C.
+    Signals that are ignored, as SIGHUP is under ``nohup``, or that have a handler are unchanged, as
+    are all in other threads than the main one, which alone runs handlers.
 
     Args:
         advice: how to continue, printed after ``stopped;``; a function is called when it stops.
@@ -82,7 +77,7 @@ def stoppable(
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        raise _Stopped
+        raise KeyboardInterrupt  # so that locks are released and logs are closed
 
     main = threading.current_thread() is threading.main_thread()
     named = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -105,11 +100,6 @@ def stoppable(
             signal.signal(one, signal.SIG_DFL)
 
 
-def _print_no_more() -> None:
-    """Discard further output, so that the flush at exit cannot fail."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-
-
 def tell(text: str, style: str | None = None) -> None:
     """Print a line to standard error, from rank 0 only."""
     if first_process():
@@ -117,12 +107,7 @@ def tell(text: str, style: str | None = None) -> None:
 
 
 def tell_next(*commands: Sequence[object], optional: Sequence[Sequence[object]] = ()) -> None:
-    """Print commands to go on with to standard error, ready to paste.
-
-    Args:
-        commands: what to go on with.
-        optional: what may come before.
-    """
+    """Print commands to go on with to standard error, ready to paste; ``optional`` ones first."""
     for words in optional:
         tell(f"optional: {shlex.join(map(str, words))}")
     for words in commands:
@@ -179,12 +164,9 @@ def progress(every: float = 30) -> Progress:
     """
     if not (_err.is_terminal or _err.is_jupyter):
         return _Lines(every)
-    # Long forwards report rarely: a long window keeps the estimate steady.
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    remaining = TimeRemainingColumn()
-    return Progress(
-        *columns, remaining, console=_err, speed_estimate_period=600, disable=not first_process()
-    )
+    options = {"speed_estimate_period": 600, "disable": not first_process()}  # forwards are long
+    return Progress(*columns, TimeRemainingColumn(), console=_err, **options)
 
 
 def wide_console(width: int) -> Console:

@@ -231,21 +231,13 @@ def in_folder(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Scaling:
-    """One fixed set of frequencies for an engine to compute.
+    """One fixed set of frequencies for an engine to compute."""
 
-    Args:
-        rope: the unscaled embedding: its base, and the trained length in tokens.
-        inv_freq: float64, ``[pairs]``, radians per token.
-        scaling: factor of cosine and sine.
-        target: context after the extension, tokens.
-        parameters: ``rope_parameters`` from which transformers builds the same.
-    """
-
-    rope: Rope
-    inv_freq: torch.Tensor
-    scaling: float
-    target: int
-    parameters: Mapping[str, Any]
+    rope: Rope  # unscaled
+    inv_freq: torch.Tensor  # float64, [pairs], radians per token
+    scaling: float  # factor of cosine and sine
+    target: int  # context after the extension, tokens
+    parameters: Mapping[str, Any]  # `rope_parameters` from which transformers builds the same
 
     @classmethod
     def from_patch(cls, state: Patch) -> Scaling:
@@ -285,9 +277,7 @@ class Scaling:
 def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
     """Raise unless ``state`` is one fixed set of frequencies.
 
-    Args:
-        state: the patch.
-        sliding_base: base by which the engine rotates sliding layers, whatever its settings.
+    ``sliding_base`` is that by which the engine rotates sliding layers, whatever its settings.
     """
     refuse_positions(state)
     sliding = [site.rope.base for site in state.sites if site not in state.scaled]

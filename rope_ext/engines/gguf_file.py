@@ -26,25 +26,15 @@ from rope_ext.saving.folder import built_on_meta, patch_without_weights, read_sa
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file, and its unscaled rotary embedding.
-
-    Args:
-        path: path of the file.
-        architecture: name of the architecture in llama.cpp.
-        base: of its frequencies.
-        dim: columns of a head that rotate.
-        length: trained length, tokens.
-        scaled: whether the file already scales it.
-        reader: reader of the ``gguf`` library.
-    """
+    """A GGUF file, and its unscaled rotary embedding."""
 
     path: Path
-    architecture: str
+    architecture: str  # its name in llama.cpp
     base: float
-    dim: int
-    length: int
-    scaled: bool
-    reader: Any
+    dim: int  # columns of a head that rotate
+    length: int  # trained, tokens
+    scaled: bool  # whether the file already scales it
+    reader: Any  # of the `gguf` library
 
     @classmethod
     def read(cls, path: str | Path) -> GGUFFile:
@@ -87,16 +77,7 @@ class GGUFFile:
         return cls(path, architecture, base, dim, length, scaled, reader)
 
     def write(self, output: str | Path, keys: Mapping[str, Any], table: list[float] | None) -> None:
-        """Write a copy with new keys for the rotary embedding, and optionally a frequency table.
-
-        Args:
-            output: path of the new file.
-            keys: full names and values of the new keys.
-            table: divisors of the frequencies.
-
-        Raises:
-            ExportError: ``output`` is this file, is not a file, or cannot be written.
-        """
+        """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
         output, gguf = Path(output), require_gguf()
         if output.exists() and (not output.is_file() or output.samefile(self.path)):
             what = "the input file" if output.is_file() else "a directory, pipe or device"
@@ -136,18 +117,9 @@ class GGUFFile:
 
 
 def extended(
-    path: str | Path,
-    output: str | Path,
-    method: Method,
-    trained_length: int | None = None,
+    path: str | Path, output: str | Path, method: Method, trained_length: int | None = None
 ) -> Plan:
-    """Extend the GGUF file of an unscaled model with a method.
-
-    Args:
-        path: the input file.
-        output: the output file.
-        method: with its options.
-        trained_length: overrides the trained length in the file, tokens.
+    """Extend the GGUF file of an unscaled model with a method, and write it to ``output``.
 
     Raises:
         ExportError: the file cannot be read or is already scaled, or llama.cpp cannot run the
@@ -179,15 +151,10 @@ def extended(
 
 
 def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
-    """Write a model's patch into its GGUF file.
-
-    Args:
-        model: a model that is patched, or scaled by its configuration.
-        path: GGUF file of the same model, scaled or not.
-        output: the output file.
+    """Write the patch of a model, or the scaling in its configuration, into its GGUF file.
 
     Raises:
-        RopeExtError: the file cannot be read or belongs to another model, or llama.cpp cannot run
+        ExportError: the file cannot be read or belongs to another model, or llama.cpp cannot run
             the patch.
     """
     file, state = GGUFFile.read(path), current_patch(model)

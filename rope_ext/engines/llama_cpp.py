@@ -44,19 +44,13 @@ READS_TABLE = tuple(dict.fromkeys(f.name for f in LLAMA_CPP.values() if "longrop
 
 @dataclass(frozen=True)
 class Plan:
-    """How to make llama.cpp compute a :class:`Scaling`.
+    """How to make llama.cpp compute a patch."""
 
-    Args:
-        keys: of the file, with Python values of the right type, by full name.
-        flags: the equivalent command-line flags for the unpatched file; a list means that the flag
-            is repeated. With a ``table`` they need the file that contains it.
-        table: values of ``TABLE``.
-        notes: limitations and instructions.
-    """
-
-    keys: Mapping[str, Any]
+    keys: Mapping[str, Any]  # of the file, by full name
     flags: Mapping[str, Any]
-    table: list[float] | None = None
+    """The equivalent flags for the unpatched file; a list means that the flag is repeated. With a
+    ``table`` they need the file that contains it."""
+    table: list[float] | None = None  # values of `TABLE`
     notes: tuple[str, ...] = ()
 
     def words(self) -> list[str]:

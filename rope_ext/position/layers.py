@@ -45,25 +45,15 @@ _ROUNDED = 3e-2  # of what a quantized linear layer returns
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an attention layer rotates its queries and keys.
+    """How an attention layer rotates its queries and keys."""
 
-    Args:
-        site: the rotary site whose frequencies it uses.
-        pairs: columns of each pair in a head.
-        pair: index of each pair in the frequencies of the site, int64, ``[pairs]``.
-        local: whether the layer sees a limited window only.
-        heads: number of query heads, and columns of heads.
-        key_heads: number of key heads.
-        inputs: columns of the hidden states that are its first argument; None: it gets others.
-    """
-
-    site: RotarySite
-    pairs: Pairs
-    pair: torch.Tensor
-    local: bool
+    site: RotarySite  # whose frequencies it uses
+    pairs: Pairs  # columns of each pair in a head
+    pair: torch.Tensor  # index of each pair in the frequencies of the site, int64, [pairs]
+    local: bool  # whether it sees a limited window only
     heads: Heads
     key_heads: int
-    inputs: int | None
+    inputs: int | None  # columns of the hidden states; None: they are not its first argument
 
 
 def find_layouts(
@@ -132,17 +122,10 @@ def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class KeyProjection:
-    """The part of a linear layer that makes the keys of an attention layer.
+    """The part of a linear layer that makes the keys of an attention layer."""
 
-    Args:
-        name: of the linear layer in the attention module.
-        rows: rows of its weight, one for each column of the keys of all heads.
-        heads: number of key heads.
-        inputs: columns of its input.
-    """
-
-    name: str
-    rows: slice | torch.Tensor
+    name: str  # of the linear layer in the attention module
+    rows: slice | torch.Tensor  # of its weight, one for each column of the keys of all heads
     heads: int
     inputs: int
 
@@ -259,9 +242,8 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
     if hidden.isnan().any():
         raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
     # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
-    if not torch.equal(hidden, hidden[:1].expand_as(hidden)) and (
-        _spread(hidden) > 4 * _spread(_forward(decoder, site, 1.0, _Probe()))
-    ):
+    spread = _spread(hidden)
+    if spread and spread > 4 * _spread(_forward(decoder, site, 1.0, _Probe())):
         raise _RefusedError("positions act outside of its attention layers")
     return probe.seen
 
@@ -281,7 +263,7 @@ def _forward(
     handles = [part.register_forward_pre_hook(probe.called, with_kwargs=True) for part in parts]
     handles.append(site.module.register_forward_hook(rotate, with_kwargs=True))
     before = config._attn_implementation_internal
-    forward_context.probed = probe
+    look, forward_context.look = forward_context.look, probe.attends
     try:
         config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
         with evaluating(decoder):
@@ -296,7 +278,7 @@ def _forward(
         for handle in handles:
             handle.remove()
         config._attn_implementation_internal = before
-        forward_context.probed = None
+        forward_context.look = look
     return output[0].double()
 
 
@@ -430,9 +412,9 @@ def _look(
     """Attention function that attends to nothing, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    assert forward_context.probed is not None, "only _forward sets this attention function"
+    assert forward_context.look is not None, "only _forward sets this attention function"
     window = kwargs.get("sliding_window")
-    forward_context.probed.attends(_Seen(module, query, key, value.shape[-1], window, None, {}))
+    forward_context.look(_Seen(module, query, key, value.shape[-1], window, None, {}))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 

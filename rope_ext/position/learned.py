@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rope_ext.encodings import Encoding, Heads, InputEncoding
-from rope_ext.encodings.scores import Scores
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax
@@ -54,10 +53,7 @@ def _take(holder: nn.Module, name: str) -> None:
 class Learning(nn.Module):
     """Parameters of an encoding, or of a temperature.
 
-    Args:
-        encoding: what has them.
-        values: initial values, by name.
-        near: gets them beside it; its weights give their dtype and device.
+    ``near`` is the module next to them, whose weights give their dtype and device.
     """
 
     encoding: Encoding | SSMax
@@ -92,6 +88,8 @@ class Learning(nn.Module):
         A clamp has no gradient outside its bounds, so a value that an optimizer moved there would
         never come back.
         """
+        if torch.is_grad_enabled():  # an optimizer step may have left them
+            self.clamp()
         return {
             name: _clamped(value, *self.bounds[name]) if name in self.bounds else value
             for name, value in self.named_parameters()
@@ -141,23 +139,8 @@ def _clamped(value: torch.Tensor, least: float, most: float) -> torch.Tensor:
     return at.clamp(least, most) + (value - at)  # which is 0
 
 
-class Added(NamedTuple):
-    """Additions to the logits, with the names of :class:`rope_ext.attention.call.Call`."""
-
-    bias: torch.Tensor | None = None
-    scores: Scores | None = None
-
-
 class DistanceBias(Learning):
-    """The bias of an encoding in one attention layer, or in all.
-
-    Args:
-        encoding: the encoding, resolved.
-        heads: number of query heads of the layer, and sizes of heads.
-        rope: the trained embedding.
-        near: see :class:`Learning`.
-        projection: of the keys of the layer, for encodings that are ``projected``.
-    """
+    """The bias of an encoding in one attention layer, or in all."""
 
     encoding: Encoding
 
@@ -178,11 +161,11 @@ class DistanceBias(Learning):
         device: torch.device,
         dtype: torch.dtype,
         owner: nn.Module | None = None,
-    ) -> Added:
-        """Additions at all distances below ``distances``; a bias is ``[heads, n]``.
+    ) -> dict[str, Any]:
+        """What is added to the logits, with the names of :class:`rope_ext.attention.call.Call`.
 
-        If the bias is constant from some distance on, that distance is the last entry. ``owner`` is
-        the attention module whose keys an encoding may project.
+        A bias is ``[heads, n]``, for all distances below ``distances``, or to that from which on it
+        is constant. ``owner`` is the attention module whose keys an encoding may project.
         """
         learned = self.clamped()
         given = {**learned, **self.encoding.constants(self.heads, device)}
@@ -193,7 +176,7 @@ class DistanceBias(Learning):
             given["key_projection"] = weight.repeat_interleave(groups, 0)
         scores = self.encoding.scores(self.heads.count, self.rope, given)
         if scores is not None:
-            return Added(scores=scores)
+            return {"scores": scores}
         settled = self.encoding.saturates_at(self.rope)
         room = 2 * distances
         if settled is not None:
@@ -205,17 +188,11 @@ class DistanceBias(Learning):
             return None if made is None else made.clamp(min=_HIDES)
 
         bias = self.kept((device, dtype), distances, room, make)
-        return Added(bias=None if bias is None else bias[:, :distances])
+        return {"bias": None if bias is None else bias[:, :distances]}
 
 
 class HeadScales(Learning):
-    """The learned scales of a temperature: one number for every query head of an attention layer.
-
-    Args:
-        temperature: with every option filled in.
-        heads: number of query heads.
-        near: see :class:`Learning`.
-    """
+    """The learned scales of a temperature: one number for every query head of a layer."""
 
     scale: nn.Parameter
 
@@ -246,15 +223,7 @@ class HeadScales(Learning):
 
 
 class InputPositions(Learning):
-    """``p`` of an encoding that changes the input of layers.
-
-    Args:
-        encoding: the encoding, resolved.
-        columns: columns of the hidden states.
-        size: root mean square of the input of the first layer.
-        rope: the trained embedding.
-        near: see :class:`Learning`.
-    """
+    """``p`` of an encoding that changes the input of layers, whose root mean square is ``size``."""
 
     encoding: InputEncoding
     scale: torch.Tensor  # a buffer of encodings that are sized and have no option ``scale``
@@ -304,14 +273,7 @@ class InputPositions(Learning):
 
 
 class HeadPositions(Learning):
-    """The positions of tokens in one attention layer.
-
-    Args:
-        encoding: the encoding, resolved.
-        columns: columns of the layer's input.
-        key_heads: number of its key heads.
-        near: see :class:`Learning`.
-    """
+    """The positions of tokens in one attention layer."""
 
     encoding: Encoding
 
@@ -319,12 +281,7 @@ class HeadPositions(Learning):
         super().__init__(encoding, encoding.initial_positions(columns, key_heads), near)
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """``[rows, key heads, tokens]`` of hidden states, float32 or better.
-
-        Args:
-            x: ``[rows, tokens, columns]``.
-            t: positions in the sequence, int64, ``[rows or 1, tokens]``.
-        """
+        """``[rows, key heads, tokens]``, float32 or better, of hidden states ``x`` at ``t``."""
         # In bfloat16, positions beyond 256 would be whole numbers.
         wide = torch.promote_types(x.dtype, torch.float32)
         device = next(self.parameters(), x).device
@@ -335,16 +292,10 @@ class HeadPositions(Learning):
 
 @dataclass(frozen=True)
 class Earlier:
-    """The parameters of a patch on a model before the model is patched again.
+    """The parameters of a patch on a model before the model is patched again."""
 
-    Args:
-        modules: by path; PEFT may have wrapped them.
-        held: the tensors of every :class:`Learning` in them. The modules may get other tensors
-            while a ``with`` block lasts.
-    """
-
-    modules: dict[str, nn.Module]
-    held: dict[Learning, _Tensors]
+    modules: dict[str, nn.Module]  # by path; PEFT may have wrapped them
+    held: dict[Learning, _Tensors]  # the modules may get others while a ``with`` block lasts
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Earlier:

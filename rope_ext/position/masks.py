@@ -23,7 +23,7 @@ from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.forward import PositionForward
-from rope_ext.position.tables import BandRotations
+from rope_ext.position.map import BandRotations
 
 CHECKED = ("5.17", "5.23")
 """The first and the last version of transformers on which this was checked."""

@@ -33,11 +33,8 @@ NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash t
 class View:
     """A view of a configuration with another attention function.
 
-    Args:
-        config: the original configuration.
-        eager: the eager attention function in the modeling file of the layer.
-        temperature: with every option filled in.
-        sequences: the sequences of the batch; None for a constant temperature.
+    ``eager`` is the eager one in the modeling file of the layer. Without ``sequences`` the
+    temperature is constant.
     """
 
     _attn_implementation = NAME
@@ -70,15 +67,7 @@ def install(
 ) -> list[str]:
     """Put a temperature in force in the layers that ``place.scaled`` rotates.
 
-    Args:
-        place: the parts of the model to change.
-        temperature: with every option filled in.
-        sequences: the sequences of the batch, if it follows positions.
-        include_sliding: also in layers that see a limited window.
-        changes: records how to undo it.
-
-    Returns:
-        Sentences for ``describe``.
+    Returns sentences for ``describe``.
 
     Raises:
         UnsupportedModelError: there are no such layers, or it cannot be proven to reach them.

@@ -19,9 +19,8 @@ from rope_ext.attention import decode, dispatch, reference
 from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.forward import BACK, FEW, PositionForward, in_cache, once
-from rope_ext.position.map import PositionMap
+from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask
-from rope_ext.position.tables import BandRotations, Decay, RotationTable
 from rope_ext.rotary import calls
 from rope_ext.rotary.context import cache_among, forward_context, is_paged
 
@@ -79,18 +78,11 @@ def traced(
 
 
 class Dense(NamedTuple):
-    """One call of an attention layer in terms of :mod:`rope_ext.attention.reference`.
+    """One call of an attention layer in terms of :mod:`rope_ext.attention.reference`."""
 
-    Args:
-        query: ``[rows, heads, queries, columns]``, with its temperature.
-        key: ``[rows, kv_heads, keys, columns]``.
-        call: everything else; its rotations are of one row or ``[rows, 1, tokens, pairs]``.
-        places: positions of queries and keys, and what is visible.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    call: Call
+    query: torch.Tensor  # [rows, heads, queries, columns], with its temperature
+    key: torch.Tensor  # [rows, kv_heads, keys, columns]
+    call: Call  # its rotations are of one row, or [rows, 1, tokens, pairs]
     places: Places
 
     def weights(self, queries: slice = slice(None)) -> torch.Tensor:
@@ -109,13 +101,8 @@ class Dense(NamedTuple):
 class Step:
     """What the layers of one layout share in a forward. Nothing here waits for a GPU.
 
-    Args:
-        forward: the forward, located, on the device of the layers.
-        rotations: of queries and keys, by band.
-        tempered: whether queries get the temperature of the map.
-        offset: slot of the first key, in caches that keep the last ones.
-        seen: which keys queries see, ``[rows or 1, heads or 1, queries, keys]``; None: those before
-            them.
+    ``offset`` is the slot of the first key, in caches that keep the last ones. ``seen`` are the
+    keys that queries see, ``[rows or 1, heads or 1, queries, keys]``; None: those before them.
     """
 
     def __init__(

@@ -77,8 +77,6 @@ class _ThreadState(threading.local):
         self.stack: list[Any] = []  # ForwardContexts in progress, innermost last
         self.requests: list[Any] = []  # calls of generate: what follows its sequences, tokens
         self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
-        self.rotating: dict[Any, Any] = {}  # rotations of layers with positions of their own
-        self.probed: Any = None  # records attention layers while layouts are probed
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 
 

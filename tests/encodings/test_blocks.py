@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import rope_ext
 from rope_ext.attention import bands, reference
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Scores
@@ -15,8 +14,6 @@ from rope_ext.encodings import Heads
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.encodings import ALL
-from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, decoded, logits
 
 ROPE = Rope.geometric(1e4, 16, 64)
 NAMES = ["mixed", "fire", "dape", "cope", "shaw", "deberta", "transformer_xl"]
@@ -83,50 +80,3 @@ def test_blocks_are_the_oracle(name: str, queries: int, last: int | None, monkey
     for ours, again, right in zip(*found, strict=True):
         torch.testing.assert_close(ours.double(), right, atol=2e-3, rtol=1e-3)  # float32
         torch.testing.assert_close(again, right)
-
-
-def test_a_bias_may_hide_distances(monkeypatch: pytest.MonkeyPatch, ids) -> None:
-    """As the reference, which asks no kernel what a row has that sees nothing of a tile."""
-    own = rope_ext.ALiBi.bias
-
-    def bias(self: rope_ext.ALiBi, distance: torch.Tensor, *given: object) -> torch.Tensor:
-        return own(self, distance, *given).masked_fill(distance >= 10, -torch.inf)
-
-    monkeypatch.setattr(rope_ext.ALiBi, "bias", bias)
-    options = {"bias": "alibi", "factor": 4, "window": 20}
-    for dtype in (torch.float32, torch.float64):
-        slow, fast = (
-            rope_ext.patch(tiny_llama().to(dtype), "rerope", kernel=kernel, **options)
-            for kernel in ("reference", "auto")
-        )
-        want = logits(slow, ids)
-        torch.testing.assert_close(logits(fast, ids), want, **EXACT)
-        torch.testing.assert_close(decoded(fast, ids, [40, *[1] * 50]), want, **EXACT)
-
-
-def test_a_table_of_one_row_is_that_of_every_distance(ids) -> None:
-    found = []
-    for kernel in ("auto", "reference"):
-        torch.manual_seed(0)
-        model = rope_ext.patch(tiny_llama(), "deberta", clip=1, kernel=kernel)
-        found.append(logits(model, ids))
-    torch.testing.assert_close(*found, **EXACT)
-
-
-@pytest.mark.parametrize(("name", "options"), [("cope", {}), ("fire", {"threshold": 8})])
-def test_second_derivatives_are_right(name: str, options: dict, ids) -> None:
-    tokens = ids[:1, :20]
-
-    def gradient(move: float, again: bool = False) -> tuple:
-        torch.manual_seed(0)  # fire draws its parameters
-        model = rope_ext.patch(tiny_llama(), name, **options).double()
-        begin = model.get_input_embeddings()(tokens).detach()
-        x = (begin + move * begin.roll(1)).requires_grad_()
-        loss = model(inputs_embeds=x).logits.logsumexp(-1).sum()
-        (g,) = torch.autograd.grad(loss, x, create_graph=again)
-        return g, x, begin.roll(1)
-
-    g, x, way = gradient(0.0, again=True)
-    (found,) = torch.autograd.grad((g * way).sum(), x)
-    want = (gradient(1e-3)[0] - gradient(-1e-3)[0]) / 2e-3  # norms are computed in float32
-    torch.testing.assert_close(found, want, rtol=0, atol=0.02 * float(want.abs().max()))

@@ -8,7 +8,7 @@ import torch
 import rope_ext
 from tests.helpers.encodings import ALL, dense
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, FAMILIES, logits
+from tests.helpers.positions import FAMILIES, logits
 
 
 @pytest.mark.parametrize("kind", ["gemma", "llama"])
@@ -19,12 +19,6 @@ def test_the_scale_is_the_size_of_what_the_first_layer_gets(kind: str) -> None:
     rope_ext.patch(model, "sinusoidal")
     (scale,) = (b for n, b in model.named_buffers() if n.endswith("rope_ext_input.scale"))
     assert float(scale) == pytest.approx(float(size), rel=1e-3)
-
-
-def test_embeddings_may_be_given_instead_of_tokens(ids) -> None:
-    model = ALL["learned"].patch(FAMILIES["gemma"].model())
-    given = model.get_input_embeddings()(ids)
-    torch.testing.assert_close(logits(model, None, inputs_embeds=given), logits(model, ids))
 
 
 def test_a_fading_rotation_holds_at_any_distance_and_in_half_precision(ids) -> None:
@@ -43,20 +37,6 @@ def test_a_fading_rotation_holds_at_any_distance_and_in_half_precision(ids) -> N
     whole = logits(model, ids)
     half = logits(model.half(), ids)
     assert (half.float() - whole).abs().max() < 0.05  # of half precision itself
-
-
-def test_logits_within_a_chunk_are_those_of_the_rotation(ids) -> None:
-    model = rope_ext.patch(tiny_llama(), "3d_rpe")  # chunks of 48 tokens
-    plain = tiny_llama()
-    torch.testing.assert_close(logits(model, ids[:, :48]), logits(plain, ids[:, :48]), **EXACT)
-    assert (logits(model, ids) - logits(plain, ids))[:, 48:].abs().max() > 0.01
-
-
-def test_a_dropped_rotation_is_none_within_the_trained_length(ids) -> None:
-    model, bare = ALL["drope"].patch(tiny_llama()), ALL["nope"].patch(tiny_llama())
-    torch.testing.assert_close(logits(model, ids)[:, :64], logits(bare, ids)[:, :64], **EXACT)
-    assert (logits(model, ids) - logits(bare, ids))[:, 70:].abs().max() > 1e-3
-    assert torch.equal(logits(ALL["drope"].patch(tiny_llama(), c=0), ids), logits(bare, ids))
 
 
 def test_beyond_the_table_there_is_an_error_that_names_the_cure(ids) -> None:

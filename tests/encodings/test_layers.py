@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import json
-
 import pytest
 import torch
 
 import rope_ext
-from rope_ext.config.record import Record
-from rope_ext.patching import current_patch
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, Family, logits
 
@@ -39,22 +34,6 @@ def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:
     smollm = Family("smollm3").model()  # the second rotates nothing
     with pytest.raises(rope_ext.OptionError, match="in layers 0, and 1 is asked for"):
         rope_ext.patch(smollm, "alibi", layers=[1])
-
-
-def test_a_record_has_layers_and_biases_and_one_from_before_them_has_neither() -> None:
-    model = rope_ext.patch(tiny_llama(), "yarn", factor=4, bias="t5", layers=[1])
-    record = current_patch(model).record
-    assert Record.from_json(json.loads(json.dumps(record.to_json())), "a folder") == record
-    rope_ext.unpatch(model)
-    rope_ext.patch(model, "rerope", factor=4)
-    data = copy.deepcopy(current_patch(model).record.to_json())
-    data["version"] = 2
-    del data["arguments"]["bias"], data["arguments"]["layers"]
-    assert Record.from_json(data, "a folder") == current_patch(model).record
-    data = current_patch(model).record.to_json()
-    data["arguments"] |= {"bias": {"name": "yarn", "factor": 4}}
-    with pytest.raises(rope_ext.RecordError, match="is no encoding"):
-        Record.from_json(data, "a folder")
 
 
 @pytest.mark.parametrize("name", ["nope", "kerple_log", "sinusoidal"])

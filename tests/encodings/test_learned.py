@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rope_ext
-from rope_ext.encodings.alibi import slopes
 from rope_ext.position.learned import learned
 from tests.helpers.encodings import ALL, parameters
 from tests.helpers.models import LENGTH, tiny_llama
@@ -25,11 +24,6 @@ def trained(name: str, **options: object) -> nn.Module:
         for value in learned(model).values():
             value.copy_(0.02 + 0.03 * torch.rand(value.shape, generator=generator))
     return model
-
-
-def test_shared_parameters_are_there_once() -> None:
-    assert len(learned(trained("t5"))) == 1
-    assert len(learned(trained("kerple"))) == 2 * tiny_llama().config.num_hidden_layers
 
 
 @pytest.mark.parametrize(
@@ -106,14 +100,6 @@ def test_a_table_that_grows_keeps_what_was_trained(key: str, ids, tmp_path) -> N
             torch.testing.assert_close(logits(again, ids), logits(whole, ids), atol=2e-5, rtol=1e-5)
 
 
-def test_a_trained_table_is_extended_by_patching_again(ids) -> None:
-    model = ALL["learned"].patch(tiny_llama(), length=64)
-    (table,), short = parameters(model).values(), logits(model, ids[:, :64])
-    rope_ext.patch(model, "learned", factor=4, extend="hierarchical", replace=True)
-    assert next(iter(parameters(model).values())) is table  # an optimizer goes on with it
-    torch.testing.assert_close(logits(model, ids[:, :64]), short)  # added in another order
-
-
 READ_OTHERWISE = {  # options that change how the same numbers are read
     "t5": {"max_distance": 256},
     "fire": {"threshold": 100.0},
@@ -147,16 +133,6 @@ def test_options_that_do_not_fit_are_refused_and_what_is_dropped_is_named(caplog
     with caplog.at_level(logging.WARNING, logger="rope_ext"):
         rope_ext.patch(model, "deberta", clip=20, replace=True)
     assert "rope_ext_input.table" in caplog.text and len(learned(model)) == 4
-
-
-def test_layers_that_are_added_leave_the_others_trained() -> None:
-    for name in ("kerple_log", "t5"):
-        model = trained(name, layers=[0])
-        before = learned(model)
-        rope_ext.patch(model, name, replace=True)
-        after = learned(model)
-        assert len(after) == (1 if name == "t5" else 2) * len(before)
-        assert all(after[path] is value for path, value in before.items())
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -209,43 +185,7 @@ def test_an_adapter_on_keys_changes_positions_that_go_through_keys(first: str, i
     torch.testing.assert_close(logits(merged, ids), found, **EXACT)
 
 
-class Quantized(nn.Module):
-    """A layer in 8 bits, which has no matrix of floating-point numbers."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.scale = float(linear.weight.abs().max()) / 127
-        self.register_buffer("codes", (linear.weight.detach() / self.scale).round().to(torch.int8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.codes * self.scale).to(x).mT
-
-
-def test_positions_go_through_quantized_keys(ids) -> None:
-    model, plain = tiny_llama(), tiny_llama()
-    for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
-        layer.self_attn.k_proj = made = Quantized(layer.self_attn.k_proj)
-        with torch.no_grad():
-            other.self_attn.k_proj.weight.copy_(made.codes * made.scale)
-    patch = ALL["through keys"].patch
-    torch.testing.assert_close(logits(patch(model), ids), logits(patch(plain), ids), **EXACT)
-
-
 # --- beginnings ----------------------------------------------------------------------------------
-
-
-def test_encodings_begin_as_their_pages_say(ids) -> None:
-    bare = logits(rope_ext.patch(tiny_llama(), "nope"), ids)
-    for name in ("multiplicative", "floater"):  # which begin by doing nothing
-        assert torch.equal(logits(rope_ext.patch(tiny_llama(), name, factor=2), ids), bare)
-    torch.manual_seed(0)
-    (table,) = parameters(rope_ext.patch(tiny_llama(), "learned")).values()
-    assert table.shape == (64, 64)
-    assert 0.9 < (table.std() / tiny_llama().model.embed_tokens.weight.std()).item() < 1.1
-    fixed = rope_ext.patch(tiny_llama(), "alibi")
-    model = rope_ext.patch(tiny_llama(), "alibi", learned=True)
-    assert all(torch.equal(x, slopes(4).float()) for x in parameters(model).values())
-    torch.testing.assert_close(logits(model, ids), logits(fixed, ids), **EXACT)
 
 
 def test_repo_begins_as_published_or_with_the_model_itself(ids) -> None:
@@ -270,12 +210,3 @@ def test_a_patch_in_inference_mode_can_be_trained_afterwards(name: str, ids) -> 
         rope_ext.patch(model, name)
     model(input_ids=ids[:1, :20]).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in parameters(model).values())
-
-
-@pytest.mark.parametrize("name", ["learned", "multiplicative", "floater"])
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_the_shortest_rows_train(name: str, tokens: int, ids) -> None:
-    model = ALL[name].patch(tiny_llama())
-    model(ids[:, :tokens]).logits.sin().sum().backward()
-    whole = logits(model, ids)[:, :tokens]
-    torch.testing.assert_close(logits(model, ids[:, :tokens]), whole, **EXACT)

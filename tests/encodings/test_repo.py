@@ -28,15 +28,6 @@ def test_the_first_layers_keep_their_rotation(ids) -> None:
     assert {int(name.split(".")[2]) for name in parameters(chosen)} == {0, 3}
 
 
-def test_the_order_of_earlier_tokens_changes_nothing_in_one_layer(ids) -> None:
-    """Numbers in the sequence act through the causal mask alone."""
-    for positions, same in (("learned", True), ("shifted", False)):
-        model = patch(tiny_llama(num_hidden_layers=1), positions=positions)
-        swapped = torch.cat((ids[:, :40].flip(1), ids[:, 40:]), 1)
-        apart = (logits(model, swapped)[:, 40:] - logits(model, ids)[:, 40:]).abs().max()
-        assert bool(apart < 1e-4) == same
-
-
 def test_positions_are_not_rounded_in_half_precision(ids) -> None:
     """Numbers of bfloat16 are whole beyond 256."""
     model, t = patch(tiny_llama()), torch.arange(4)[None]

@@ -8,11 +8,10 @@ from torch import nn
 from transformers import DynamicCache
 
 import rope_ext
-from rope_ext.position.window_cache import SPARE
+from rope_ext.position.forward import SPARE
 from tests.helpers.encodings import ALL
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, logits
-from tests.helpers.promises import decodes_as_it_reads
+from tests.helpers.positions import EXACT, NEW, logits
 
 GIVEN, WINDOW = ALL["swan"].options, 7
 
@@ -43,19 +42,6 @@ def test_a_cache_keeps_the_window_of_layers_that_have_one(ids) -> None:
         assert cache.get_seq_length() == 90
 
 
-def test_memory_of_what_left_the_window_is_free(ids) -> None:
-    model = swan()
-    with torch.no_grad():
-        cache = model(ids).past_key_values
-    held = [layer.keys.untyped_storage().nbytes() for layer in cache.layers]
-    assert held[1] * 90 == held[0] * KEPT
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_every_cache_decodes_as_it_reads(cache: str, ids) -> None:
-    decodes_as_it_reads(swan(), cache, ids, (40, 1, 1, 30, 1, 1, 1, 15))
-
-
 def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
     model, prompt = swan(), ids[:1, :70]
     right = model.generate(prompt, **NEW, use_cache=False)
@@ -73,23 +59,3 @@ def test_more_tokens_than_are_spare_are_not_taken_back(ids) -> None:
     cache.crop(-SPARE)
     cached = logits(model, ids[:, -SPARE:], past_key_values=cache)
     torch.testing.assert_close(cached, right[:, -SPARE:], **EXACT)
-
-
-def test_drafts_beside_a_cache_that_the_model_starts_anew(ids) -> None:
-    """Phi-3 does so where its short frequencies would give way to its long ones."""
-    model = FAMILIES["phi3"].model()
-    model.config.original_max_position_embeddings = LENGTH
-    rope_ext.patch(model, "swan", every=2, window=WINDOW)
-    prompt = ids[:1, : LENGTH - 2]
-    right = model.generate(prompt, **NEW, use_cache=False)
-    assert torch.equal(model.generate(prompt, **NEW, assistant_model=tiny_llama()), right)
-
-
-@pytest.mark.slow
-def test_an_exported_program_takes_any_number_of_tokens(ids) -> None:
-    model, free = swan(), {"input_ids": {1: torch.export.Dim("tokens", min=17)}, "use_cache": None}
-    given = ids[:1, :40].clone(), {"use_cache": False}
-    with torch.no_grad():
-        program = torch.export.export(model, given[:1], given[1], dynamic_shapes=free, strict=False)
-        found = program.module()(ids[:1].clone(), use_cache=False).logits
-    torch.testing.assert_close(found, logits(model, ids[:1]), **EXACT)

@@ -1,7 +1,7 @@
 """Presses of kvpress on patched models: the scores of a natively scaled one, or a refusal.
 
 kvpress 0.5.5 asks for a transformers older than ours, so it is installed without dependencies into
-the folder that ENGINE_SOURCES names, as the packages of ``test_servers.py`` are.
+the folder that ENGINE_SOURCES names, as the packages of ``test_sglang.py`` are.
 """
 
 from __future__ import annotations

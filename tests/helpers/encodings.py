@@ -403,7 +403,6 @@ ALL: dict[str, Encoding] = {
         into=(None, None),
     ),
 }
-LEARNED = ("t5", "kerple_log", "kerple_power")
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:

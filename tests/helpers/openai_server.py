@@ -21,7 +21,6 @@ class Fake:
         model: that answers greedily.
         tokenizer: its tokenizer.
         faults: HTTP statuses of the next requests, in order; 0: it answers.
-        refused: prompts longer than this many tokens get a 400 for good.
         logprobs: whether it returns those of the prompt.
         spoils: what is made of the next answers, in order; text is sent as HTML.
         models: what it says of the models that it serves.
@@ -30,14 +29,11 @@ class Fake:
     model: Any
     tokenizer: Any
     faults: list[int] = field(default_factory=list)
-    refused: int = 10**9
     logprobs: bool = True
     spoils: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
     models: list[dict[str, Any]] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
-    at_once: int = 0
-    most: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -48,8 +44,6 @@ class Fake:
             return fault, {"error": {"message": f"fault {fault}"}}
         chat = path.endswith("/chat/completions")
         ids = self._chat(body) if chat else self._ids(body["prompt"])
-        if len(ids) > self.refused:
-            return 400, {"error": {"message": f"at most {self.refused} tokens"}}
         with self.lock:  # one forward at a time
             self.prompts.append(ids)
             text, logprobs = self._run(ids, body)
@@ -98,13 +92,7 @@ def serving(fake: Fake) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with fake.lock:
-                fake.at_once += 1
-                fake.most = max(fake.most, fake.at_once)
-            status, answer = fake.answer(self.path, body)
-            with fake.lock:
-                fake.at_once -= 1
-            self.send(status, answer)
+            self.send(*fake.answer(self.path, body))
 
         def do_GET(self) -> None:
             self.send(200, {"object": "list", "data": fake.models})

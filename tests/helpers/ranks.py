@@ -25,15 +25,15 @@ from tests.helpers import pictures
 
 def dying(lines: int) -> None:
     """Leave half a line in the log after so many, and then be killed."""
-    whole, calls = cases.line, []
+    whole, calls = cases.Outcome.to_line, []
 
-    def line(outcome: cases.Outcome) -> str:
+    def line(outcome: cases.Outcome) -> bytes:
         calls.append(outcome)
         if len(calls) == lines + 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(outcome)[: 30 if len(calls) == lines + 1 else None]
 
-    cases.line = line
+    cases.Outcome.to_line = line
 
 
 def run(processes: int, victim: int | str | None, lines: int, words: list[str]) -> list[int]:

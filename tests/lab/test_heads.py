@@ -17,7 +17,6 @@ from lab.benchmarks.heads import (
     by_entropy,
     entropies,
     learned,
-    matched,
     scaled,
 )
 from rope_eval.forward import score
@@ -65,14 +64,6 @@ def test_entropies_are_those_of_the_weights_of_transformers(model: torch.nn.Modu
     last = torch.stack(weights)[:, 0, :, -QUERIES:].double()
     expected = -(last * last.clamp(min=1e-300).log()).sum(-1).mean(-1)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
-
-
-def test_a_matched_scale_is_where_the_entropy_is_the_target() -> None:
-    falling = 5 - 0.5 * SCALES
-    by_scale = falling.expand(2, 3, -1)
-    target = torch.tensor([[4.9, 4.0, 3.55], [5.0, 9.0, 0.1]])
-    expected = torch.tensor([[0.2, 2.0, 2.9], [0.0, 0.0, 8.0]])  # the last two are out of reach
-    torch.testing.assert_close(matched(by_scale, target), expected, atol=1e-5, rtol=0)
 
 
 def test_scales_by_entropy_bring_it_back(model: torch.nn.Module) -> None:

@@ -17,14 +17,10 @@ import torch
 
 from lab.laboratory import text as texts
 from lab.laboratory.__main__ import main
-from lab.laboratory.log import Cell, Log
-from lab.laboratory.model import Size, chosen
+from lab.laboratory.model import Size
 from lab.laboratory.paired import difference
-from lab.laboratory.published import Published, hold
-from lab.laboratory.rates import Rates, choose
 from lab.laboratory.tasks import GIVEN, READ, TASKS, Tasks, problem
-from rope_ext.errors import MeasureError, OptionError
-from rope_ext.methods.registry import all_encodings
+from rope_ext.errors import MeasureError
 
 SMALL = Size(width=32, layers=1, heads=4)
 CPU = torch.device("cpu")
@@ -35,13 +31,6 @@ def text(length: int = 64, **options: int) -> texts.Text:
     return texts.Text(length, texts=lambda split: made_up, **options)
 
 
-def test_all_registered_encodings_are_compared_with_the_rotation() -> None:
-    assert {"rope", "rope_25", *(cls.name for cls in all_encodings())} == set(chosen(None))
-    assert chosen(["t5", "alibi"]) == ["rope", "t5", "alibi"]
-    with pytest.raises(OptionError, match=r"--encodings 'albi' is unknown.*'alibi'"):
-        chosen(["albi"])
-
-
 @pytest.mark.parametrize("name", ["rope_25", "alibi", "t5", "kerple_log"])
 def test_models_of_one_seed_begin_with_the_same_weights(name: str) -> None:
     rope, model, other = (
@@ -50,23 +39,6 @@ def test_models_of_one_seed_begin_with_the_same_weights(name: str) -> None:
     )
     assert all(value.equal(model[key]) for key, value in rope.items())
     assert not rope["lm_head.weight"].equal(other["lm_head.weight"])
-
-
-def test_rates_are_found_where_the_loss_is_lowest() -> None:
-    def loss(rates: Rates) -> float:
-        if rates.encoding > 1000:
-            raise FloatingPointError
-        far = abs(math.log(rates.encoding / 625)) + abs(math.log(rates.model / 0.25))
-        return far + rates.initial
-
-    choice = choose(loss, own=True, normal=True)
-    assert choice.rates == Rates(0.25, 625.0, 0.04)  # each beyond its list, at most two values
-    tried = dict(choice.tried)
-    assert len(tried) == len(choice.tried) and math.inf in tried.values()
-    without = [rates for rates, _ in choose(loss, own=False).tried]
-    assert {(rates.encoding, rates.initial) for rates in without} == {(1.0, 1.0)}
-    assert sorted(rates.model for rates in without) == [0.125, 0.25, 0.5, 1.0, 2.0]
-    assert choose(lambda rates: 1.0, own=True).rates == Rates(0.125, 1 / 25)
 
 
 def test_rows_depend_on_seed_and_step_alone() -> None:
@@ -151,39 +123,6 @@ def test_differences_are_paired_by_seed() -> None:
     assert found.high - found.mean == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
     assert difference({0: 1.0}, {1: 1.0}) is None
     assert not difference({0: 1.0}, {0: 2.0}).clear  # one pair says nothing of the next
-
-
-def test_a_published_order_is_held_against_pairs_that_can_be_told_apart() -> None:
-    published = Published("", "loss at the longest", {"a": 3, "b": 2, "c": 1, "x": 0}, rising=True)
-    measured = {
-        "a": {0: 1.0, 1: 1.1, 2: 1.2},  # published first, and here by far
-        "b": {0: 3.0, 1: 3.1, 2: 3.2},
-        "c": {0: 2.9, 1: 3.0, 2: 3.35},
-    }
-    held = hold(published, measured)
-    assert list(held.ours) == ["a", "b", "c"]
-    assert "2 as published, 0 reversed, 1 without a clear difference" in held.sentences[0]
-    assert "b and c" in held.sentences[1]
-    measured["c"] = {0: 0.5, 1: 0.6, 2: 0.71}
-    held = hold(published, measured)
-    assert "1 as published, 2 reversed" in held.sentences[0]
-    assert "c is ahead of a" in held.sentences[1] and "c is ahead of b" in held.sentences[1]
-    assert hold(published, {"a": {0: 1.0}}) is None
-
-
-def test_the_log_keeps_what_is_finished_and_leaves_out_a_line_that_was_cut_off(tmp_path) -> None:
-    log = Log(tmp_path, {"steps": 3})
-    one, two = Cell("text", "rope", 0), Cell("tasks", "alibi", 1)
-    log.append(0, one, {"curve": [[1, 2.0]]})
-    with (tmp_path / "laboratory.jsonl").open("a") as file:
-        file.write('{"cell": {"subject": "te')
-    log.append(0, two, {"refused": "no"})
-    log.append(3, Cell("text", "rope", 2), {})
-    assert log.read() == {
-        one: {"curve": [[1, 2.0]]},
-        two: {"refused": "no"},
-        Cell("text", "rope", 2): {},
-    }
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lab.pretrain import tiny_512, tiny_bytes_512, train
+from lab.pretrain import tiny_bytes_512, train
 from rope_eval.data.text import read_texts
 from rope_eval.tasks.passkey import FILLER, INTRO, NEEDLE, QUESTION
 
@@ -31,24 +30,6 @@ def made_up() -> list[str]:
 
 def rows_of(made, texts: list[str], count: int):
     return made.rows(made.tokenizer(texts), texts, count, seed=0)
-
-
-def digest(rows) -> str:
-    seen = hashlib.sha256()
-    for index in range(len(rows)):
-        for value in rows[index].values():
-            seen.update(value.numpy().tobytes())
-    return seen.hexdigest()[:16]
-
-
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [(tiny_512.CHECKPOINT, "cfdaf27dda319354"), (tiny_bytes_512.CHECKPOINT, "8e10ed7119a9d7ce")],
-    ids=["tiny-512", "tiny-bytes-512"],
-)
-def test_rows_are_those_of_the_shipped_checkpoint(made, expected: str) -> None:
-    """Its recipe must not change under it: these are bytes of what it was trained on."""
-    assert digest(rows_of(made, made_up(), 40)) == expected
 
 
 @pytest.fixture(scope="module")

@@ -87,31 +87,6 @@ def test_an_encoding_begins_with_the_attention_of_the_model(
             checked(method=method)
 
 
-@pytest.mark.parametrize("name", surgery.CHECKPOINTS)
-def test_every_operation_takes_as_many_tokens(name: str, tmp_path: Path, monkeypatch) -> None:
-    given: list[list[str]] = []
-    monkeypatch.setattr(finetune, "main", given.append)
-    words = f"{name} --output {tmp_path} --steps 7".split()
-    monkeypatch.setattr(surgery, "operate", lambda bench, names: made.append((bench, names)))
-    made: list[tuple[surgery.Bench, list[str]]] = []
-    surgery.main(words)
-    ((bench, names),) = made
-    assert names == list(surgery.DEFAULT)
-    for operation in names:
-        bench.train(operation, bench.steps)
-    recipes = [parse(argv) for argv in given]
-    assert {r.length * a.per_device_train_batch_size * a.max_steps for r, a in recipes} == {
-        8 * 512 * 7
-    }
-    methods = [(r.method, r.layers, r.factor) for r, _ in recipes]
-    assert methods == [
-        ("yarn", None, 8.0),
-        ("nope", None, 8.0),
-        ("alibi", None, 8.0),
-        ("nope", "every 4th", 8.0),
-    ]
-
-
 @pytest.mark.slow
 def test_an_operation_is_trained_read_and_compared(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch

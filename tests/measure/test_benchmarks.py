@@ -18,7 +18,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from rope_eval.cases import Case
-from rope_eval.data import rows as reading
 from rope_eval.data.prompts import Frame, encode, joined
 from rope_eval.run.runner import share_found
 from rope_eval.settings import Settings
@@ -319,25 +318,3 @@ def test_data_that_are_not_as_published_are_told(
     with pytest.raises(MeasureError, match=message):
         [part] = task.parts(SETTINGS)
         part.questions(frame, [4096], 0)
-
-
-def test_the_hub_is_asked_for_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Datasets:
-        class exceptions:
-            DatasetsError = OSError
-
-        def load_dataset(self, *what: object, **how: object) -> list:
-            asked.append((*what, how))
-            return [{"a": 1}]
-
-    monkeypatch.setattr(reading, "load_datasets", Datasets)
-    for name in ("hf:me/data", "hf:me/data/part:train", "hf:data:dev"):
-        [row] = reading.read_rows(name, "--data")
-        assert row.value("a") == 1 and row.where == f"{name}, row 1"
-    assert asked == [
-        ("me/data", None, {"split": "test"}),
-        ("me/data", "part", {"split": "train"}),
-        ("data", None, {"split": "dev"}),
-    ]

@@ -6,7 +6,6 @@ epfml/landmark-attention, the documentation of transformers), without the code u
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -22,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame
-from rope_eval.data.words import pairs
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import estimate_perplexity
 from rope_eval.run.runner import Result, Runner, share_found
@@ -31,7 +29,7 @@ from rope_eval.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystac
 from rope_eval.tasks import answering as qa
 from rope_eval.tasks.passkey import FirstNumber, PasskeyPrompts, own_prompt
 from rope_eval.tasks.perplexity import choose_windows
-from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.errors import MeasureError, OptionError
 from tests.helpers.small_tokenizers import Characters, merging, spacing
 
 ROOT = Path(__file__).parents[2]
@@ -84,21 +82,6 @@ def test_a_prompt_is_the_tokens_of_its_text(made: Any) -> None:
         assert 3800 < case.tokens <= 4000
 
 
-def test_a_chat_prompt_is_the_tokens_of_its_text() -> None:
-    tokenizer = spacing()
-    chat = "[INST] {{ messages[0]['content'] }} [/INST]"
-    given = tokenizer.chat_template
-    try:
-        tokenizer.chat_template = chat
-        frame = Frame.from_tokenizer(tokenizer)
-    finally:
-        tokenizer.chat_template = given
-    [case] = cases(Passkey(1, 1, prompt="published"), frame, 400)
-    text = tokenizer.decode(list(case.ids))
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == case.ids.tolist()
-    assert re.search(r"^\[INST\] There is .* key\? \[/INST\] The pass key is \d+$", text, re.DOTALL)
-
-
 # Passkey
 
 
@@ -115,15 +98,6 @@ def test_the_published_passkey_prompt_is_its_five_lines() -> None:
         total = len(before) + len(after)
         assert before == garbage[: len(before)] and after == garbage[: len(after)]
         assert len(before) == round(case.depth * total) and len(case.ids) == case.length
-
-
-def test_published_keys_are_those_of_the_code() -> None:
-    """``random.randint(1, 50000)``: no digit before it, and some are short."""
-    keys = [case.key for case in cases(Passkey(120, 1, prompt="published"), CHARACTERS, 400)]
-    assert all(key == str(int(key)) and 1 <= int(key) <= 50000 for key in keys)
-    assert {4, 5} <= {len(key) for key in keys} and max(map(int, keys)) > 40000
-    fixed = cases(Passkey(3, 1, prompt="published", digits=9), CHARACTERS, 400)
-    assert {len(case.key) for case in fixed} == {9}
 
 
 def test_the_space_before_a_key_is_given_and_written_only_in_a_published_text() -> None:
@@ -232,11 +206,6 @@ def test_needles_are_asked_for_as_in_ruler(name: str) -> None:
     assert case.count == 128
 
 
-def test_keys_are_an_adjective_and_a_noun() -> None:
-    assert len(pairs()) == len(set(pairs())) > 100_000
-    assert all(re.fullmatch(KEY, pair) for pair in pairs()[::997])
-
-
 def test_needles_stand_at_rulers_forty_depths() -> None:
     depths = {round(100 * place / 39) for place in range(40)}
     words = " ".join(f"Word{i} ends." for i in range(4000))
@@ -268,15 +237,6 @@ def test_the_essays_of_ruler_are_read_from_their_beginning(tmp_path: Path) -> No
         essays.write_text(wrong)
         with pytest.raises(MeasureError, match="PaulGrahamEssays"):
             haystack.read_haystack([str(essays)])
-
-
-def test_needle_has_a_choice_of_haystacks(tmp_path: Path) -> None:
-    for kind, line in (("noise", NOISE), ("needles", "One of the special magic numbers for")):
-        [task] = Needle(trials=1, depths=1, haystack=(kind,)).parts(None)
-        [case] = cases(task, CHARACTERS, 3000)
-        assert task.haystack == kind and text_of(case).count(line) > 10
-    with pytest.raises(MeasureError, match="cannot read the text noise"):
-        Needle(haystack=("noise", "needles")).parts(None)
 
 
 # RULER: tracing, counting
@@ -347,24 +307,6 @@ def test_cwe_is_rulers_with_a_solved_example(length: int, often: int, seldom: in
     assert case.count == 120
 
 
-def test_the_example_of_vt_has_one_layout() -> None:
-    """``randomize_icl`` changes its names and its number from prompt to prompt, nothing else."""
-    tokenizer, layouts, names = merging(), set(), set()
-    for case in cases(ruler.made("vt", 4), Frame.from_tokenizer(tokenizer), 4096):
-        text = tokenizer.decode(list(case.ids))
-        example = text.split("they are:  ")[0].split("\n\n", 1)[1]
-        lines = example.split("\nQuestion")[0].split("\n")
-        layouts.add(tuple(line == NOISE for line in lines))
-        names.add(tuple(line for line in lines if line != NOISE))
-    assert len(layouts) == 1 and len(names) == 4 and True in next(iter(layouts))
-
-
-@pytest.mark.parametrize("length", [131072, pytest.param(262144, marks=pytest.mark.slow)])
-def test_cwe_fills_any_length(length: int) -> None:
-    [case] = cases(ruler.made("cwe", 1), Frame(Characters(size=4), ()), length)
-    assert length - 60 < case.tokens <= length
-
-
 CWE = "Below is a numbered list of words."
 
 
@@ -398,15 +340,6 @@ def test_chat_prompts_of_ruler_have_its_answer_prefix_as_it_is(name: str) -> Non
     assert text.startswith("<user>")
     assert re.fullmatch(r"<model>\n [ATS].*", text[text.rindex("<model>") :])
     assert text.count("<user>") == text.count("<model>") == (2 if name == "cwe" else 1)
-
-
-def test_cwe_repeats_the_template_around_its_example() -> None:
-    """``few_shots`` are made by the template with the model's in it."""
-    [case] = cases(ruler.made("cwe", 1), CHAT, 9000)
-    _, example, question = text_of(case).split("<user>")
-    lead = "<model>\n Answer: The top 10 words that appear most often in the list are:"
-    assert re.fullmatch(rf"{CWE}.*\?{lead}( \d+\. [a-z]+){{10}}\n", example, re.DOTALL)
-    assert re.fullmatch(rf"{CWE}.*\?{lead}", question, re.DOTALL)
 
 
 def test_fwe_counts_are_rulers() -> None:
@@ -509,18 +442,6 @@ def test_qa_1_is_rulers_on_a_file_of_squad(tmp_path: Path) -> None:
         cases(ruler.made("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
 
 
-def test_the_documents_of_a_question_are_in_random_places() -> None:
-    """RULER shuffles by one seed: with equally many documents, the needed one has one slot."""
-    task = ruler.made("qa_1", 12)
-    asked, texts = qa.read(qa.SQUAD, None)
-    slots = set()
-    for case, one in zip(cases(task, CHARACTERS, 3000), asked, strict=False):
-        found = documents(text_of(case), one.question)
-        slots.add((len(found), found.index(texts[one.needed[0]])))
-    assert len(slots) > len({count for count, _ in slots}) + 2
-    assert "in random order" in task.questions(CHARACTERS, [3000], 0).definition
-
-
 def test_qa_2_is_rulers_on_a_file_of_hotpotqa(tmp_path: Path) -> None:
     path = tmp_path / "hotpot_dev_distractor_v1.json"
     path.write_text(json.dumps(HOTPOT), encoding="utf-8")
@@ -544,17 +465,6 @@ def test_made_up_facts_answer_their_questions_and_no_other_does(source: Any) -> 
         assert any(name in texts[index] for name in names for index in one.needed)
     _, notes = (ruler.made(n, 1).questions(CHARACTERS, [9000], 0).notes for n in ("vt", "qa_1"))
     assert "qa_1 asks about made-up facts, not about SQuAD" in notes[0]
-
-
-def test_made_up_questions_are_about_documents_of_their_own() -> None:
-    """Else the intervals, which take questions as independent, were too narrow."""
-    for source in (qa.SQUAD, qa.HOTPOTQA):
-        asked, _ = qa.read(source, None)
-        first = asked[:500]
-        towns = [frozenset((*one.needed, *one.near)) for one in first]
-        assert len(set(towns)) == len(first)
-        kinds = {re.sub(r"[A-Z]\w+", "", one.question[2:]) for one in first[:20]}
-        assert len(kinds) >= 4
 
 
 def test_an_effective_length_is_over_all_13_tasks() -> None:
@@ -656,42 +566,6 @@ def test_official_longppl_is_what_the_authors_code_computes(
     assert sum(len(case.only) for case in shorter) == len(keys)
 
 
-def test_the_variants_of_longppl_are_two(shipped: Frame, model: Any) -> None:
-    task = LongPPL(
-        [TEXT], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model)
-    )
-    start = task.questions(shipped, [100, 300], 0)
-    assert [case.ids[0] for case in start.cases] == [0] * len(start.cases)
-    with pytest.raises(OptionError, match="longppl_variant='ours' is not valid; it must be one of"):
-        LongPPL(longppl_variant="ours")
-    slow = SimpleNamespace(is_fast=False, name_or_path="slow/one", get_vocab=dict)
-    other = dataclasses.replace(task, longppl_variant="official", reader=slow)
-    with pytest.raises(OptionError, match=r"tokenizer of slow/one .*--longppl-variant start"):
-        other.questions(shipped, [100, 300], 0)
-
-
-@pytest.mark.slow
-def test_an_evaluator_with_another_tokenizer_marks_characters(shipped: Frame, model: Any) -> None:
-    """The measured model's tokenizer is ``merging``; the evaluator reads with its own."""
-    own = merging()
-    task = LongPPL(
-        [TEXT], windows=1, stride=40, short_context=64, opened=lambda: nullcontext(model),
-        reader=shipped.tokenizer, longppl_variant="official",
-    )  # fmt: skip
-    built = task.questions(Frame.from_tokenizer(own), [700, 800], seed=0)
-    text = own.decode(list(task.choose(Frame.from_tokenizer(own), [700, 800], 0).texts[0]))
-    slices = key_slices(text, model, shipped.tokenizer, 64, 16)
-    placed = own(text, return_offsets_mapping=True, add_special_tokens=False)
-    expected = [
-        token
-        for token, (begin, end) in zip(placed["input_ids"], placed["offset_mapping"], strict=True)
-        if any(first <= begin and end <= last for first, last in slices)
-    ]
-    assert len(expected) > 3
-    [whole] = [case for case in built.cases if case.length == 800]
-    assert [whole.ids[place] for place in whole.only] == expected
-
-
 # Perplexity
 
 
@@ -745,53 +619,7 @@ def test_huggingface_perplexity_is_that_of_the_documentation(
             )
 
 
-def test_a_last_window_of_one_token_counts_as_in_the_documentation(
-    shipped: Frame, model: Any
-) -> None:
-    """Its loss is weighted by its labels less one: by nothing."""
-    documents = [shipped.tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
-    ids = [0, *choose_windows(documents, [121], 1, (0,), None, seed=0).texts[0]]
-    losses = documented_losses(model, ids, 100, 20)
-    assert [tokens for _, tokens in losses] == [99, 19, 0]
-    task = Perplexity([TEXT], windows=1, stride=20, protocol="huggingface")
-    built = [case for case in cases(task, shipped, 100, 121) if case.length == 100]
-    assert [result.tokens for result in measured(model, built)] == [99, 19]
-    means = dataclasses.replace(task, protocol="huggingface_means")
-    built = [case for case in cases(means, shipped, 100, 121) if case.length == 100]
-    assert [result.tokens for result in measured(model, built)] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("protocol", ["huggingface", "huggingface_means"])
-def test_huggingface_windows_must_not_skip_tokens(protocol: str, shipped: Frame) -> None:
-    task = Perplexity([TEXT], windows=1, stride=101, protocol=protocol)
-    with pytest.raises(OptionError, match="stride=101 would skip tokens at length 100"):
-        task.questions(shipped, [100], 0)
-    with pytest.raises(OptionError, match=f"does not apply to the protocol {protocol};"):
-        Perplexity(protocol=protocol, stride=9, min_context=3)
-    with pytest.raises(OptionError, match=f"--protocol {protocol} needs --stride TOKENS"):
-        Perplexity(protocol=protocol)
-
-
 # What is in the way
-
-
-@pytest.mark.parametrize("made", [merging, spacing], ids=lambda made: made.__name__)
-def test_a_tokenizer_without_a_start_token_and_any_script(made: Any, tmp_path: Path) -> None:
-    frame = Frame.from_tokenizer(made(start=False))
-    assert frame.head == ()
-    book = tmp_path / "book.txt"
-    book.write_text(
-        "日本語の文。\n\nЖили-были. 🙂🙂 no full stop\u2028at all " * 9, encoding="utf-8"
-    )
-    for name in ("niah_single_2", "niah_multiquery"):
-        own = haystack.read_haystack([str(book)])
-        [case] = cases(ruler.made(name, 1, haystack=own), frame, 2000)
-        assert 1900 < case.tokens <= 2000
-    [case] = cases(Passkey(1, 1), frame, 300)
-    assert case.tokens <= 300
-    book.write_text(" \n ")
-    with pytest.raises(RopeExtError, match=r"book.txt is empty"):
-        haystack.read_haystack([str(book)])
 
 
 # The page

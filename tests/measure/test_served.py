@@ -109,13 +109,6 @@ def test_a_server_without_log_probabilities_is_named(checkpoint: Path, tmp_path:
             measured(chat, Perplexity(BOOK, windows=2))
 
 
-def test_failed_requests_are_repeated(checkpoint: Path, tmp_path: Path) -> None:
-    fake = fake_of(checkpoint, faults=[503, 429, 500])
-    with serving(fake) as url:
-        got = measured(served(checkpoint, tmp_path / "there", url, concurrency=1), PASSKEYS[0])
-    assert len(fake.asked) == len(got) + 3
-
-
 def choice(**changed: Any) -> Any:
     """A spoil that changes the choice of an answer."""
     return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changed}]}

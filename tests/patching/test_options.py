@@ -30,30 +30,24 @@ def refused(model: torch.nn.Module, method: Any, **options: Any) -> str:
 # --- what extends nothing ------------------------------------------------------------------------
 
 IDLE: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("dual_chunk", {"chunk": 512}, ["chunk=512", "a chunk of at most", "chunk=48"]),
-    ("dual_chunk", {"chunk": 65}, ["chunk=65", "distances up to 65"]),
-    ("lm_infinite", {"window": 512}, ["window=512", "at most the trained length", "window=64"]),
-    ("self_extend", {"group": 1}, ["group=1", "a group of at least 2", "group=10"]),
+    ("dual_chunk", {"chunk": 512}, ["chunk=512", "a chunk of at most", "leave chunk out"]),
+    ("lm_infinite", {"window": 512}, ["window=512", "at most the trained length"]),
+    ("self_extend", {"group": 1}, ["group=1", "a group of at least 2"]),
     ("self_extend", {"window": 65, "group": 9}, ["window=65, group=9", "below the trained"]),
-    ("rerope", {"window": 256}, ["window=256", "at most the trained length", "window=32"]),
+    ("rerope", {"window": 256}, ["window=256", "at most the trained length"]),
     ("rerope", {"window": 65}, ["window=65"]),
-    ("rerope", {"window": 10**9}, ["window=1000000000"]),
-    ("leaky_rerope", {"k": 1}, ["k=1 ", "k above 1", "k=4.4"]),
+    ("leaky_rerope", {"k": 1}, ["k=1 ", "k above 1"]),
     ("leaky_rerope", {"window": 65, "k": 50}, ["window=65, k=50"]),
     ("string", {"factor": 1.5, "shift": 66}, ["shift=66", "a shift of at most"]),
-    ("string", {"factor": 1.5, "shift": 30, "window": 30}, ["a smaller window", "shift=36"]),
-    ("string", {"factor": 1, "shift": 64}, ["shift=64", "shift=22"]),
+    ("string", {"factor": 1.5, "shift": 30, "window": 30}, ["a smaller window"]),
     ("longrope", {"long_factor": [1.0] * 8}, ["no frequency becomes smaller"]),
-    ("longrope", {"long_factor": [0.5] * 8}, ["no frequency becomes smaller"]),
     ("longrope", {"long_factor": [1.0] * 8, "attention_factor": 1.3}, ["no frequency"]),
     ("yarn", {"beta_fast": 1e-3, "beta_slow": 1e-4}, ["no frequency becomes smaller"]),
     ("dynamic_yarn", {"beta_fast": 1e-3, "beta_slow": 1e-4}, ["no frequency"]),
     ("dynamic_yarn", {"length": LENGTH}, ["length=64", "no frequency becomes smaller"]),
-    ("dynamic_ntk", {"length": 10}, ["length=10", "no frequency becomes smaller"]),
     ("ntk_by_parts", {"alpha": 0, "beta": 1e-9}, ["no frequency becomes smaller"]),
     ("llama3", {"low_freq_factor": 1e-9, "high_freq_factor": 1e-8}, ["no frequency"]),
     ("base_truncation", {"upper": 0}, ["no frequency becomes smaller"]),
-    ("base_truncation", {"upper": 0.1, "lower": 0, "constant": 0.2}, ["no frequency"]),
     ("p_rope", {"p": 1}, ["no frequency becomes smaller"]),
     ("pi", {"factor": 1 + 1e-12}, ["factor=1.000000000001 would not extend anything"]),
     ("rerope", {"factor": 1 + 1e-12}, ["factor=1.000000000001 would not extend anything"]),
@@ -89,7 +83,7 @@ def test_position_options_count_from_the_length_of_the_map_beneath(model) -> Non
     rope_ext.patch(model, "rerope", factor=2, window=100, frequency=under)
     rope_ext.unpatch(model)
     said = refused(model, "rerope", factor=2, window=129, frequency=under)
-    assert "128 trained tokens" in said and "window=64" in said
+    assert "128 trained tokens" in said
 
 
 # --- numbers of any kind -------------------------------------------------------------------------
@@ -110,6 +104,3 @@ def test_factors_that_are_no_number_of_times_are_refused(name: str, factor: Any)
 def test_a_trained_length_must_be_a_number_of_tokens(model, length: Any) -> None:
     said = refused(model, "yarn", original_max_position_embeddings=length)
     assert f"original_max_position_embeddings={length!r}" in said and "2 to 2147483647" in said
-
-
-# --- before the weights --------------------------------------------------------------------------

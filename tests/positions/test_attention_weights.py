@@ -7,7 +7,6 @@ import torch
 
 import rope_ext
 from tests.families.checks import changed, snapshot
-from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
     CACHES,
@@ -15,7 +14,6 @@ from tests.helpers.positions import (
     FAMILIES,
     KINDS,
     METHODS,
-    NEW,
     by_formula,
     by_geometry,
     logits,
@@ -64,33 +62,6 @@ def test_attention_weights_of_padded_rows_and_of_caches(kind, implementation, id
                 keys = min(other.shape[-1], 61)  # a cache may hold the window only, or empty slots
                 begin = 61 - keys if other.shape[-1] < 61 else 0
                 torch.testing.assert_close(other[0, :, 0, :keys], right[0, :, 60, begin:], **EXACT)
-
-
-def test_generate_returns_attention_weights(model, ids) -> None:
-    patch(model)
-    output = model.generate(
-        ids[:1, :60], **NEW, output_attentions=True, return_dict_in_generate=True
-    )
-    right = model(output.sequences[:, :-1], output_attentions=True).attentions
-    assert [len(layers) for layers in output.attentions] == [2] * NEW["max_new_tokens"]
-    for step, layers in enumerate(output.attentions):
-        for weights, expected in zip(layers, right, strict=True):
-            keys = 60 + step
-            torch.testing.assert_close(weights[0, :, -1], expected[0, :, keys - 1, :keys], **EXACT)
-
-
-def test_gradients_flow_through_attention_weights_and_survive_checkpointing(ids) -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = patch(tiny_model("smollm3")).train()  # of two layers the map changes one
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        output = model(ids, output_attentions=True, use_cache=False)
-        sum(weights.square().sum() for weights in output.attentions).backward()
-        found.append([p.grad for n, p in model.named_parameters() if "q_proj" in n])
-    for one, other in zip(*found, strict=True):
-        assert one.abs().max() > 0
-        torch.testing.assert_close(one, other)
 
 
 def test_a_configuration_that_could_not_be_saved_is_refused_before_the_work(ids, tmp_path) -> None:

@@ -9,14 +9,12 @@ import torch
 from transformers import DynamicCache
 
 from tests.families.zoo import tiny_model
-from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
     CACHES,
     EXACT,
     FAMILIES,
     GEOMETRIES,
     KINDS,
-    METHODS,
     TOLD,
     WIDE,
     decoded,
@@ -43,19 +41,6 @@ def test_cached_decoding_of_every_family(kind: str, name: str, cache: str, ids) 
     torch.testing.assert_close(cached, logits(model, ids), **EXACT)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_models_own_cache_can_be_continued(name: str, ids) -> None:
-    model = patch(tiny_llama(), name)
-    right = logits(model, ids)[:, 50:]
-    with torch.no_grad():
-        first = model(ids[:, :50], use_cache=True)
-        as_tuple = model(ids[:, :50], use_cache=True, return_dict=False)
-    for cache in (first.past_key_values, as_tuple[1]):
-        torch.testing.assert_close(
-            logits(model, ids[:, 50:], past_key_values=cache), right, **EXACT
-        )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_is_prefilled_once_and_continued_often(kind: str, ids) -> None:
     family = FAMILIES[kind]
@@ -71,16 +56,6 @@ def test_a_prefix_is_prefilled_once_and_continued_often(kind: str, ids) -> None:
     cached = logits(model, ids[:, 50:], past_key_values=prefix)
     right = logits(model, torch.cat((ids[:1, :50].expand(2, -1), ids[:, 50:]), 1))[:, 50:]
     torch.testing.assert_close(cached, right, **EXACT)
-
-
-def test_a_cropped_cache_goes_on_with_other_tokens(ids) -> None:
-    model = patch(tiny_llama())
-    cache = DynamicCache(config=model.config)
-    logits(model, ids[:1], past_key_values=cache)
-    cache.crop(-30)
-    other = torch.cat((ids[:1, :60], ids[1:, 60:]), 1)
-    cached = logits(model, other[:, 60:], past_key_values=cache)
-    torch.testing.assert_close(cached, logits(model, other)[:, 60:], **EXACT)
 
 
 @pytest.mark.parametrize("window", [39, 40, 41, 300])  # of a prompt of 40 tokens in 100 slots

@@ -14,10 +14,8 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
     EXACT,
     FAMILIES,
-    GEOMETRIES,
     METHODS,
     decoded,
-    gradients,
     logits,
     patch,
 )
@@ -32,14 +30,6 @@ def test_bfloat16_is_as_close_to_float32_as_unpatched(name: str, ids) -> None:
     for said in (logits(model, ids), decoded(model, ids, [40, 45, *[1] * 5])):
         assert said.dtype == torch.bfloat16
         assert (said.float() - right).pow(2).mean().sqrt() < 2 * lost
-
-
-def test_float64_and_autocast(ids) -> None:
-    model = patch(tiny_llama())
-    right = logits(model, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (logits(model, ids).float() - right).pow(2).mean().sqrt() < 0.2
-    torch.testing.assert_close(logits(model.double(), ids).float(), right, **EXACT)
 
 
 class ByColumns(nn.Linear):
@@ -82,24 +72,6 @@ def test_torch_compile_before_or_after(name: str, when: str, ids) -> None:
     torch.testing.assert_close(logits(model, ids[:, :70]), right[:, :70], **EXACT)  # another shape
     rope_ext.unpatch(model)
     torch.testing.assert_close(logits(model, ids), plain, **EXACT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_compiled_model_gives_the_same_logits_and_gradients(name: str, ids) -> None:
-    """By inductor one geometry; of the others the graphs, which it would compile for long.
-
-    It decodes another one in test_compiled.py.
-    """
-    torch.compiler.reset()
-    model = patch(tiny_llama(num_hidden_layers=1), name)
-    right, grads = logits(model, ids), gradients(model, ids, use_cache=False)
-    backend = "inductor" if name == "dual_chunk" else "aot_eager"
-    compiled = torch.compile(model, backend=backend)
-    if backend == "aot_eager":  # test_compiled.py has logits by inductor
-        torch.testing.assert_close(logits(compiled, ids), right, **EXACT)
-    for one, other in zip(gradients(compiled, ids, use_cache=False), grads, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_models_served_by_several_threads_do_not_disturb_each_other(ids) -> None:
@@ -147,11 +119,3 @@ def test_a_mask_follows_its_layers_to_another_device(kind: str, ids) -> None:
     if kind == "llama":  # by dense logits, for the positions jump
         given["position_ids"] = torch.cat((torch.arange(33), torch.arange(60, 117))).expand(2, -1)
     assert logits(model, ids, **given, use_cache=False).is_meta
-
-
-def test_accelerate_hooks_stay_in_place(ids) -> None:
-    from accelerate import dispatch_model
-
-    right = logits(patch(tiny_llama()), ids)
-    model = dispatch_model(tiny_llama(), {"": "cpu"}, force_hooks=True)
-    assert torch.equal(logits(patch(model), ids), right)

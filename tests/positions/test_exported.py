@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +49,6 @@ def test_attention_that_onnx_cannot_hold_is_refused_with_the_cure(
 
 
 @pytest.mark.slow
-def test_the_exporter_to_onnx_shows_the_refusal(ids) -> None:
-    pytest.importorskip("onnxscript")
-    with pytest.raises(Exception, match="step 1/3") as error:
-        torch.onnx.export(patched("alibi"), (ids[:1, :40],), kwargs=BARE, dynamo=True)
-    assert isinstance(error.value.__cause__, rope_ext.UnsupportedModelError)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("yarn", {}), ("dynamic_yarn", {"length": 256})])
 def test_onnx_under_frequency_methods(
     name: str, options: dict[str, int], ids, tmp_path: Path
@@ -82,24 +72,6 @@ def test_onnx_under_frequency_methods(
             said, *_ = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
             right = model(tokens, **BARE).logits
             torch.testing.assert_close(torch.from_numpy(said), right, **CLOSE)
-
-
-LOADED = """
-import sys, torch
-import rope_ext.position.install
-tokens, right = torch.load("right.pt")
-said = torch.export.load("program.pt2").module()(tokens, use_cache=False).logits
-torch.testing.assert_close(said, right, atol=1e-4, rtol=0)
-"""
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_another_process_loads_what_was_exported(ids, tmp_path: Path) -> None:
-    model, tokens = patched("rerope", factor=4), ids.repeat(1, 5)[:1, :300]
-    torch.export.save(program(model, tokens[:, :40].clone()), tmp_path / "program.pt2")
-    torch.save((tokens, model(tokens, **BARE).logits), tmp_path / "right.pt")
-    subprocess.run([sys.executable, "-c", LOADED], cwd=tmp_path, check=True)
 
 
 @pytest.mark.slow

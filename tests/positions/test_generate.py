@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import FAMILIES, KINDS, METHODS, NEW, padded, patch
+from tests.helpers.positions import FAMILIES, KINDS, METHODS, NEW, patch
 
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -60,35 +59,6 @@ def test_generate_writes_what_it_writes_without_a_cache(
         if how == "patched assistant":
             patch(assistant, "rerope")
     assert torch.equal(model.generate(prompt, **settings), without_cache[key])
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        *(("llama", how) for how in ({}, {"num_beams": 3}, {"cache_implementation": "static"})),
-        *((kind, {}) for kind in KINDS[1::2]),
-        *((kind, {"num_beams": 3, "cache_implementation": "static"}) for kind in KINDS[2::2]),
-    ],
-)
-def test_generate_serves_rows_of_different_lengths_as_if_alone(kind: str, how, ids) -> None:
-    family = FAMILIES[kind]
-    model = patch(family.model(), **family.options)
-    rows = [ids[0, :70], ids[1, :20]]
-    batch, mask, _ = padded(rows, "left")
-    together = model.generate(batch, attention_mask=mask, **NEW, **how)[:, 70:]
-    for row, prompt in enumerate(rows):
-        alone = model.generate(prompt[None], **NEW, **how)[0, len(prompt) :]
-        assert torch.equal(together[row], alone)
-
-
-def test_generate_under_patched_and_after_it(ids) -> None:
-    model = tiny_llama()
-    plain = model.generate(ids[:1, :60], **NEW)
-    with rope_ext.patched(model, "rerope", factor=4, window=5):
-        long = model.generate(ids[:1, :60], **NEW)
-    assert long.shape == plain.shape
-    assert not torch.equal(long, plain)
-    assert torch.equal(model.generate(ids[:1, :60], **NEW), plain)
 
 
 def test_a_chat_goes_on_with_its_cache(ids) -> None:

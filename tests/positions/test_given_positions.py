@@ -39,21 +39,6 @@ def test_packed_documents_are_kept_apart(kind: str, name: str, ids) -> None:
     torch.testing.assert_close(one[0], together[0], **EXACT)
 
 
-@pytest.mark.parametrize("kind", ["llama", "smollm3"])
-def test_packed_documents_beside_a_cache_are_as_unpatched_or_refused(kind: str, ids) -> None:
-    """Documents are told apart only where there is no cache, and the model makes one itself."""
-    model = FAMILIES[kind].model()
-    positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
-    plain = logits(model, ids, position_ids=positions)
-    patch(model, "rerope", **WIDE["rerope"], **TOLD)
-    try:
-        said = logits(model, ids, position_ids=positions)
-    except rope_ext.UnsupportedModelError as error:
-        assert "use_cache=False" in str(error)
-        return
-    torch.testing.assert_close(said, plain, **EXACT)
-
-
 def test_packed_documents_under_a_mask_are_refused_with_the_cure(ids) -> None:
     model = patch(tiny_llama())
     positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
@@ -71,23 +56,6 @@ def test_tokens_at_the_same_position_do_not_see_those_after_them(name: str, ids)
     said = logits(model, row, **given)
     torch.testing.assert_close(logits(model, other, **given)[:, :61], said[:, :61], **EXACT)
     assert (logits(model, other, **given) - said)[:, 61:].abs().max() > 0.01
-
-
-def test_tokens_at_the_same_position_are_as_unpatched_within_the_window(ids) -> None:
-    model, positions = tiny_llama(), (torch.arange(90) // 2)[None]
-    given = {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
-    plain = logits(model, ids, **given)
-    patch(model, "rerope", window=90, log_n=False, **TOLD)
-    torch.testing.assert_close(logits(model, ids, **given), plain, **EXACT)
-
-
-def test_fractions_of_tokens_are_refused(ids) -> None:
-    model = patch(tiny_llama())
-    whole = torch.arange(90)[None]
-    said = logits(model, ids, position_ids=whole.float(), attention_mask=torch.ones_like(ids))
-    torch.testing.assert_close(said, logits(model, ids), **EXACT)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"fractions.*'yarn'"):
-        logits(model, ids, position_ids=whole / 2, attention_mask=torch.ones_like(ids))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -167,16 +135,6 @@ def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
     torch.testing.assert_close(said, plain, **EXACT)
 
 
-def test_several_axes_of_positions_work_where_they_agree(ids) -> None:
-    model = patch(several_axes())
-    with torch.no_grad():
-        right = model(ids).last_hidden_state
-        axes = torch.arange(90).expand(3, 2, 90)
-        torch.testing.assert_close(model(ids, position_ids=axes).last_hidden_state, right, **EXACT)
-        with pytest.raises(rope_ext.UnsupportedModelError, match=r"several.*'yarn'"):
-            model(ids, position_ids=axes // torch.tensor([1, 3, 5])[:, None, None])
-
-
 @pytest.mark.parametrize(
     ("method", "options", "cure"),
     [
@@ -197,14 +155,6 @@ def test_images_are_refused_with_advice_that_works_and_announced(
     with pytest.raises(rope_ext.UnsupportedModelError, match=rf"one axis only; {cure}$") as error:
         model(ids, position_ids=axes)
     assert method in str(error.value)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=rf"fractions.*{cure}$"):
-        model(ids, position_ids=torch.arange(90)[None] / 2)
     # What it advises does run.
     name = method if method in ("yarn", "pi") else "yarn"
     rope_ext.patch(model, name, factor=4, replace=True)(ids, position_ids=axes)
-
-
-def test_models_of_one_axis_are_not_warned_about_images(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "rope_ext"):
-        rope_ext.patch(tiny_llama(), "yarn", factor=4, layers=[0])
-    assert "images" not in caplog.text

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers.masking_utils import sdpa_mask
+from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import rope_ext
@@ -75,82 +72,6 @@ def test_layouts_are_those_of_the_modeling_code(family: str) -> None:
             assert columns(head.pairs.first, 16) == first
             assert columns(head.pairs.second, 16) == second
             assert head.pair.tolist() == list(range(len(first)))
-
-
-def test_partial_rotation_of_phi3() -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
-    for head in heads_of(tiny_model("phi3", rope_parameters=rope)).values():
-        assert columns(head.pairs.first, 16) == list(range(6))
-        assert columns(head.pairs.second, 16) == list(range(6, 12))
-
-
-def test_layers_with_a_window_are_told_apart() -> None:
-    for family, local in (("gemma2", [True, False]), ("gemma3_text", [True, False])):
-        heads = heads_of(tiny_model(family)).values()
-        assert [head.local for head in heads] == local
-    sites = [head.site.layer_type for head in heads_of(tiny_model("gemma3_text")).values()]
-    assert sites == ["sliding_attention", "full_attention"]
-    assert [h.local for h in heads_of(tiny_model("mistral")).values()] == [True, True]
-    free = tiny_model("mistral", sliding_window=None)
-    assert [h.local for h in heads_of(free).values()] == [False, False]
-
-
-# --- what a head says is what the model does -----------------------------------------------------
-
-_seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
-
-
-def _record(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    _seen.append((module, query, key))
-    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
-
-
-AttentionInterface.register("recorder", _record)
-AttentionMaskInterface.register("recorder", sdpa_mask)
-
-
-@torch.no_grad()
-def recorded(model: nn.Module, ids: torch.Tensor, still: bool) -> dict[nn.Module, tuple]:
-    """Queries and keys of every layer; ``still``: as they are before the rotation."""
-    decoder = text_decoder(model)
-
-    def stop(module: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
-            return torch.ones_like(output)
-        return torch.ones_like(output[0]), torch.zeros_like(output[1])
-
-    sites = {site.module for site in find_sites(decoder)}
-    handles = [site.register_forward_hook(stop) for site in sites] if still else []
-    _seen.clear()
-    model.set_attn_implementation("recorder")
-    decoder(input_ids=ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return {module: (query, key) for module, query, key in _seen}
-
-
-@pytest.mark.parametrize("family", LAYOUTS)
-def test_turning_by_the_head_is_what_the_model_does(family: str, ids: torch.Tensor) -> None:
-    model = tiny_model(family)
-    heads = heads_of(model)
-    still, turned = recorded(model, ids, still=True), recorded(model, ids, still=False)
-    for module, head in heads.items():
-        if head is None:
-            assert all(map(torch.equal, still[module], turned[module]))
-            continue
-        angles = torch.arange(ids.shape[1])[:, None] * head.site.loaded[head.pair]
-        scaling = head.site.scaling
-        turn = (angles.cos() * scaling, angles.sin() * scaling)
-        for before, after in zip(still[module], turned[module], strict=True):
-            assert not torch.allclose(before, after, atol=1e-2)
-            torch.testing.assert_close(head.pairs.rotate(before, turn), after, atol=1e-5, rtol=1e-5)
 
 
 # --- other rotations, put into Llama -------------------------------------------------------------
@@ -297,18 +218,6 @@ def test_a_model_on_the_meta_device_is_refused_with_the_cure() -> None:
         rope_ext.patch(model, "rerope", factor=4)
 
 
-def test_a_part_on_the_meta_device_is_refused_unless_a_hook_loads_it() -> None:
-    from accelerate import cpu_offload
-
-    model = tiny_llama()
-    model.model.layers[1].self_attn.q_proj.to("meta")
-    with pytest.raises(rope_ext.UnsupportedModelError, match="load them first"):
-        rope_ext.patch(model, "rerope", factor=4)
-    model = tiny_llama()
-    cpu_offload(model.model.layers[0], execution_device="cpu")
-    rope_ext.patch(model, "rerope", factor=4)
-
-
 @pytest.mark.parametrize("kind", ["memory", "disk", "some on disk", "whole layers"])
 def test_offloaded_weights_are_probed_and_stay_offloaded(kind: str, ids, tmp_path) -> None:
     from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -336,67 +245,6 @@ def test_offloaded_weights_are_probed_and_stay_offloaded(kind: str, ids, tmp_pat
         assert torch.equal(model(ids).logits, right)
         assert torch.equal(rope_ext.unpatch(model)(ids).logits, plain)
     assert [parameter.is_meta for parameter in model.parameters()] == away
-
-
-def test_probes_in_two_threads_do_not_see_each_others_layers() -> None:
-    outer, inner = tiny_llama(), tiny_llama(num_hidden_layers=3)
-    found = []
-
-    def meanwhile(*args: Any) -> None:
-        thread = threading.Thread(target=lambda: found.append(heads_of(inner)))
-        thread.start()
-        thread.join()
-
-    handle = outer.model.layers[1].register_forward_pre_hook(meanwhile)
-    heads = heads_of(outer)
-    handle.remove()
-    assert list(heads) == [layer.self_attn for layer in outer.model.layers]
-    assert list(found[0]) == [layer.self_attn for layer in inner.model.layers]
-
-
-def test_windows_only_is_refused_with_the_cure() -> None:
-    with pytest.raises(rope_ext.UnsupportedModelError, match="sliding_layers='scale'"):
-        rope_ext.patch(tiny_model("mistral"), "rerope", factor=4)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="sliding_layers='scale'"):
-        rope_ext.patch(tiny_model("cohere2"), "rerope", factor=4)  # its full layers have no rope
-
-
-def test_a_layer_that_fails_under_the_probe_leaves_no_trace(model) -> None:
-    attention = model.model.layers[1].self_attn
-
-    def fail(*args: Any) -> None:
-        raise KeyError("a hook of one's own")
-
-    handle = attention.register_forward_pre_hook(fail)
-    before = snapshot(model)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="a hook of one's own"):
-        rope_ext.patch(model, "rerope", factor=4)
-    assert changed(before, snapshot(model)) == set()
-    handle.remove()
-    rope_ext.patch(model, "rerope", factor=4)
-
-
-@pytest.mark.parametrize("state", ["training", "bfloat16", "float64", "eager"])
-def test_the_probe_works_in_every_state_and_keeps_it(state: str) -> None:
-    model = tiny_llama(attention_dropout=0.1 if state == "training" else 0.0)
-    if state == "training":
-        model.train()
-    elif state == "eager":
-        model.set_attn_implementation("eager")
-    else:
-        model.to(getattr(torch, state))
-    before = snapshot(model)
-    heads = list(heads_of(model).values())
-    assert [columns(head.pairs.second, 16) for head in heads] == [[*range(8, 16)]] * 2
-    assert changed(before, snapshot(model)) == set()
-
-
-def test_looking_at_the_layers_leaves_every_module_in_its_mode() -> None:
-    model = tiny_llama().train()
-    model.model.layers[0].eval()  # frozen by the user, for instance
-    modes = [module.training for module in model.modules()]
-    rope_ext.patch(model, "rerope", factor=4)
-    assert [module.training for module in model.modules()] == modes
 
 
 def test_positions_by_pair_need_as_many_pairs_in_every_patched_embedding() -> None:

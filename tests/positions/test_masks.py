@@ -141,18 +141,6 @@ def test_a_given_mask_goes_by_positions_not_by_slots(name: str, ids) -> None:
     torch.testing.assert_close(logits(model, ids, **given), before, **EXACT)
 
 
-def test_what_padding_sees_does_not_matter(ids) -> None:
-    """Tokens that would see nothing were once shown everything by transformers."""
-    model = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=20)
-    shown = prefix(90, 0)
-    shown[..., :30] = False
-    alone = logits(model, ids[:, 30:])
-    shown[..., :30, :] = True
-    positions = torch.cat((torch.ones(30, dtype=torch.long), torch.arange(60)))[None]
-    said = logits(model, ids, attention_mask=shown, position_ids=positions, use_cache=False)
-    torch.testing.assert_close(said[:, 30:], alone, **EXACT)
-
-
 def test_weights_behind_padding_on_the_right_are_those_of_each_row(ids) -> None:
     model = rope_ext.patch(tiny_llama(), "rerope", factor=4, window=20)
     mask = torch.ones_like(ids)
@@ -174,15 +162,6 @@ def test_packed_documents_whose_mask_is_made_around_the_decoder(compiled: bool, 
     patch(model, "self_extend", **WIDE["self_extend"], **TOLD)
     run = torch.compile(model, backend="eager") if compiled else model
     torch.testing.assert_close(logits(run, ids[:1], **given), before, **EXACT)
-
-
-def test_a_prefix_without_a_cache(ids) -> None:
-    """The length is then read off a mask that is already made."""
-    model = tiny_model("paligemma")
-    given = {"token_type_ids": torch.zeros_like(ids), "use_cache": False}
-    before = logits(model, ids, **given)
-    patch(model, "rerope", **WIDE["rerope"], **TOLD)
-    torch.testing.assert_close(logits(model, ids, **given), before, **EXACT)
 
 
 def test_token_types_without_an_image_leave_a_mask_plain() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import rope_ext
 from tests.helpers.models import tiny_llama
@@ -74,23 +73,3 @@ def test_padding_in_the_middle_counts_as_distance_unless_positions_say_otherwise
     patch(model)
     closed = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1))
     torch.testing.assert_close(closed[1][real[1]], logits(model, ids[1][real[1]][None])[0], **EXACT)
-
-
-def test_a_row_of_nothing_but_padding_disturbs_nobody(ids) -> None:
-    model = patch(tiny_llama(), "rerope")
-    batch, mask = torch.cat((ids, ids[:1])), torch.ones(3, 90, dtype=torch.long)
-    mask[2] = 0
-    said = logits(model, batch, attention_mask=mask)
-    torch.testing.assert_close(said[:2], logits(model, ids), **EXACT)
-    assert said.isfinite().all()
-
-
-def test_a_chunk_of_nothing_but_padding_is_passed_over(ids) -> None:
-    model, mask = patch(tiny_llama(), "rerope"), torch.ones_like(ids)
-    mask[:, :30] = 0
-    positions, cache, said = (mask.cumsum(-1) - 1).clamp(min=0), DynamicCache(), []
-    for part in torch.arange(90).split([20, 40, 30]):
-        given = {"attention_mask": mask[:, : part[-1] + 1], "position_ids": positions[:, part]}
-        said.append(logits(model, ids[:, part], past_key_values=cache, **given))
-    right = logits(model, ids[:, 30:])
-    torch.testing.assert_close(torch.cat(said, 1)[:, 30:], right, **EXACT)

@@ -12,22 +12,7 @@ from transformers import DynamicCache
 
 import rope_ext
 from tests.families.checks import changed, snapshot
-from tests.helpers.positions import FAMILIES, by_geometry, logits, patch
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), by_geometry("llama", "gemma2", "gemma3_text scaled", "gpt_oss", "phi3")
-)
-def test_unpatch_restores_everything_bit_for_bit(kind: str, name: str, ids) -> None:
-    family = FAMILIES[kind]
-    model = family.model()
-    said, before = logits(model, ids), snapshot(model)
-    patch(model, name, **family.options)
-    assert not torch.equal(logits(model, ids), said)
-    model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)
-    rope_ext.unpatch(model)
-    assert changed(before, snapshot(model)) == set()
-    assert torch.equal(logits(model, ids), said)
+from tests.helpers.positions import logits, patch
 
 
 def test_an_error_within_a_forward_leaves_the_model_as_it_was(model, ids) -> None:

@@ -56,18 +56,6 @@ def test_what_is_held_out_is_not_trained_on(
     assert shared(tokens[1])
 
 
-def test_data_of_its_own_hold_nothing_out(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.txt").write_text("ten nine eight " * 300)
-    more = EVALUATED | {"eval_dataset": tmp_path / "other.txt"}
-    recipe, args = settings.parse(arguments(checkpoint, texts, tmp_path, **more))
-    rows, held = finetune.read(recipe, args, finetune.check(recipe, args))
-    plain, plain_args = settings.parse(arguments(checkpoint, texts, tmp_path))
-    alone, none = finetune.read(plain, plain_args, finetune.check(plain, plain_args))
-    assert none is None
-    assert rows["input_ids"][:] == alone["input_ids"][:]
-    assert len({tuple(row["input_ids"][1:].tolist()) for row in held}) == 3
-
-
 @pytest.mark.slow
 def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     """Losses as without; what is logged is that of the saved model; a resumed run agrees."""

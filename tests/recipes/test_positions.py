@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,6 @@ def test_random_positions_are_sorted_distinct_and_below_the_target(
         assert found[0] >= 0 and found[-1] < length + room
         assert batch["input_ids"].tolist() == batch["labels"].tolist() == [row["input_ids"]]
         assert batch["attention_mask"].tolist() == [[1] * length]
-
-
-@given(length=st.integers(3, 60), room=st.integers(1, 500), seed=st.integers(0, 2**20))
-def test_cream_has_a_head_a_middle_and_a_tail_at_the_target(
-    length: int, room: int, seed: int
-) -> None:
-    target, ids = length + room, list(range(length))
-    taken, positions = CREAM(target)(ids, random.Random(seed))
-    found = positions.tolist()
-    assert taken == ids and found == sorted(set(found))
-    assert found[0] == 0 and found[-1] == target - 1
-    assert len([1 for a, b in itertools.pairwise(found) if b - a > 1]) <= 2
-    ends = {length // 3, min(int(4 * target / length), length // 3)}
-    middles = [found[end : length - end] for end in ends]
-    assert any(m == list(range(m[0], m[0] + len(m))) for m in middles)
 
 
 class Drawn:
@@ -256,13 +240,6 @@ def test_a_run_on_mixed_windows(
             assert torch.equal(model(ids).logits, short)
             long = model(ids.repeat(1, 2)).logits
         assert not torch.equal(model(ids.repeat(1, 2)).logits, long)
-
-
-def test_chunks_alone_are_pose(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
-    recipe, _ = settings.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=3))
-    assert finetune.scheme(recipe, 512) == PoSE(512, 3)
-    recipe, _ = settings.parse(arguments(checkpoint, texts, tmp_path, pose_chunks=0))
-    assert finetune.scheme(recipe, 512) is None
 
 
 def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) -> None:

@@ -64,23 +64,6 @@ def test_every_question_has_its_answer_earlier_in_the_row(tokenizer: object) -> 
     assert 8 < sum(repeated) < 32  # binomial: 20 with a standard deviation of 3
 
 
-def test_facts_are_stated_at_every_depth(tokenizer: object) -> None:
-    make, depths = RetrievalRows(tokenizer, 1.0), []
-    for seed in range(60):
-        text = tokenizer.decode(make(plain_row(tokenizer), random.Random(seed))[0])
-        first = min(text.find(name) for name in NAMES if name in text)
-        depths.append(first / len(text))
-    assert min(depths) < 0.1 and max(depths) > 0.35
-
-
-def test_the_share_of_rows_is_as_asked_and_the_rest_is_untouched(tokenizer: object) -> None:
-    make, row = RetrievalRows(tokenizer, 0.1), plain_row(tokenizer)
-    made = [make(row, random.Random(seed)) for seed in range(2000)]
-    assert all(set(weights) == {1.0} for ids, weights in made if ids == row)
-    changed = sum(ids != row for ids, _ in made)
-    assert 150 < changed < 250  # binomial: 200 with a standard deviation of 13
-
-
 def test_rows_depend_on_seed_epoch_and_index_and_leave_positions_alone(tokenizer: object) -> None:
     rows = [{"input_ids": plain_row(tokenizer), "index": index} for index in (3, 7)]
     make = RetrievalRows(tokenizer, 1.0)

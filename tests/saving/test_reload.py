@@ -723,7 +723,7 @@ def test_an_adapter_is_measured_under_its_own_patch(tmp_path) -> None:
             checked_methods(**given, factor=4.0, options={}, adapter=folder)
     forced = checked_methods(["adapter", "yarn"], 2.0, {}, folder, force=True)
     assert forced["yarn"] == {"factor": 2.0} and forced["rerope"] == options
-    with pytest.raises(rope_ext.OptionError, match="only have one rerope"):
+    with pytest.raises(rope_ext.OptionError, match="rerope without adapter"):
         checked_methods(["adapter", "rerope"], 2.0, {}, folder, force=True)
     with pytest.raises(rope_ext.OptionError, match="no --adapter is given"):
         checked_methods(["adapter"], 4.0, {})

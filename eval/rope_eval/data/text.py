@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -115,20 +114,9 @@ def python_documentation() -> str:
 
 
 @cache
-def _counted_words() -> Counter[str]:
-    count: Counter[str] = Counter()
-    for text in (python_documentation(), *python_library("train")):
-        count.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
-    return count
-
-
-@cache
 def library_words() -> tuple[str, ...]:
     """Lower-case words in Python's library and documentation, in alphabetical order."""
-    return tuple(sorted(word for word, times in _counted_words().items() if times > 4))
-
-
-@cache
-def rarer_words() -> tuple[str, ...]:
-    """Words that are too rare for ``library_words``, in alphabetical order."""
-    return tuple(sorted(word for word, times in _counted_words().items() if times <= 4))
+    found: set[str] = set()
+    for text in (python_documentation(), *python_library("train")):
+        found.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
+    return tuple(sorted(found))

@@ -6,8 +6,6 @@ one method. Cells whose line is in the output are not measured again.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,8 +28,6 @@ from rope_ext.patching import patched
 HEADER = b'{"program": "rope_ext", "log": "evidence", "format": 1}\n'
 BUCKET = 512
 """Tokens whose losses are averaged in a line."""
-BEHIND = 0.25
-"""Nats above ``yarn`` before 1.5 times the trained length; a method above it does not go on."""
 FIRST = (
     *("unpatched", "yarn", "rerope", "self_extend", "dual_chunk", "ntk", "llama3", "string"),
     *("dynamic_yarn", "leaky_rerope", "pi", "lampe", "dpe", "mrrope", "dynamic_ntk"),
@@ -59,15 +55,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement.
-
-    Args:
-        method: name, or ``unpatched``.
-        options: of the method.
-        task: ``loss``, or one of ``TASKS``.
-        length: tokens.
-        document: its name, for ``loss``.
-    """
+    """One measurement of a method, or of ``unpatched``; ``document`` is named for ``loss``."""
 
     method: str
     options: Mapping[str, Any]
@@ -111,14 +99,6 @@ class Measurement:
         for line in read_lines(self.output):
             if line.get("model") == self.name and line.get("questions") == self.questions.digest:
                 self.lines[_key(line)] = line
-        stopped = threading.Event()
-        before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-        try:
-            return self._run(log, stopped)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _run(self, log: Log, stopped: threading.Event) -> bool:
         weight = next(self.model.parameters())
         cuda = weight.device.type == "cuda"
         common = {"model": self.name, "questions": self.questions.digest, "seed": 0}
@@ -127,18 +107,16 @@ class Measurement:
         common |= versions()
         for method, options, cells in self._plan():
             cells = [cell for cell in cells if "refused" in self.lines.get(cell.key, ["refused"])]
-            if not cells or (method, str(options)) in self.refused or self._behind(cells[0]):
+            if not cells or (method, str(options)) in self.refused:
                 continue
-            if stopped.is_set() or time.monotonic() > self.until:
+            if time.monotonic() > self.until:
                 return False
             try:
                 with self._patched(method, options):
                     self._warm_up(cells[0].length)
                     for cell in cells:
-                        if stopped.is_set() or time.monotonic() > self.until:
+                        if time.monotonic() > self.until:
                             return False
-                        if self._behind(cell):
-                            break
                         line = {**common, **vars(cell), **self._measure(cell)}
                         log.add(to_line(line))
                         self.lines[cell.key] = line
@@ -226,33 +204,6 @@ class Measurement:
             if (task, length) in self.questions.prompts
             and length <= self.trained * options.get("factor", 64)
         ]
-
-    def _behind(self, cell: Cell) -> bool:
-        """Whether the method is clearly behind at 1.5 times the length, so that it need not go on.
-
-        The unpatched model goes on: the others are compared with it.
-        """
-        if cell.method == "unpatched" or set(cell.options) != {"factor"}:
-            return False
-        first = [*self.questions.documents][:2]
-        if cell.document in first and cell.options["factor"] == 2:
-            return False
-        gaps = []
-        for document in first:
-            own, yarn = (self._before(document, name) for name in (cell.method, "yarn"))
-            if own is None or yarn is None:
-                return False
-            gaps.append(own - yarn)
-        return sum(gaps) / len(gaps) > BEHIND
-
-    def _before(self, document: str, method: str) -> float | None:
-        """Mean loss of the last two buckets before 1.5 times the trained length."""
-        place = 3 * self.trained // 2 // BUCKET
-        for line in self.lines.values():
-            plain = line["method"] == method and set(line["options"]) == {"factor"}
-            if plain and line["document"] == document and len(line.get("losses", ())) >= place:
-                return sum(line["losses"][place - 2 : place]) / 2
-        return None
 
     def _warm_up(self, length: int) -> None:
         """Compile and fill caches before anything is timed."""

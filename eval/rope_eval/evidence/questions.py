@@ -150,19 +150,9 @@ def write(
     cache: Path,
     seed: int = 0,
 ) -> None:
-    """Write the documents and prompts for one tokenizer.
+    """Write documents of ``longest`` tokens, and ``trials`` prompts of each task, length and depth.
 
-    Args:
-        path: the file.
-        tokenizer: of the model.
-        longest: tokens of each document.
-        lengths: of the prompts, tokens.
-        trials: prompts of each task, length and depth.
-        cache: directory of the downloaded manuals.
-        seed: of keys, values and places.
-
-    Raises:
-        MeasureError: a manual cannot be downloaded.
+    ``cache`` is the directory of the downloaded manuals.
     """
     texts = [manual.read(cache) for manual in MANUALS]
     bos = beginning(tokenizer)

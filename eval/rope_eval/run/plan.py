@@ -96,10 +96,8 @@ class Plan:
 
     def batches(self, system: System) -> list[list[Case]]:
         """The forwards of ``system``, longest first; rows of a batch are alike."""
-        needed = [c for c in self.cases(system) if not self._nested(system, c)]
-        needed.sort(key=lambda case: (-case.length, -case.tokens))  # stable
         groups: dict[tuple, list[Case]] = {}
-        for case in needed:
+        for case in sorted(self.cases(system), key=lambda case: (-case.length, -case.tokens)):
             written = case.count if case.mode == "write" else None
             groups.setdefault((case.length, case.task, case.mode, written), []).append(case)
         batches = []
@@ -108,9 +106,6 @@ class Plan:
             size = 1 if self.settings.url else size  # a server makes its own batches
             batches += [cases[i : i + size] for i in range(0, len(cases), size)]
         return batches
-
-    def _nested(self, system: System, case: Case) -> bool:
-        return case.nested and not system.is_dynamic and case.length < self.lengths[-1]
 
     @cached_property
     def folder(self) -> Folder:
@@ -132,8 +127,8 @@ class Plan:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Cases in all, and cases left to measure (less what follows from others)."""
-        total = sum(len(batch) for system in self.systems for batch in self.batches(system))
+        """Cases in all, and cases left to measure."""
+        total = sum(1 for system in self.systems for _ in self.cases(system))
         left = sum(len(batch) for system in self.systems for batch in self.left(system))
         return total, left
 
@@ -141,23 +136,10 @@ class Plan:
         """The outcome of every case of every system, in the order of the report."""
         outcomes = []
         for system in self.systems:
-            if system.name in self.refused:
-                continue
-            cases, found = list(self.cases(system)), []
-            wholes = {
-                (case.task, case.seed): done[system.key(case)]
-                for case in cases
-                if case.nested and case.length == self.lengths[-1]
-            }
-            for case in cases:
-                key = system.key(case)
-                nested = self._nested(system, case)
-                found.append(
-                    _within(wholes[case.task, case.seed], case, key) if nested else done[key]
-                )
-            found += [done[key] for key in self.harness.get(system.name, ())]
-            # A resumed run of more models, or of another factor, calls its rows otherwise.
-            outcomes += [replace(one, system=system.name) for one in found]
+            if system.name not in self.refused:
+                keys = [*map(system.key, self.cases(system)), *self.harness.get(system.name, ())]
+                # A resumed run of more models, or of another factor, calls its rows otherwise.
+                outcomes += [replace(done[key], system=system.name) for key in keys]
         return outcomes
 
 
@@ -291,7 +273,7 @@ def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
 def _identities(
     settings: Settings, configs: Mapping[str, Any], trained: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """What the outcomes of every model depend on, besides the case and the method."""
+    """What the outcomes of each model depend on, besides the case and the method."""
     device = models.resolve_device(settings.device)
     return {
         model: {
@@ -373,11 +355,3 @@ def written(tasks: Sequence[Task]) -> list[str]:
     pictures = ["rates", *(task.name for task in tasks)]
     pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
     return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]
-
-
-def _within(whole: Outcome, case: Case, key: str) -> Outcome:
-    """The outcome of a window that begins another one, read off the other's curve."""
-    total, count = next((total, count) for at, total, count in whole.curve if at == case.length)
-    curve = tuple(point for point in whole.curve if point[0] <= case.length)
-    more = {"prompt": case.prompt, "value": total / count, "tokens": count, "curve": curve}
-    return replace(whole, key=key, length=case.length, **more)

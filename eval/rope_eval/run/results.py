@@ -23,7 +23,7 @@ class Result:
 
 def tail(case: Case) -> int:
     """Tokens at the end whose losses are needed."""
-    if case.curve and not case.nested:
+    if case.curve:
         return len(case.ids) - 1
     return len(case.ids) - min(case.only) if case.only else case.count + case.lead
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rope_eval.cases import Case, Outcome, adding, read_outcomes, write_outcomes
+from rope_eval.cases import Case, Outcome, case_log, read_outcomes
 from rope_eval.folder import HIDDEN, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free
@@ -115,55 +115,49 @@ def _measure(
     """Do this process's share of the work; every outcome goes into its log and into ``done``."""
     settings = plan.settings
     harness = [task for task in plan.tasks if isinstance(task, HarnessTask)]
-    with adding(settings.output / log_name(ranks.rank)) as add:
+    log = case_log(settings.output / log_name(ranks.rank))
+    log.open()
 
-        def note(outcomes: Iterable[Outcome]) -> None:
-            for outcome in outcomes:
-                if outcome.key not in done:
-                    add(outcome)
-                    done[outcome.key] = outcome
+    def note(outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.key not in done:
+                log.add(outcome.to_line())
+                done[outcome.key] = outcome
 
-        for name, systems in groupby(plan.systems, key=lambda system: system.model):
-            # Every process asks about the same systems, so that all know the same refusals.
-            systems = [system for system in systems if harness or plan.left(system)]
-            if not systems:
+    for name, systems in groupby(plan.systems, key=lambda system: system.model):
+        # Every process asks about the same systems, so that all know the same refusals.
+        systems = [system for system in systems if harness or plan.left(system)]
+        if not systems:
+            continue
+        runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
+        for system in systems:  # what cannot be applied shows before anything is measured
+            if _refused(plan, runner, system):
+                advance(sum(map(_work, work[system])))
+        for system in systems:
+            if system.name in plan.refused:
                 continue
-            runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
-            for system in systems:  # what cannot be applied shows before anything is measured
-                if _refused(plan, runner, system):
-                    advance(sum(map(_work, work[system])))
-            for system in systems:
-                if system.name in plan.refused:
-                    continue
-                with runner.applied(system):
-                    for results in runner.results(system, work[system]):
-                        note(_outcome(system, case, result) for case, result in results)
-                        advance(_work([case for case, _ in results]))
-                    if harness and ranks.rank == 0:
-                        found = list(_harnessed(plan, runner, system, harness))
-                        plan.harness[system.name] = [outcome.key for outcome in found]
-                        note(found)
-            del runner  # before the next one is loaded
+            with runner.applied(system):
+                for results in runner.results(system, work[system]):
+                    note(_outcome(system, case, result) for case, result in results)
+                    advance(_work([case for case, _ in results]))
+                if harness and ranks.rank == 0:
+                    found = list(_harnessed(plan, runner, system, harness))
+                    plan.harness[system.name] = [outcome.key for outcome in found]
+                    note(found)
+        del runner  # before the next one is loaded
 
 
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
     """What lm-evaluation-harness measures of ``system`` at every length; it keeps its answers."""
-    size = plan.settings.batch_size
+    size, settings = plan.settings.batch_size, plan.settings
     for length in plan.lengths:
-        yield from outcomes(
-            tasks,
-            runner.model,
-            runner.tokenizer,
-            length=length,
-            batch_size=size or max(1, automatic_tokens(plan.settings) // length),
-            chat=plan.chat[system.model],
-            seed=plan.settings.seed,
-            cache=plan.settings.output / HIDDEN / "harness",
-            system=system.name,
-            identity=system.identity,
-        )
+        window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
+        window["batch_size"] = size or max(1, automatic_tokens(settings) // length)
+        cache = settings.output / HIDDEN / "harness"
+        chat = plan.chat[system.model]
+        yield from outcomes(tasks, window, chat, settings.seed, cache, system)
 
 
 def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
@@ -194,7 +188,7 @@ def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
     others = [outcome for key, outcome in plan.stored.items() if key not in ours]
     path = plan.settings.output / LOG
     with writing(path, "make room; --resume keeps what is finished"):
-        write_outcomes(path, [*ours.values(), *others])
+        case_log(path).replace(one.to_line() for one in (*ours.values(), *others))
         for log in logs:
             if log != path:
                 log.unlink()

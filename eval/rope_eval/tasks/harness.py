@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -132,29 +132,21 @@ class HarnessTask(Harness):
 
 def outcomes(
     tasks: Sequence[HarnessTask],
-    model: Any,
-    tokenizer: Any,
-    length: int,
-    batch_size: int,
+    window: Mapping[str, Any],
     chat: bool,
     seed: int,
     cache: Path,
-    system: str,
-    identity: str,
+    system: Any,
 ) -> Iterator[Outcome]:
-    """What the harness makes of ``tasks`` in a window, a document each.
+    """What the harness makes of ``tasks`` of one ``Harness``, a document each.
 
     Args:
-        tasks: of one ``Harness``.
-        model: under its patch.
-        tokenizer: of the model.
-        length: window, tokens.
-        batch_size: documents per forward.
+        tasks: to ask.
+        window: for its model: ``pretrained``, ``tokenizer``, ``max_length`` and ``batch_size``.
         chat: whether to use the chat template.
         seed: of examples and samples.
         cache: directory for answers, from which an interrupted run goes on.
-        system: name, for the outcomes.
-        identity: of the system; what its answers depend on.
+        system: whose model is patched.
     """
     import lm_eval
     from lm_eval.models import huggingface
@@ -163,18 +155,16 @@ def outcomes(
     made: Any = huggingface
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is meant here
+    length, tokenizer = window["max_length"], window["tokenizer"]
     tokenizer.model_max_length = max(length, tokenizer.model_max_length)
-    window = made.HFLM(
-        pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=batch_size
-    )
     first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
     found = harness.simple_evaluate(
-        window,
+        made.HFLM(**window),
         tasks=[task.name for task in tasks],
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,
         limit=first.limit,
-        use_cache=str(cache / digest(identity, length)),
+        use_cache=str(cache / digest(system.identity, length)),
         bootstrap_iters=0,
         apply_chat_template=chat,
         metadata=first.metadata,
@@ -193,8 +183,8 @@ def outcomes(
                 )
             prompt = sample["prompt_hash"][:16]
             yield Outcome(
-                key=digest(identity, task.name, length, number, prompt),
-                system=system,
+                key=digest(system.identity, task.name, length, number, prompt),
+                system=system.name,
                 task=task.name,
                 length=length,
                 bin=None,

@@ -1,4 +1,4 @@
-"""HELMET: the categories that need no LLM judge, with the authors' data.
+"""HELMET: the categories that need no LLM judge or citation model, with the authors' data.
 
 Recall (``json_kv`` and three of RULER), RAG, many-shot in-context learning and passage re-ranking:
 wording, demonstrations, cutting and scoring are those of the authors' ``data.py`` and ``utils.py``
@@ -72,12 +72,8 @@ Format = Literal["ruler", "kv", "qa", "rank", "icl"]
 class Shape:
     """A data set.
 
-    Args:
-        format: of its rows and prompts.
-        tokens: maximum answer length in tokens.
-        field: of the label (``icl``), or of the question's popularity (``popqa``).
-        labels: number of different labels (``icl``).
-        shots: demonstrations at 8k, 16k, 32k, 64k and 128k (``icl``).
+    ``field`` holds the label (``icl``) or the popularity of the question (``popqa``); ``icl`` has
+    so many ``labels``, and ``shots`` demonstrations at 8k, 16k, 32k, 64k and 128k.
     """
 
     format: Format
@@ -109,21 +105,6 @@ SETS = {
 }
 """What is here, by the authors' names."""
 
-_JUDGED = "its answers are judged by GPT-4o"
-_CITED = "its citations are judged by a model of entailment"
-_ELSEWHERE = "its texts are cut with Llama 2's tokenizer; infinitebench of lm-eval has these data"
-REFUSED = {
-    "narrativeqa": _JUDGED,
-    "infbench_sum": _JUDGED,
-    "multi_lexsum": _JUDGED,
-    "alce_asqa": _CITED,
-    "alce_qampari": _CITED,
-    "infbench_qa": _ELSEWHERE,
-    "infbench_choice": _ELSEWHERE,
-}
-"""What is not, and why."""
-
-
 # Scores
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -144,12 +125,9 @@ def parsed(text: str, lead: str) -> str:
 
 @dataclass(frozen=True)
 class Substring:
-    """Scores 1 if an answer is in the text, or in its answer line; punctuation is ignored.
+    """Scores 1 if an answer is in the text, or in the line after ``lead``, less punctuation.
 
-    Args:
-        answers: any of them is right.
-        lead: beginning of the answer line.
-        begun: beginning of the answer that the prompt already contains.
+    ``begun`` is the beginning of the answer that the prompt already contains.
     """
 
     answers: tuple[str, ...]
@@ -177,12 +155,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Ndcg:
-    """NDCG@10 of the ranking in the text, as in trec_eval.
-
-    Args:
-        relevance: (ID, grade) of every document.
-        begun: beginning of the answer that the prompt already contains.
-    """
+    """NDCG@10 of the ranking in the text, as in trec_eval; an ID and a grade of every document."""
 
     relevance: tuple[tuple[str, int], ...]
     begun: str
@@ -245,10 +218,8 @@ class DataSet(Task):
             rows, cut = self.chosen(length, seed), 0
             for number, row in enumerate(rows):
                 ids, is_cut, answers, judge = self.prompt(frame, row, rows, length, seed)
-                case = Case(
-                    self.name, length, number, "write", self.tokens, ids, answers, judge=judge
-                )
-                cases.append(case)
+                how = ("write", self.tokens, ids, answers)
+                cases.append(Case(self.name, length, number, *how, judge=judge))
                 cut += is_cut
             notes += [f"{cut} at {length}"] if cut else []
         count = len(cases) // max(1, len(lengths))
@@ -267,9 +238,7 @@ class DataSet(Task):
         """Number of demonstrations; for ``icl`` as many as the benchmark shows at that length."""
         if self.shape.format != "icl":
             return self.shots
-        at: dict[int, int] = dict(
-            zip((8192, 16384, 32768, 65536, 131072), self.shape.shots, strict=True)
-        )
+        at = {8192 * 2**number: shots for number, shots in enumerate(self.shape.shots)}
         return at.get(length) or max(1, self.shape.shots[-1] * length // 131072)
 
     def chosen(self, length: int, seed: int) -> Sequence[Row]:
@@ -533,9 +502,6 @@ def _read(given: Sequence[str], option: str) -> dict[str, dict[int | None, list[
     for text in given:
         place, _, source = text.partition("=")
         name, at, length = place.partition("@")
-        for refused, why in REFUSED.items():
-            if name.startswith(refused):
-                raise OptionError(f"HELMET's {name} is not here: {why}; leave it out")
         if name not in SETS or not source:
             raise OptionError(
                 f"{option} {text!r} names no data set that is known{nearest(name, SETS)}; give "

@@ -76,14 +76,10 @@ def _placed(tokenizer: Any, string: str, special: bool = False) -> tuple[list[in
 class LongPPL(Segments):
     """Sliding-window perplexity of key tokens only.
 
+    By default a window moves by half the shortest length. The short context is up to a quarter
+    longer than given, so that one forward scores many tokens, as in the authors' code.
+
     Args:
-        documents, text, windows, min_context: as for ``Segments``.
-        stride: tokens; by default, half the shortest length.
-        evaluator: folder or Hub ID of the model that chooses the key tokens, once for all
-            methods; None: the measured model with the first method.
-        short_context: tokens; actually up to a quarter more, so that one forward scores many
-            tokens (as in the authors' code).
-        longppl_variant: ``start`` or ``official``; see the module.
         opened: loads the evaluator, instead of ``evaluator``.
         who: name of the evaluator, for the results.
         reader: its tokenizer; None: that of the measured model.

@@ -176,14 +176,8 @@ def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float 
 class NoLiMa(Task):
     """NoLiMa: all tests in all books.
 
-    Args:
-        nolima_needles: the authors' ``needle_set.json``, or another of their sets.
-        nolima_books: their ``rand_book_1.txt`` and so on, or other texts.
-        nolima_metric: see ``Gold``; the authors' tables use ``contains``, and ``lastline_EM`` for
-            models that reason first.
-        placements: positions of the needle, from the start to the end.
-        samples: prompts for each length; None: all.
-        new_tokens: maximum answer length in tokens; None uses the authors' 192.
+    The authors' tables use the metric ``contains``, and ``lastline_EM`` for models that reason
+    first; a model may write 192 tokens.
     """
 
     name: ClassVar[str] = "nolima"

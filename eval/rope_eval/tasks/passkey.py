@@ -103,13 +103,8 @@ class PasskeyPrompts:
     ) -> Case:
         """A prompt of at most ``length`` tokens with its answer, shorter by less than a sentence.
 
-        Args:
-            length: tokens.
-            depth: place of the needle; 0 is the start, 1 the end.
-            seed: of the key.
-            digits: of the key; None: as the prompt has it.
-            generate: whether the case is to be decoded instead of teacher-forced.
-            bin: noted in the case.
+        ``depth`` is the place of the needle, 0 the start and 1 the end; the key follows from
+        ``seed``, and has so many ``digits``, or as many as the prompt is published with.
         """
         digits = digits or (None if self.published else 5)
         rng = random.Random(f"{seed}:{length}:{depth}:{digits}")
@@ -152,17 +147,7 @@ class PasskeyPrompts:
 class Passkey(Task):
     """Passkey retrieval on a grid of lengths and depths.
 
-    Every trial has its own key, and a depth sampled within its bin. Both follow from the seed, so
-    every method gets identical prompts.
-
-    Args:
-        trials: prompts for each length and depth bin.
-        depths: bins of equal width.
-        digits: of each key; None: as defined by the prompt.
-        needle: ``number`` or ``word``, which is easier.
-        generate: decode instead of teacher-forcing.
-        prompt: ``published`` or ``inline``, see the module; ``auto``: the one that the checkpoint
-            was trained on if its tokenizer records it (``TRAINED_ON``), else ``published``.
+    Every trial has its own key, and a depth sampled within its bin.
     """
 
     name: ClassVar[str] = "passkey"

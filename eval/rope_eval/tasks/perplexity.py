@@ -9,9 +9,7 @@ There are five protocols for segments of text (``choose_windows``) and context l
   window scores all of its tokens, each later one its last ``stride``: every token of the segment is
   scored once, at every length, with at least ``length - stride`` tokens before it, or all that
   the segment has.
-* ``start``: all of the first ``length`` tokens of each segment. If the frequencies of a method do
-  not depend on the length of the text, one pass over the longest window gives the result for every
-  length.
+* ``start``: all of the first ``length`` tokens of each segment.
 * ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models",
   for comparison with such numbers. Windows start at every multiple of ``stride`` and score the
   tokens that no earlier window scored; the last one may be shorter. Only the first one has the
@@ -143,12 +141,7 @@ def positions(lengths: Sequence[int]) -> tuple[int, ...]:
 class Segments(Task):
     """Segments of text with moving windows, shared by perplexity and LongPPL.
 
-    Args:
-        documents: texts, instead of those in ``text``.
-        text: files, folders or data sets; by default Python's library.
-        windows: maximum number of segments.
-        stride: tokens a window moves by.
-        min_context: tokens of text before the first scored one.
+    ``documents`` are texts instead of those in ``text``.
     """
 
     kind: ClassVar[Kind] = "loss"
@@ -185,14 +178,7 @@ class Segments(Task):
     def choose(
         self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
     ) -> Windows:
-        """The segments of text, as long as the longest window.
-
-        Args:
-            frame: tokenizer of a model.
-            lengths: of the windows, tokens.
-            seed: of their places.
-            option: the command-line option that sets the lengths, for errors.
-        """
+        """The segments of text, as long as the longest window; see :func:`choose_windows`."""
         shortest = min(lengths)
         if shortest < 2:
             raise OptionError(
@@ -269,13 +255,7 @@ class Segments(Task):
 @register
 @dataclass(frozen=True)
 class Perplexity(Segments):
-    """Perplexity on segments of text.
-
-    Args:
-        documents, text, windows, stride, min_context: as for ``Segments``.
-        protocol: one of ``PROTOCOLS``, see the module; None: ``sliding`` with a stride, else
-            ``ending``.
-    """
+    """Perplexity on segments of text; the protocol is ``sliding`` where only a stride is given."""
 
     name: ClassVar[str] = "perplexity"
 
@@ -310,7 +290,7 @@ class Perplexity(Segments):
                 f"{min(lengths)}; give less, or longer --lengths"
             )
         windows, lengths = self.choose(frame, lengths, seed), sorted(lengths)
-        plan = {"ending": self._ending, "sliding": self.slide, "start": self._start}
+        plan = {"ending": self._ending, "sliding": self.slide, "start": self._ending}
         cases = list(plan.get(str(self.protocol), self._huggingface)(windows, lengths))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
 
@@ -348,20 +328,14 @@ class Perplexity(Segments):
         for length in lengths:
             # The longest windows hold all contexts: their losses make the curve by position.
             curve = positions(lengths) if length == lengths[-1] else ()
-            for number, ids in enumerate(windows.at(length)):
-                group = windows.documents[number]
-                yield self._case(length, number, ids, windows.scored, group, curve=curve)
-
-    def _start(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
-        bos = windows.bos
-        first = max(self.min_context, 1 - len(bos))
-        for length in lengths:
-            edges = tuple(edge for edge in positions(lengths) if edge <= length)
             for number, text in enumerate(windows.texts):
-                ids = bos + text[: length - len(bos)]
-                count = len(ids) - len(bos) - first
-                group = windows.documents[number]
-                yield self._case(length, number, ids, count, group, curve=edges, nested=True)
+                bos, group = windows.bos, windows.documents[number]
+                if self.protocol == "start":
+                    ids = bos + text[: length - len(bos)]
+                    count = len(ids) - max(len(bos) + self.min_context, 1)
+                else:
+                    ids, count = bos + text[len(bos) - length :], windows.scored
+                yield self._case(length, number, ids, count, group, curve=curve)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:

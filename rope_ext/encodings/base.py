@@ -4,7 +4,7 @@
     logit_ij  = scale * <q_i, k_j> + b_h(i - j)            in each layer
 
 A bias is evaluated by distance, ``[heads, distances]``, and never becomes a matrix of queries and
-keys: the kernels read it as a view (:mod:`rope_ext.attention.flash`). Encodings before the layers
+keys: the kernels read it as a view (:mod:`rope_ext.attention.bands`). Encodings before the layers
 are in :mod:`rope_ext.encodings.inputs`.
 """
 

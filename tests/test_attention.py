@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flash_cpu, flex, reference
-from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.attention.reference import Places
+from rope_ext.attention import flash, flex, reference
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand
 from rope_ext.errors import OptionError
-from rope_ext.methods.geometry import Distance
+from rope_ext.methods.geometry import ChunkGap, Distance, Sinks, extent
 from tests.helpers.bands import (
     COLUMNS,
     HALVES,
@@ -31,12 +31,15 @@ from tests.helpers.bands import (
     by,
     compare,
     count,
+    geometries,
     inputs,
     method_bands,
     oracle,
+    seen,
     turn,
 )
 
+fused = partial(attention.attend, kernel="flash")
 lengths = st.one_of(st.integers(1, 40), st.integers(100, 420))
 quick = partial(
     settings,
@@ -76,7 +79,7 @@ def cases(draw, methods=METHODS):
 @given(cases())
 def test_flash_is_the_oracle(case):
     tensors, bands, pairs, options = case
-    compare(flash.attend, tensors, bands, pairs, **options)
+    compare(fused, tensors, bands, pairs, **options)
 
 
 @quick(max_examples=40)
@@ -84,26 +87,60 @@ def test_flash_is_the_oracle(case):
 def test_without_gradients_flash_is_the_same(case):
     tensors, bands, pairs, options = case
     sinks = {"sinks": tensors[3]} if len(tensors) > 3 else {}
-    out = by(flash.attend, *tensors[:3], bands, pairs, **options, **sinks)
+    out = by(fused, *tensors[:3], bands, pairs, **options, **sinks)
     expected = oracle(tensors, bands, pairs, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-BY_DISTANCE = ("rerope", "leaky, cached", "three", "window", "far only")
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(geometries(), st.integers(1, 90), st.integers(0, 90), st.integers(0, 70))
+def test_tiles_have_each_visible_key_once_and_no_query_without_keys(geometry, queries, more, start):
+    keys = queries + more
+    found = torch.zeros(queries, keys, dtype=torch.int)
+    for tile in flash.tiles(geometry, queries, keys, start):
+        shown = torch.ones(tile.rows, tile.keys, dtype=torch.int)
+        if tile.shape != flash.WHOLE:
+            assert tile.rows == tile.keys
+            shown = shown.tril() if tile.shape == flash.CAUSAL else shown.triu()
+        assert shown.any(1).all()
+        for block in range(tile.blocks):
+            row, key = tile.row + block * tile.rows, tile.key + block * tile.keys
+            found[row : row + tile.rows, key : key + tile.keys] += shown
+    assert torch.equal(found, seen(geometry, queries, keys, start).int())
+
+
+def test_a_window_is_few_calls():
+    """Equal tiles are one call, and a far band is a triangle."""
+    assert len(flash.tiles(Distance(0, 65), 4096, 4096)) == 2
+    assert len(flash.tiles(Distance(65, None), 4096, 4096)) == 1
+    assert len(flash.tiles(ChunkGap(64, 1, 1), 4096, 4096)) == 1
+
+
+@pytest.mark.parametrize("name", ["rerope", "lm_infinite", "dual_chunk"])
+def test_torchs_operators_of_cuda_take_what_they_are_given(name):
+    """By shapes, which they check on the device "meta"."""
+    at = torch.arange(700)
+    for queries in (700, 64):
+        x = [
+            torch.empty(2, heads, 700, 128, dtype=torch.bfloat16, device="meta")
+            for heads in (8, 2, 2)
+        ]
+        x[0] = x[0][:, :, :queries]
+        bands = [RotatedBand(b.geometry, None, None) for b in method_bands(name, 128, 8, at, at)]
+        call = Call(bands, HALVES, 0.1)
+        out, lse = flash.compute(*x, call)
+        assert (out.shape, out.dtype, lse.dtype) == (x[0].shape, torch.bfloat16, torch.float32)
+        grads = flash.differentiate(torch.empty_like(out), *x, out, lse, call)
+        assert [grad.shape for grad in grads] == [y.shape for y in x]
+
+
 biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 
 
 @quick(max_examples=40)
-@given(cases(BY_DISTANCE), biases, st.booleans(), st.booleans())
-def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns, small):
+@given(cases(METHODS[:-1]), biases, st.booleans())
+def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns):
     """And the gradients; the last value stands for all larger distances."""
-    with pytest.MonkeyPatch.context() as patch:
-        if small:
-            patch.setattr(flash_cpu, "ROWS", 7)  # as tiles of many queries are
-        check_a_bias(case, distances, learns)
-
-
-def check_a_bias(case, distances, learns):
     tensors, bands, pairs, options = case
     sinks = len(tensors) > 3
     heads = tensors[0].shape[1]
@@ -131,35 +168,6 @@ def check_a_bias(case, distances, learns):
         torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("distances", [300, 150])
-@pytest.mark.parametrize("loud", [1, 12])
-def test_keys_that_a_bias_leaves_without_weight(loud, distances, tokens=300):
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, tokens, 8, generator=generator)
-    key = key[:, :2]
-    key[:, 0, 7] = loud * query[:, 0, 200]  # of the largest slope
-    value = value[:, :2]
-    slopes = torch.tensor([1.0, 0.5, 0.1, 0.0])
-    bias = -slopes[:, None] * torch.arange(distances)
-    bands = [RotatedBand(Distance(0, None), None, None)]
-    ours = [x.clone().requires_grad_() for x in (query, key, value)]
-    exact = [x.double().requires_grad_() for x in (query, key, value)]
-    weight = torch.randn(query.shape, generator=generator)
-    found = []
-    for kernel, x in ((flash.attend, ours), (reference.attend, exact)):
-        out = by(kernel, *x, bands, HALVES, scale=1.0, bias=bias.to(x[0].dtype))
-        found.append((out, *torch.autograd.grad(out, x, weight.to(out))))
-    for one, expected in zip(*found, strict=True):
-        torch.testing.assert_close(one.double(), expected, rtol=1e-3, atol=1e-3)  # products of 200
-
-
-def test_no_rows_have_no_output():
-    empty = torch.zeros(0, 2, 5, 4)
-    bands = [RotatedBand(Distance(0, None), None, None)]
-    out = by(flash.attend, empty, empty, empty, bands, HALVES, bias=torch.zeros(2, 5))
-    assert out.shape == empty.shape
-
-
 def test_a_bias_by_hand():
     """Two tokens, values 0 and 1: the weight of the second is a logistic function."""
     query = key = torch.zeros(1, 1, 2, 4)
@@ -167,22 +175,57 @@ def test_a_bias_by_hand():
     call = Call(
         [RotatedBand(Distance(0, None), None, None)], HALVES, 1, bias=torch.tensor([[0.5, 2.0]])
     )
-    for kernel in (flash.attend, reference.attend):
+    for kernel in (attention.attend, reference.attend):
         out = kernel(query, key, value, call)[0, 0, :, 0]
         torch.testing.assert_close(out, torch.tensor([0.0, 1 / (1 + math.exp(2.0 - 0.5))]))
 
 
-def test_a_bias_under_chunks_is_left_to_the_oracle():
-    at = torch.arange(60)
-    tensors = inputs(1, 2, 2, 60, 60)[:3]
-    bias = torch.randn(2, 60, generator=torch.Generator().manual_seed(0))
-    for method in ("dual_chunk", "lm_infinite"):
-        bands = method_bands(method, 9, 8, at, at)
-        out = by(attention.attend, *tensors, bands, HALVES, bias=bias)
-        expected = by(reference.attend, *tensors, bands, HALVES, bias=bias)
-        torch.testing.assert_close(out, expected)
-        with pytest.raises(OptionError, match="a bias for bands of distances only"):
-            by(partial(attention.attend, kernel="flash"), *tensors, bands, HALVES, bias=bias)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(geometries(), st.integers(1, 700), st.integers(0, 700), st.integers(0, 300))
+def test_a_mask_made_of_blocks_is_the_mask_of_every_token(geometry, queries, more, start):
+    keys, size = queries + more, 128
+    expected = seen(geometry, queries, keys, start)
+    there = expected.any(0).nonzero().flatten().tolist()
+    part = extent(geometry, queries, keys, start)
+    assert not there or part.start <= there[0] <= there[-1] < part.stop <= keys
+    assert queries > 1 or there == list(range(part.start, part.stop)), "it then needs no mask"
+    made = flex.block_mask_of(geometry, queries, keys, start + more, start, torch.device("cpu"))
+    rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
+    assert torch.equal(made.mask_mod(None, None, rows, columns), expected)
+    found = torch.zeros_like(expected)
+    for counts, indices, whole in (
+        (made.kv_num_blocks, made.kv_indices, False),
+        (made.full_kv_num_blocks, made.full_kv_indices, True),
+    ):
+        for row, there in enumerate(counts[0, 0].tolist()):
+            for column in indices[0, 0, row, :there].tolist():
+                block = tuple(slice(x * size, x * size + size) for x in (row, column))
+                assert not found[block].any(), "a block is listed once"
+                found[block] = expected[block]
+                if whole:  # the kernel does not ask the mask there
+                    assert expected[block].shape == (size, size) and expected[block].all()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "geometry", [Distance(0, 4096), Distance(4096, None), ChunkGap(4096, 1, 1), Sinks(4, 4096)]
+)
+def test_a_mask_of_128k_tokens_takes_megabytes(geometry):
+    """A byte for each of 1024 by 1024 blocks, eight in what sorting them makes."""
+    with _Largest() as largest:
+        flex.block_mask_of.__wrapped__(geometry, 2**17, 2**17, 0, 0, torch.device("meta"))
+    assert largest.bytes <= 8 * 2**20 + 2**13
+
+
+class _Largest(TorchDispatchMode):
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.bytes = max(self.bytes, x.numel() * x.element_size())
+        return out
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -215,7 +258,7 @@ def test_flex_is_the_oracle(queries, softcap, distances, keys=60):
 def test_long_enough_for_many_strips(method, queries, keys):
     at = torch.arange(keys)
     bands = method_bands(method, 150, 8, at[keys - queries :], at)
-    compare(flash.attend, inputs(1, 2, 1, queries, keys), bands, HALVES)
+    compare(fused, inputs(1, 2, 1, queries, keys), bands, HALVES)
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value"])
@@ -227,14 +270,14 @@ def test_columns_that_do_not_lie_next_to_each_other(which, queries):
     place = ["query", "key", "value"].index(which)
     tensors[place] = tensors[place].mT.contiguous().mT
     bands = method_bands("leaky, cached", 100, 8, at[300 - queries :], at)
-    compare(flash.attend, tensors, bands, HALVES)
+    compare(fused, tensors, bands, HALVES)
 
 
 @pytest.mark.parametrize("window", [1024, 1101, 1450])  # of the last, rows hide a step of keys
 def test_wide_bands(window):
     at = torch.arange(2400)
     bands = method_bands("rerope", window, 8, at[1400:], at)
-    compare(flash.attend, inputs(1, 1, 1, 1000, 2400), bands, HALVES)
+    compare(fused, inputs(1, 1, 1, 1000, 2400), bands, HALVES)
 
 
 def naive(query, key, value, bands, pairs, positions, mask, temperature, softcap, sinks):
@@ -295,10 +338,10 @@ def test_by_hand():
     quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
     bands = [RotatedBand(Distance(0, 1), None, None), RotatedBand(Distance(1, None), quarter, None)]
     pairs = Pairs(slice(0, 1), slice(1, 2))
-    out = by(flash.attend, query, key, value, bands, pairs, scale=1.0)
+    out = by(fused, query, key, value, bands, pairs, scale=1.0)
     torch.testing.assert_close(out, torch.tensor([[[[2.0, 0.0], [1.0, 2.0]]]]))
     sink = torch.tensor([1.0])  # a third logit of 1: two thirds are left
-    out = by(flash.attend, query, key, value, bands, pairs, scale=1.0, sinks=sink)
+    out = by(fused, query, key, value, bands, pairs, scale=1.0, sinks=sink)
     torch.testing.assert_close(out[0, 0, 1], torch.tensor([2 / 3, 4 / 3]))
 
 
@@ -329,23 +372,23 @@ def test_half_precision(method, dtype, forward, backward):
     at = torch.arange(400)
     tensors = [x.to(dtype) for x in inputs(1, 4, 2, 400, 400)]
     bands = method_bands(method, 60, 8, at, at)
-    compare(flash.attend, tensors, bands, HALVES, forward, backward)
-    for x in (by(flash.attend, *tensors[:3], bands, HALVES), *tensors):
+    compare(fused, tensors, bands, HALVES, forward, backward)
+    for x in (by(fused, *tensors[:3], bands, HALVES), *tensors):
         assert x.dtype == dtype
 
 
 def test_rows_without_any_key_are_zero_and_have_no_gradient():
     tensors = inputs(1, 2, 2, 50, 50)
     bands = method_bands("far only", 20, 8, torch.arange(50), torch.arange(50))
-    compare(flash.attend, tensors[:3], bands, HALVES)
-    compare(flash.attend, tensors, bands, HALVES)
+    compare(fused, tensors[:3], bands, HALVES)
+    compare(fused, tensors, bands, HALVES)
     for kernel in ("flash", "flex", "reference"):
         out = by(partial(attention.attend, kernel=kernel), *tensors[:3], bands, HALVES)
         assert (out[:, :, :20] == 0).all()
         assert not out.isnan().any()
     for queries in (50, 1):
         query = tensors[0][:, :, :queries]
-        assert (by(flash.attend, query, *tensors[1:3], [], HALVES) == 0).all()
+        assert (by(fused, query, *tensors[1:3], [], HALVES) == 0).all()
 
 
 def test_gradient_flows_through_the_merge_of_the_bands():
@@ -356,7 +399,7 @@ def test_gradient_flows_through_the_merge_of_the_bands():
         bands = method_bands(method, 3, 8, at, at)
 
         def run(query, key, value, sinks, bands=bands):
-            return by(flash.attend, query, key, value, bands, HALVES, sinks=sinks)
+            return by(fused, query, key, value, bands, HALVES, sinks=sinks)
 
         torch.autograd.gradcheck(run, (query, key, value, sinks), fast_mode=True)
 
@@ -405,13 +448,12 @@ def test_the_operator_keeps_its_promises(queries, fused):
     bias = None if fused else torch.linspace(-1, 1, 80).view(4, 20).requires_grad_()
     at = torch.arange(300)
     bands = method_bands("rerope", 50, 8, at[300 - queries :], at)
-    plan, tables = flash.pack_call(Call(bands, HALVES, 0.3))
-    torch.library.opcheck(
-        torch.ops.rope_ext.bands.default,
-        (*tensors, bias, tables, plan, 0, 0.3, None if fused else 2.0, fused),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "operator", lambda *given: asked.append(given) or tensors)
+        call = Call(bands, HALVES, 0.3, 0, None, None if fused else 2.0, tensors[3], bias)
+        attention._operator(*tensors[:3], call, [], "flash" if fused else "reference")
+    torch.library.opcheck(attention.operator, *asked, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -442,8 +484,8 @@ def test_the_blocked_form_is_the_oracle():
     mask = torch.rand(2, 1, 50, 70, generator=torch.Generator().manual_seed(0)) > 0.3
     bands = method_bands("leaky", 20, 8, at[20:], at)
     options = {"temperature": torch.linspace(0.5, 2, 50, dtype=torch.float64), "softcap": 3.0}
-    for seen in (mask, mask[:, :, :1], None):
-        places = Places(at[20:], at, seen)
+    for shown in (mask, mask[:, :, :1], None):
+        places = Places(at[20:], at, shown)
 
         def run(query, key, value, sinks, form, places=places, **more):
             form = partial(form, places=places, **more)
@@ -475,7 +517,7 @@ def test_kernels_by_name():
     with pytest.raises(OptionError, match="did you mean 'flash'"):
         run("flsh")
     tensors[0].requires_grad_()
-    with pytest.raises(OptionError, match="'flash'"):
+    with pytest.raises(OptionError, match="no gradients on the CPU"):
         run("flex")
 
 

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from lab.benchmarks.mocked_gpu import mocked
-from rope_ext.attention import flash_cuda, flex, fused
+from rope_ext.attention import cards as estimates
+from rope_ext.attention import flex
 from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.attention.cards import Card, Heads, Tile
+from rope_ext.attention.cards import Card, Heads
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
 
 KIB = 1024
@@ -46,7 +47,7 @@ CARDS = {
 HEADS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "256": (256, 256), "MLA": (192, 128)}
 """Columns of queries and keys, and of values."""
 PLAIN = "plain"
-KINDS = ("bands", "chunks", "first tokens", "soft cap", "rotation and merge")
+KINDS = ("bands", "chunks", "first tokens", "soft cap")
 TRAIN, PREFILL = "prefill and backward", "prefill"
 KEYS, BAND = 1000, 256
 
@@ -74,7 +75,7 @@ def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
     """Plain and biased heads of all sizes for all cards, the other kinds for some of them."""
     if small:
         of_each = [
-            ("rotation and merge", "128", "float16", TRAIN),
+            ("bands", "128", "float16", TRAIN),
             ("bias", "128", "float16", TRAIN),
             (PLAIN, "96", "float32", TRAIN),
         ]
@@ -131,15 +132,7 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     compiled.clear()
     try:
         with torch.set_grad_enabled(train):
-            if case.kind == "rotation and merge":
-                out = query.detach().transpose(1, 2).contiguous()
-                rotation = query.detach().float()[0, 0, :, : columns // 2]
-                fused.rotate(call.pairs, (query.detach(), (rotation, rotation.clone())))
-                lse = query.detach().float()[..., 0].contiguous()
-                outs, logs = (out.clone(), out.clone()), (lse.clone(), lse.clone())
-                fused.run(flash_cuda.merge, out, lse, *outs, *logs, None)
-            else:
-                flex.attend(query, key, value, call)
+            flex.attend(query, key, value, call)
     except Exception as error:
         return {"ok": False, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
     return {"ok": all(x["shared"] <= card.shared for x in compiled), "kernels": list(compiled)}
@@ -180,11 +173,12 @@ def of_attention(kernel: dict[str, Any]) -> bool:
 def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
     """What rope_ext expects these tiles to need at most; None for those that it never passes."""
     size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
-    heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias").padded()
+    heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias")
     if "BLOCK_N" in kernel:
-        tile = Tile(kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"])
-        return tile.shared(heads, card)
-    return heads.gradients(kernel["BLOCK_N1"], card) if kernel["stages"] == 1 else None
+        tile = kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"]
+        return estimates.forward_bytes(*tile, heads, card)
+    one = kernel["stages"] == 1
+    return estimates.backward_bytes(kernel["BLOCK_N1"], heads, card) if one else None
 
 
 def measure(card: str, todo: list[Case], whole: bool, output: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import re
 import subprocess
@@ -16,11 +15,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.cache_utils import Cache
 
-from rope_ext.attention import fused
+from rope_ext.attention import flex
 from rope_ext.attention.cards import Card
 
 # A build of torch for CPUs has no CUDA device that the autograd engine could ask for streams.
@@ -168,7 +165,7 @@ def mocked(
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (joint_graph, "lazy_init", lambda *given: None),  # its patterns are of real tensors
             (torch, "compile", compile_only),
-            (fused, "_COMPILERS", ()),  # raise every error
+            (flex, "_COMPILERS", ()),  # raise every error
         ):
             stack.enter_context(patch.object(place, name, value, create=True))
         settings = {
@@ -187,45 +184,6 @@ def mocked(
             _library(Path(folder)).mock_device()
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
-
-
-def to_mocked(model: nn.Module, cache: Cache) -> None:
-    """Replace every tensor of a model and of its cache by a fake one on the mocked GPU."""
-
-    def fake(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, device="cuda")
-
-    for module in model.modules():
-        for name, x in module.named_parameters(recurse=False):
-            module._parameters[name] = nn.Parameter(fake(x), requires_grad=False)
-        for name, x in module.named_buffers(recurse=False):
-            module._buffers[name] = fake(x)
-    for layer in cache.layers:
-        for name, x in vars(layer).items():
-            if isinstance(x, torch.Tensor):
-                setattr(layer, name, fake(x))
-            elif isinstance(x, torch.device):
-                setattr(layer, name, torch.device("cuda"))
-    for name, known in list(vars(cache).items()):
-        if dataclasses.is_dataclass(known):  # positions that rope_ext keeps
-            tensors = {k: fake(x) for k, x in vars(known).items() if isinstance(x, torch.Tensor)}
-            setattr(cache, name, dataclasses.replace(known, **tensors))
-
-
-def code_of(model: nn.Module, *given: Any, **named: Any) -> str:
-    """What inductor generates for a forward of a compiled model without gradients."""
-    from torch._inductor.graph import GraphLowering
-
-    codes: list[str] = []
-    torch._dynamo.reset()
-    with (
-        torch.no_grad(),
-        patch.object(GraphLowering, "save_output_code", codes.append),
-        contextlib.suppress(NotImplementedError),  # the graph is then run on fake tensors
-    ):
-        torch.compile(model, fullgraph=True)(*given, **named)
-    (code,) = codes
-    return code
 
 
 def _library(folder: Path) -> ctypes.CDLL:

@@ -6,15 +6,17 @@ split into disjoint bands, and within each band every query and every key has on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rope_ext.encodings.scores import Block, Scores
 from rope_ext.methods.geometry import Geometry
 
-__all__ = ["Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores"]
+__all__ = ["Block", "Call", "Pairs", "Places", "RotatedBand", "Rotation", "Scores"]
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing.
@@ -89,18 +91,18 @@ class Pairs:
         first, second = self.first, self.second
         a, b = x[..., first], x[..., second]
         wide = torch.promote_types(x.dtype, cos.dtype)
-        if not (isinstance(first, slice) and isinstance(second, slice)):
-            out = x.to(wide, copy=True)
-            out[..., first] = a * cos - b * sin
-            out[..., second] = b * cos + a * sin
-            return out.to(to)
-        if torch.compiler.is_compiling() and self.halves:  # inductor turns slice writes into masks
-            before, after = x[..., : first.start], x[..., second.stop :]
-            parts = (before, a * cos - b * sin, b * cos + a * sin, after)
+        turned = a * cos - b * sin, b * cos + a * sin
+        if (
+            isinstance(first, slice)
+            and isinstance(second, slice)
+            and self.halves
+            and torch.compiler.is_compiling()
+        ):
+            # Inductor turns writes to slices into masks.
+            parts = x[..., : first.start], *turned, x[..., second.stop :]
             return torch.cat([part.to(wide) for part in parts], dim=-1).to(to)
         out = x.to(wide, copy=True)
-        out[..., first].mul_(cos).addcmul_(b, sin, value=-1)
-        out[..., second].mul_(cos).addcmul_(a, sin)
+        out[..., first], out[..., second] = turned
         return out.to(to)
 
 
@@ -142,3 +144,77 @@ class Call:
         if self.temperature is None:
             return query
         return (query * self.temperature[:, None]).to(query.dtype)
+
+
+def wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype of logits: float32, or float64 for float64.
+
+    In half precision the largest logits have errors of up to 0.2 %, which is more than 1 from 500
+    on, and the softmax turns an error of a logit into a relative error of a weight.
+    """
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Autocast would round the operands and the result to half precision."""
+    device = x.device.type
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(device: str) -> bool:
+    """Not on a device such as meta, where ``torch.is_autocast_enabled`` raises an error."""
+    return torch.amp.is_autocast_available(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Positions of queries and keys that do not simply follow one another, and what is hidden.
+
+    Args:
+        query: positions of the queries, int64, ``[queries]`` or ``[batch, queries]``, in any order
+            and with any gaps.
+        key: positions of the keys, ``[keys]`` or ``[batch, keys]``.
+        mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides. None hides nothing.
+        newest: index of the last key that a query sees, ``[queries]``: later keys are hidden even
+            if they have the same position. None: positions alone decide.
+        made: where to keep what queries see, for several calls with the same places; None: nowhere.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    mask: torch.Tensor | None = None
+    newest: torch.Tensor | None = None
+    made: dict[Any, Any] | None = None
+
+    def sees(self, geometry: Geometry, queries: slice, keys: slice) -> torch.Tensor:
+        """Whether these queries see these keys, ``[queries, keys]``, or by row and head."""
+        seen = geometry.sees(self.query[..., queries, None], self.key[..., None, keys])
+        seen = seen[:, None] if seen.dim() == 3 else seen
+        if self.mask is not None:
+            mask = self.mask[..., keys]
+            seen = seen & (mask if mask.shape[-2] == 1 else mask[..., queries, :])
+        if self.newest is not None:
+            index = torch.arange(self.key.shape[-1], device=self.key.device)[keys]
+            seen = seen & (index <= self.newest[queries][:, None])
+        return seen
+
+    def biased(self, bias: torch.Tensor, queries: slice, keys: slice) -> torch.Tensor:
+        """``bias`` (see :class:`Call`) by distance, ``[heads, queries, keys]``, or by row."""
+        apart = self.query[..., queries, None] - self.key[..., None, keys]
+        found = bias[:, apart.clamp(0, bias.shape[1] - 1)]
+        return found.movedim(1, 0) if found.dim() == 4 else found
+
+    @classmethod
+    def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
+        """Consecutive keys from ``call.start`` on; the queries are the last of them."""
+        positions = torch.arange(call.start, call.start + key.shape[2], device=key.device)
+        return cls(positions[key.shape[2] - query.shape[2] :], positions)
+
+    @classmethod
+    def in_order(cls, query: torch.Tensor, key: torch.Tensor) -> Places:
+        """The same at positions that may repeat: a token never sees those after it."""
+        index = torch.arange(len(key), device=key.device)
+        return cls(query, key, newest=index[len(key) - len(query) :])

@@ -16,7 +16,6 @@ import torch
 
 from rope_ext.attention import cards
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
-from rope_ext.attention.extent import positions_seen
 
 NOTHING = 2**30
 """The first slot of a query that sees none: it widens no range."""
@@ -73,7 +72,7 @@ def ranges_of(
     bands = sorted(bands, key=lambda band: band.key is None)
     low, high = [], []
     for band in bands:
-        first, end = positions_seen(band.geometry, t)
+        first, end = band.geometry.ends(t)
         first, end = first.clamp(min=0) + origin[:, None], end + origin[:, None]
         if t.shape[1] > 1:  # one that sees no key must not widen the range of the others
             seen = end > first

@@ -1,15 +1,36 @@
-"""Chooses the kernel that computes attention."""
+"""Chooses the kernel that computes attention, and is one operator of a graph where that is needed.
+
+In a graph the tiles and blocks of kernels would be unrolled, and positions cannot be read. So there
+all of it but FlexAttention is one operator with gradients, as is every fused call that trains.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from rope_ext.attention import cards, flash, flex, fused
-from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Rotation, Scores
-from rope_ext.errors import OptionError, nearest
+from rope_ext.attention import bands, cards, flash, flex
+from rope_ext.attention.call import (
+    Block,
+    Call,
+    Pairs,
+    Places,
+    RotatedBand,
+    Rotation,
+    Scores,
+    each_table,
+    wide,
+)
+from rope_ext.attention.runs import Run, runs
+from rope_ext.errors import OptionError, UnsupportedModelError, nearest
+from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
 
 __all__ = ["KERNELS", "Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores", "attend"]
 
@@ -28,7 +49,7 @@ def attend(
     """Attention as :class:`Call` describes it, by the chosen kernel.
 
     ``kernel`` is ``"flash"`` (CPU, or half precision on CUDA), ``"flex"`` (CUDA), ``"reference"``
-    (any device, slow), or ``"auto"``: the first of these that supports the call on its device.
+    (any device, slow), or ``"auto"``: the best of these that supports the call on its device.
     Under autocast, query, key and value are cast as for torch's ``scaled_dot_product_attention``.
 
     Raises:
@@ -42,13 +63,6 @@ def attend(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if call.scores is not None:
-        if kernel not in ("auto", "reference"):
-            raise OptionError(
-                f"kernel={kernel!r} cannot have logits as this encoding makes them; use "
-                f"kernel='auto'"
-            )
-        return flash.attend_plainly(query, key, value, call)
     card = cards.card(query.device) if device == "cuda" and kernel != "reference" else None
     if kernel == "auto":
         kernel, why = chosen(query, value, call, card)
@@ -58,22 +72,29 @@ def attend(
         why = refusal(kernel, query, value, call, card)
         if why is not None:
             raise OptionError(f"kernel={kernel!r} cannot run this: {why}; use kernel='auto'")
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if kernel == "flex" and device == "cpu" and wants_gradient:
-        raise OptionError("kernel='flex' has no gradients on the CPU; use kernel='flash'")
-    if kernel == "flash":
-        return flash.attend(query, key, value, call)
     if kernel == "flex":
         try:
             return flex.attend(query, key, value, call)
-        except fused.NotCompiledError as error:
+        except flex.NotCompiledError as error:
             if asked != "auto":
                 raise OptionError(
                     f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
                 ) from error
-            why = f"FlexAttention was not compiled ({error})"
-            log_once(f"attention on {query.device} {_PLAIN}: {why}")
-    return flash.attend_plainly(query, key, value, call)
+            log_once(f"attention on {query.device} {_PLAIN}: it was not compiled ({error})")
+    query = call.scale_query(query)
+    call, fused, tensors = replace(call, temperature=None), kernel == "flash", (query, key, value)
+    columns, value_columns = query.shape[-1], value.shape[-1]
+    if fused:  # which needs query, key and value with the same number of columns
+        most = max(columns, value_columns)
+        query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in tensors)
+    grads = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tensors, call.sinks)
+    )
+    if (fused and grads) or (torch.compiler.is_compiling() and call.scores is None):
+        out = _operator(query, key, value, call, [], "flash" if fused else "reference")
+    else:  # the operator would add overhead to each step of decoding
+        out = _compute(query, key, value, call, fused)[0]
+    return out[..., :value_columns]
 
 
 def chosen(
@@ -83,27 +104,273 @@ def chosen(
 
     ``card`` is the GPU of the tensors; None on other devices.
     """
-    flash_refuses = refusal("flash", query, value, call, card)
-    if flash_refuses is None:
-        return "flash", None
-    if card is None:
-        return "reference", None
-    flex_refuses = refusal("flex", query, value, call, card)
-    if flex_refuses is None:
-        return "flex", None
-    return "reference", f"flash: {flash_refuses}; flex: {flex_refuses}"
+    refused = {}
+    for kernel in ("flash",) if card is None else ("flex", "flash"):
+        why = refusal(kernel, query, value, call, card)
+        if why is None:
+            return kernel, None
+        refused[kernel] = why
+    said = card is not None and call.scores is None
+    return "reference", "; ".join(map(": ".join, refused.items())) if said else None
 
 
 def refusal(
     kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
     """Why ``"flash"`` or ``"flex"`` cannot have a call; None: it can."""
+    if call.scores is not None:
+        return "the encoding makes the logits itself"
     if kernel == "flash":
         return flash.refusal(query, value, call, card)
-    return None if card is None else flex.refusal(query, value, call, card)
+    if card is not None:
+        return flex.refusal(query, value, call, card)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, value)):
+        return "it has no gradients on the CPU"
+    return None
 
 
 @functools.cache
 def log_once(sentence: str) -> None:
     """Once for each sentence."""
     _logger.warning("rope_ext: %s", sentence)
+
+
+def attend_runs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    found: list[tuple[Run, Call]],
+    kernel: str,
+) -> torch.Tensor:
+    """Attention of every run, with its call; zero for queries in none of them."""
+    out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
+    out = out.transpose(1, 2)
+    for run, call in found:
+        rows = slice(None) if run.rows is None else run.rows
+        q, k, v = (
+            query[rows][:, :, run.queries],
+            key[rows][:, :, run.keys],
+            value[rows][:, :, run.keys],
+        )
+        if run.steady:
+            part = attend(q, k, v, replace(call, start=int(run.places[0])), kernel)
+        else:
+            at = run.places.to(query.device)
+            part = bands.attend(q, k, v, call, Places.in_order(at[len(at) - q.shape[2] :], at))
+        if run.rows is None and part.shape[2] == query.shape[2]:
+            return part  # all of them
+        out = out.to(part.dtype)
+        for index, row in enumerate(run.rows or range(len(query))):
+            out[row, :, run.queries] = part[index]
+    return out
+
+
+def attend_placed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    at: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kernel: str,
+) -> torch.Tensor:
+    """Attention of every run in a graph, without gradients.
+
+    Args:
+        query: ``[rows, heads, queries, columns]``.
+        key: ``[rows, kv_heads, slots, columns]``.
+        value: likewise.
+        call: with rotations of ``[rows or 1, tokens, pairs]``, without a temperature.
+        at: places and sequences, as :func:`runs` takes them, and the slot of the first query.
+        kernel: one of ``KERNELS``.
+    """
+    return _operator(query, key, value, call, [*at], kernel)
+
+
+_GEOMETRIES = {  # fields are listed here because the dynamo of torch 2.11 cannot trace fields()
+    Distance: ("first", "last"),
+    ChunkGap: ("size", "first", "last"),
+    Sinks: ("count", "first"),
+    Queries: ("first", "begin", "end"),
+}
+_OPEN = 2**62
+"""Stands for ``last=None`` where geometries are passed as integers: larger than any distance."""
+
+
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    at: list[torch.Tensor],
+    kernel: str,
+) -> torch.Tensor:
+    """``call`` as integers and tensors, since a custom operator takes nothing else."""
+    plan, tables = [len(call.bands)], []
+    for band in call.bands:
+        kind = type(band.geometry)
+        values = [getattr(band.geometry, name) for name in _GEOMETRIES[kind]]
+        plan += [list(_GEOMETRIES).index(kind), *(_OPEN if x is None else x for x in values)]
+        for rotation in (band.query, band.key):
+            plan.append(int(rotation is not None))
+            tables += rotation or ()
+    for side in (call.pairs.first, call.pairs.second):
+        plan.append(int(isinstance(side, slice)))
+        if isinstance(side, slice):
+            plan += (side.start, side.stop, side.step or 1)
+        else:
+            tables.append(side)
+    numbers = call.start, call.scale, call.softcap
+    return operator(query, key, value, call.sinks, call.bias, tables, at, plan, *numbers, kernel)[0]
+
+
+def _unpacked(
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    tables: list[torch.Tensor],
+    plan: list[int],
+    start: int,
+    scale: float,
+    softcap: float | None,
+) -> Call:
+    numbers, tensors, found = iter(plan), iter(tables), []
+    for _ in range(next(numbers)):
+        kind, names = list(_GEOMETRIES.items())[next(numbers)]
+        values = [None if x == _OPEN else x for _, x in zip(names, numbers, strict=False)]
+        query, key = (
+            (next(tensors), next(tensors)) if next(numbers) else None for _ in ("query", "key")
+        )
+        found.append(RotatedBand(kind(*values), query, key))
+    first, second = (
+        slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
+        for _ in ("first", "second")
+    )
+    return Call(found, Pairs(first, second), scale, start, None, softcap, sinks, bias)
+
+
+def _compute(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp; the latter is empty without a fused kernel."""
+    if not fused:
+        return bands.attend(query, key, value, call), query.new_empty(0, dtype=wide(query))
+    # Kernels assume contiguous columns without checking.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return flash.compute(query, key, value, call)
+
+
+_CALL = "Tensor[] tables, {}SymInt[] plan, SymInt start, float scale, float? softcap"
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias"
+
+
+# It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
+@torch.library.custom_op(
+    "rope_ext::bands",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_CALL.format('Tensor[] at, ')}, str kernel) -> (Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN202
+    """Output and log-sum-exp; ``at`` is empty where tokens count one by one."""
+    *numbers, kernel = rest
+    call = _unpacked(sinks, bias, tables, plan, *numbers)
+    if not at:
+        with torch.no_grad():
+            out, lse = _compute(query, key, value, call, kernel == "flash")
+        return _empty(query, value).copy_(out), lse
+    found = []
+    for run in runs(at[0], at[1], len(query), int(at[2])):
+        row = 0 if run.rows is None else run.rows[0]
+
+        def of(rotation: Rotation, there: torch.Tensor | slice, row: int = row) -> Rotation:
+            return each_table(rotation, lambda x: x[row if len(x) > 1 else 0][there])
+
+        of_run = [
+            RotatedBand(band.geometry, of(band.query, run.queries), of(band.key, run.keys))
+            for band in call.bands
+        ]
+        found.append((run, replace(call, bands=of_run)))
+    out = attend_runs(query, key, value, found, kernel)
+    return _empty(query, value).copy_(out), query.new_empty(0, dtype=wide(query))
+
+
+@operator.register_fake
+def _(query, key, value, sinks, bias, tables, at, *rest):  # noqa: ANN001, ANN002, ANN202
+    if torch.onnx.is_in_onnx_export():  # here, since it is False in traced functions
+        raise UnsupportedModelError(
+            "ONNX has no operator for the attention of position methods, encodings, bias= and "
+            "layers=; patch with a frequency method such as 'yarn' alone (a dynamic one with "
+            "length=TOKENS), or use torch.export instead (docs/saving.md)"
+        )
+    lse = query.shape[:3] if rest[-1] == "flash" and not at else (0,)
+    return _empty(query, value), query.new_empty(lse, dtype=wide(query))
+
+
+def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An empty output with the memory layout that the model expects."""
+    rows, heads, queries, _ = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[-1]).transpose(1, 2)
+
+
+@torch.library.custom_op(
+    "rope_ext::bands_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, bool[] learns, {_CALL.format('')})"
+    " -> Tensor[]",
+)
+def _backward(grad, query, key, value, sinks, bias, out, lse, learns, *packed):  # noqa: ANN001, ANN002, ANN202
+    """Gradients of query, key and value, then of those of sinks and bias that learn."""
+    call = _unpacked(sinks, bias, *packed)
+    if lse.dim() > 1:
+        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
+        found = flash.differentiate(*rows, lse=lse, call=call)
+        if sinks is not None and learns[0]:
+            by_row = (grad.to(lse.dtype) * out).sum(-1)
+            of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * by_row).sum((0, 2))
+            found.append(of_sinks.to(sinks.dtype))
+        return found
+    given = zip((query, key, value, sinks, bias), (True, True, True, *learns), strict=True)
+    leaves: Any = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
+    with _recorded():
+        made = bands.attend(*leaves[:3], call=replace(call, sinks=leaves[3], bias=leaves[4]))
+        leaves = [x for x in leaves if x is not None and x.requires_grad]
+        grads = torch.autograd.grad(made, leaves, grad)  # computes blocks again, recorded too
+    # With the strides of the inputs, as its fake promises.
+    return [torch.empty_like(x).copy_(made) for x, made in zip(leaves, grads, strict=True)]
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """Record gradients in an operator, which compiled graphs run below autograd."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+@_backward.register_fake
+def _(grad, query, key, value, sinks, bias, out, lse, learns, *_rest):  # noqa: ANN001, ANN002, ANN202
+    more = [x for x, learned in zip((sinks, bias), learns, strict=True) if learned]
+    return [torch.empty_like(x) for x in (query, key, value, *more)]
+
+
+def _setup(ctx, inputs, output):  # noqa: ANN001, ANN202
+    *tensors, tables, _, ctx.plan, ctx.start, ctx.scale, ctx.softcap, _ = inputs
+    ctx.save_for_backward(*tensors, *output, *tables)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
+    saved = ctx.saved_tensors  # read once: under checkpointing a second time is an error
+    tables, learns = list(saved[7:]), [*ctx.needs_input_grad[3:5]]
+    numbers = ctx.plan, ctx.start, ctx.scale, ctx.softcap
+    grads = _backward(grad, *saved[:7], learns, tables, *numbers)
+    more = iter(grads[3:])
+    of_learned = [next(more) if learned else None for learned in learns]
+    return *grads[:3], *of_learned, [None] * len(tables), [], None, None, None, None, None
+
+
+operator.register_autograd(_differentiate, setup_context=_setup)

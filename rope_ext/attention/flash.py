@@ -1,260 +1,229 @@
-"""Bands with a fused kernel that returns the log-sum-exp, as an operator with gradients.
+"""Bands with a fused kernel of torch that knows two shapes: whole rectangles and causal squares.
 
-The kernel is that of the device: :mod:`rope_ext.attention.flash_cpu` or
-:mod:`rope_ext.attention.flash_cuda`. In a graph, calls that it does not support are one operator,
-too: there the blocks of :mod:`rope_ext.attention.bands` would be unrolled.
+Every band is a few of them, equal ones in one call. What a window hides from the left is a causal
+square of reversed tokens. Their outputs are merged by their log-sum-exps, and the backward pass
+gives each call the GLOBAL output and log-sum-exp, as ring attention does (Liu et al. 2023). So one
+composition serves the kernels of CPUs and of CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from rope_ext.attention import bands, cards, flash_cpu, flash_cuda, products
-from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.errors import UnsupportedModelError
-from rope_ext.methods.geometry import ChunkGap, Distance, Sinks
+from rope_ext.attention import cards
+from rope_ext.attention.call import Call, wide
+from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
-_GEOMETRIES = (Distance, ChunkGap, Sinks)
-# Field names are listed here because the dynamo of torch 2.11 cannot trace fields().
-_NAMES = {kind: [part.name for part in fields(kind)] for kind in _GEOMETRIES}
-_OPEN = 2**62
-"""Stands for ``last=None`` where geometries are passed as integers: larger than any distance."""
+WHOLE, CAUSAL, REVERSED = range(3)
 
-BY_DEVICE = {"cpu": flash_cpu, "cuda": flash_cuda}
+
+class Tile(NamedTuple):
+    """Queries and keys, counted from the first of each, in ``blocks`` of equal size.
+
+    Every block after the first is ``rows`` queries and as many keys further on.
+    """
+
+    shape: int
+    row: int
+    rows: int
+    key: int
+    keys: int
+    blocks: int = 1
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Its part of tensors by query, a block a row of the batch."""
+        return self._part(x, self.row, self.rows)
+
+    def among(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of tensors by key."""
+        return self._part(x, self.key, self.keys)
+
+    def _part(self, x: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        part = x.narrow(2, first, self.blocks * count)
+        if self.blocks > 1:
+            part = part.unflatten(2, (self.blocks, count)).transpose(1, 2).flatten(0, 1)
+        return part.flip(2) if self.shape == REVERSED else part
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo either."""
+        x = x.flip(2) if self.shape == REVERSED else x
+        if self.blocks > 1:
+            x = x.unflatten(0, (-1, self.blocks)).transpose(1, 2).flatten(2, 3)
+        return x
+
+
+def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
+    """Tiles that have every visible key of a band once; in each, every query sees a key.
+
+    The queries are the last of the keys, key 0 is token ``start``.
+    """
+    found: list[Tile] = []
+    before = keys - queries
+
+    def add(shape: int, row: int, end: int, key: int, stop: int) -> None:
+        """Rows and keys by index of the keys."""
+        rows, count = end - row, stop - key
+        if rows <= 0 or count <= 0:
+            return
+        last = found[-1] if found else None
+        for index, old in enumerate(found):  # one more block of an equal tile
+            last = old.row + before + old.blocks * old.rows, old.key + old.blocks * old.keys
+            same = (shape, rows, rows, row, key) == (old.shape, count, old.rows, *last)
+            if same and rows == old.keys:
+                found[index] = old._replace(blocks=old.blocks + 1)
+                return
+        found.append(Tile(shape, row - before, rows, key, count))
+
+    if isinstance(geometry, ChunkGap):
+        size = geometry.size
+        for chunk in range((start + before) // size, (start + keys - 1) // size + 1):
+            begin = chunk * size - start
+            row, end = max(begin, before), min(begin + size, keys)
+            if geometry.first <= 0:
+                add(WHOLE, row, end, max(begin, 0), row)
+                add(CAUSAL, row, end, row, end)
+            first = max(geometry.first, 1)
+            if geometry.last is None:
+                add(WHOLE, row, end, 0, begin - (first - 1) * size)
+            for gap in range(first, (geometry.last or 0) + 1):
+                add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
+        return found
+    # Rows are named by the last key that they see: row `first` sees key 0.
+    far, row, end = max(geometry.first, 0), before, keys
+    if isinstance(geometry, Queries):
+        row = max(row, geometry.begin - start)
+        end = end if geometry.end is None else min(end, geometry.end - start)
+    low, high = max(row - far, 0), end - far
+    if isinstance(geometry, Distance) and geometry.last is not None:
+        reach = geometry.last - far - 1  # the nearest key, and so many before it
+        if reach < 0:
+            return []
+        size = max(reach, 1)
+        for begin in range(low // size * size, high, size):
+            row, end = max(low, begin), min(high, begin + size)
+            add(WHOLE, row + far, end + far, begin, row if reach else begin)
+            add(CAUSAL, row + far, end + far, row, end)
+            if begin and reach:
+                add(REVERSED, row + far, end + far, row - size, end - size)
+                add(WHOLE, row + far, end + far, end - size, begin)
+        return found
+    count = min(geometry.count - start, keys) if isinstance(geometry, Sinks) else keys
+    growing = min(high, count)
+    add(WHOLE, low + far, growing + far, 0, low)
+    add(CAUSAL, low + far, growing + far, low, growing)
+    add(WHOLE, max(low, count) + far, high + far, 0, count)
+    return found
 
 
 def refusal(
     query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
     """Why the kernel of the device cannot have a call; None: it can."""
-    if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
-        return "it has no gradient of a bias"
-    if query.device.type == "cpu":
-        return flash_cpu.refusal(call)
+    columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
+    if call.softcap is not None:
+        return "it has no soft cap"
+    if call.bias is not None:
+        return "it has no bias"
     if card is None:
-        return "it is for CPUs and for NVIDIA GPUs"
-    return flash_cuda.refusal(query, value, call, card)
+        return None if device == "cpu" else "it is for CPUs and for NVIDIA GPUs"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has float16 and bfloat16 on a GPU, and this is {query.dtype}"
+    if columns % 8 or columns > 256:
+        return f"it has heads of a multiple of 8 up to 256 columns, and these have {columns}"
+    if card.capability < cards.AMPERE:
+        return f"it needs a GPU of capability 8.0 or later, and this one has {card.version}"
+    return None
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """Attention as :class:`Call` describes it, by the fused kernel of the device."""
-    columns, value_columns = query.shape[-1], value.shape[-1]
-    query = call.scale_query(query)
-    # The kernel needs query, key and value with the same number of columns.
-    value = F.pad(value, (0, max(columns - value_columns, 0)))
-    query, key = (F.pad(x, (0, max(value_columns - columns, 0))) for x in (query, key))
-    tensors = (query, key, value, call.sinks)
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    ):
-        out = _operator(query, key, value, call, fused=True)
-    else:  # the operator would add overhead to each step of decoding
-        out, _ = _compute(query, key, value, call)
-    return out[..., :value_columns]
-
-
-def attend_plainly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-) -> torch.Tensor:
-    """Attention as :class:`Call` describes it, by plain operations of torch."""
-    if torch.compiler.is_compiling() and call.scores is None:
-        return _operator(call.scale_query(query), key, value, call, fused=False)
-    return bands.attend(query, key, value, call)
-
-
-def _compute(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, by the kernel of the device."""
-    # Kernels assume contiguous columns without checking.
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return BY_DEVICE[query.device.type].compute(*rows, call)
+    """Output, ``[batch, heads, queries, columns]``, and log-sum-exp, without columns.
 
-
-def pack_call(call: Call) -> tuple[list[int], list]:
-    """Bands and pairs as integers and tensors, since a custom operator takes nothing else."""
-    plan = [len(call.bands)]
-    tables: list[torch.Tensor] = []
-    for band in call.bands:
-        kind = type(band.geometry)
-        values = [getattr(band.geometry, name) for name in _NAMES[kind]]
-        plan += [_GEOMETRIES.index(kind), *(_OPEN if value is None else value for value in values)]
-        for rotation in (band.query, band.key):
-            plan.append(int(rotation is not None))
-            tables += rotation or ()
-    for side in (call.pairs.first, call.pairs.second):
-        plan.append(int(isinstance(side, slice)))
-        if isinstance(side, slice):
-            plan += (side.start, side.stop, side.step or 1)
-        else:
-            tables.append(side)
-    return plan, tables
-
-
-def unpack_call(
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    tables: list[torch.Tensor],
-    plan: list[int],
-    start: int,
-    scale: float,
-    softcap: float | None,
-) -> Call:
-    numbers, tensors = iter(plan), iter(tables)
-    bands = []
-    for _ in range(next(numbers)):
-        kind: Any = _GEOMETRIES[next(numbers)]
-        values = [next(numbers) for _ in _NAMES[kind]]
-        geometry = kind(*(None if value == _OPEN else value for value in values))
-        query, key = (
-            (next(tensors), next(tensors)) if next(numbers) else None for _ in ("query", "key")
-        )
-        bands.append(RotatedBand(geometry, query, key))
-    first, second = (
-        slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
-        for _ in ("first", "second")
-    )
-    return Call(bands, Pairs(first, second), scale, start, None, softcap, sinks, bias)
-
-
-def refuse_onnx() -> None:
-    """Raise in an export to ONNX, whose converter supports none of our operators.
-
-    Called where torch computes shapes, since ``is_in_onnx_export`` is False in traced functions.
+    If ``causal``, there are as many queries as keys.
     """
-    if torch.onnx.is_in_onnx_export():
-        raise UnsupportedModelError(
-            "ONNX has no operator for the attention of position methods, encodings, bias= and "
-            "layers=; patch with a frequency method such as 'yarn' alone (a dynamic one with "
-            "length=TOKENS), or use torch.export instead (docs/saving.md)"
-        )
+    if query.device.type == "cpu":  # the function has less overhead than torch.ops
+        kernel = torch._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, causal, scale=scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    sizes = q.shape[1], k.shape[1]
+    out, lse = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale
+    )[:2]
+    return out.transpose(1, 2), lse
 
 
-def _operator(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fused: bool
-) -> torch.Tensor:
-    """``call`` without its temperature."""
-    plan, tables = pack_call(call)
-    return _bands(
-        query, key, value, call.sinks, call.bias, tables, plan, call.start, call.scale,
-        call.softcap, fused,
-    )[0]  # fmt: skip
-
-
-@torch.library.custom_op("rope_ext::bands", mutates_args=())
-def _bands(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    tables: list[torch.Tensor],
-    plan: list[int],
-    start: int,
-    scale: float,
-    softcap: float | None,
-    fused: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = unpack_call(sinks, bias, tables, plan, start, scale, softcap)
-    if fused:
-        return _compute(query, key, value, call)
-    with torch.no_grad():
-        out = bands.attend(query, key, value, call)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), query.new_empty(0)
-
-
-@_bands.register_fake
-def _(query, key, value, *rest):  # noqa: ANN001, ANN002, ANN202
-    refuse_onnx()
-    batch, heads, queries, _ = query.shape
-    out = query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
-    fused = rest[-1]
-    lse = (batch, heads, queries) if fused else (0,)
-    return out, query.new_empty(lse, dtype=products.wide(query) if fused else query.dtype)
-
-
-@torch.library.custom_op("rope_ext::bands_backward", mutates_args=())
-def _bands_backward(
+def backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    learns: list[bool],
-    tables: list[torch.Tensor],
-    plan: list[int],
-    start: int,
+    causal: bool,
     scale: float,
-    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; ``out`` and ``lse`` are over the keys of all calls."""
+    ops = torch.ops.aten
+    if query.device.type == "cpu":
+        return ops._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            grad, query, key, value, out, lse, 0.0, causal, scale=scale
+        )
+    g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
+    sizes = q.shape[1], k.shape[1]
+    made = ops._flash_attention_backward(
+        g, q, k, v, o, lse, None, None, *sizes, 0.0, causal, unused, unused, scale=scale
+    )
+    a, b, c = (x.transpose(1, 2) for x in made)
+    return a, b, c
+
+
+def compute(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
+    batch, heads, queries, columns = query.shape
+    total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
+    lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
+    if call.sinks is not None:  # a sink acts as a key without a value
+        lse = lse.maximum(call.sinks[:, None].to(lse))
+    for band in call.bands:
+        q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
+            given = tile.queries(q), tile.among(k), tile.among(value)
+            out, new = map(tile.back, forward(*given, tile.shape != WHOLE, call.scale))
+            old, there = (x.narrow(2, tile.row, new.shape[2]) for x in (lse, total))
+            there.lerp_(out.to(total.dtype), torch.sigmoid(new - old)[..., None])
+            old.copy_(torch.logaddexp(old, new))
+    return total.to(query.dtype), lse
+
+
+def differentiate(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: Call,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key and value, then of those of sinks and bias that learn."""
-    call = unpack_call(sinks, bias, tables, plan, start, scale, softcap)
-    if lse.dim() > 1:
-        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
-        found = [*BY_DEVICE[query.device.type].differentiate(*rows, lse, call)]
-        if sinks is not None and learns[0]:
-            by_row = (grad.to(lse.dtype) * out).sum(-1)
-            of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * by_row).sum((0, 2))
-            found.append(of_sinks.to(sinks.dtype))
-        return found
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    more = [
-        x.detach().requires_grad_() if x is not None and learned else x
-        for x, learned in zip((sinks, bias), learns, strict=True)
-    ]
-    with _recorded():
-        call = replace(call, sinks=more[0], bias=more[1])
-        made = bands.attend(leaves[0], leaves[1], leaves[2], call)
-        leaves += [x for x, learned in zip(more, learns, strict=True) if x is not None and learned]
-        grads = torch.autograd.grad(made, leaves, grad)  # computes blocks again, recorded too
-    # With the strides of the inputs, as its fake promises.
-    return [torch.empty_like(x).copy_(made) for x, made in zip(leaves, grads, strict=True)]
-
-
-@contextmanager
-def _recorded() -> Iterator[None]:
-    """Record gradients in an operator, which compiled graphs run below autograd."""
-    key = torch._C.DispatchKey.AutogradFunctionality
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
-
-
-@_bands_backward.register_fake
-def _(grad, query, key, value, sinks, bias, out, lse, learns, *_rest):  # noqa: ANN001, ANN002, ANN202
-    more = [x for x, learned in zip((sinks, bias), learns, strict=True) if learned]
-    return [torch.empty_like(x) for x in (query, key, value, *more)]
-
-
-def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, tables, ctx.plan, ctx.start, ctx.scale, ctx.softcap, _ = inputs
-    ctx.save_for_backward(*tensors, *output, *tables)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor, _grad_lse: torch.Tensor) -> tuple:
-    saved = ctx.saved_tensors  # read once: under checkpointing a second time is an error
-    tables = list(saved[7:])
-    learns = [ctx.needs_input_grad[3], ctx.needs_input_grad[4]]
-    inputs: Any = (grad, *saved[:7], learns, tables, ctx.plan, ctx.start, ctx.scale, ctx.softcap)
-    grads = _bands_backward(*inputs)
-    more = iter(grads[3:])
-    of_learned = [next(more) if learned else None for learned in learns]
-    nothing = ([None] * len(tables), None, None, None, None, None)
-    return *grads[:3], *of_learned, *nothing
-
-
-_bands.register_autograd(_differentiate, setup_context=_setup)
+    """Gradients of query, key and value."""
+    total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+    grad = grad.to(query.dtype)
+    for band in call.bands:
+        q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
+        for tile in tiles(band.geometry, query.shape[2], key.shape[2], call.start):
+            given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
+            more = tile.queries(out), tile.queries(lse).contiguous()
+            made = backward(*given, *more, tile.shape != WHOLE, call.scale)
+            firsts = tile.row, tile.key, tile.key
+            for into, first, x in zip((*found, total[2]), firsts, made, strict=True):
+                x = tile.back(x)
+                into.narrow(2, first, x.shape[2]).add_(x)
+        for into, x, by in zip(total[:2], found, (band.query, band.key), strict=True):
+            into += call.pairs.rotate(x, by and (by[0], -by[1]))
+    return [x.to(y.dtype) for x, y in zip(total, (query, key, value), strict=True)]

@@ -1,27 +1,26 @@
 """The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp.
 
-On CUDA every band is one fused kernel. It must never fall back to the unfused operation, which
-holds all logits at once. So each kind of call is compiled separately with ``fullgraph``, and
-everything that changes from call to call is passed in tensors.
+On CUDA a call is compiled: rotations, one fused kernel for each band, and their merge. It must
+never fall back to the unfused operation, which holds all logits at once. So each kind of call is
+compiled separately with ``fullgraph``, and everything that changes from call to call is passed in
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from functools import cache, lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from rope_ext.attention import cards, fused
-from rope_ext.attention.call import Call, part_of
-from rope_ext.attention.extent import blocks, extent
-from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
+from rope_ext.attention import cards
+from rope_ext.attention.call import Call, Pairs, Rotation, part_of, wide
+from rope_ext.methods.geometry import Geometry, extent
 
 _BLOCK = 128
 """Tokens of a block of the mask."""
@@ -53,115 +52,162 @@ def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Ca
 def _options(
     query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card
 ) -> dict[str, int | bool] | None:
-    heads = cards.Heads(
-        query.shape[-1], value.shape[-1], query.element_size(), call.bias is not None
-    )
+    size = query.element_size()
+    heads = cards.Heads(query.shape[-1], value.shape[-1], size, call.bias is not None)
     learns = torch.is_grad_enabled() and (query.requires_grad or value.requires_grad)
     return cards.options(card, heads, learns)
 
 
-def _read(options: str) -> Any:
-    """Options of the kernel, written as ``"name=number name=number"``."""
-    return {name: int(x) for name, x in (one.split("=") for one in options.split())}
+class Part(NamedTuple):
+    """A band: the keys that any query sees, their values, rotations and mask.
+
+    ``mask=None``: all keys are visible. ``apart``: distance from the first key to the first query,
+    a 0-dimensional tensor.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    of_query: Rotation
+    of_key: Rotation
+    mask: BlockMask | None
+    apart: torch.Tensor | None
 
 
-def _masked(
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """Attention as :class:`Call` describes it."""
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    query, parts, sizes = call.scale_query(query), [], []
+    for band in call.bands:
+        at = extent(band.geometry, queries, keys, call.start)
+        if (count := at.stop - at.start) == 0:
+            continue
+        mask = apart = None
+        if queries > 1:
+            ends = queries, count, call.start + keys - queries, call.start + at.start
+            mask = block_mask_of(band.geometry, *ends, query.device)
+            sizes += [-(-queries // _BLOCK), -(-count // _BLOCK)]
+        if call.bias is not None:
+            apart = torch.full((), keys - queries - at.start, device=query.device)
+        k, v = key.narrow(2, at.start, count), value.narrow(2, at.start, count)
+        parts.append(Part(k, v, band.query, part_of(band.key, at), mask, apart))
+    if not parts:
+        return value.new_zeros(batch, heads, queries, value.shape[-1])
+    cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
+    options = ""
+    if query.is_cuda:
+        chosen = _options(query, value, call, cards.card(query.device)) or {}
+        options = " ".join(f"{name}={int(number)}" for name, number in chosen.items())
+    given = query, parts, call.sinks, cap, call.bias
+    # As strings, since numbers would become symbols in the graph.
+    fixed = repr(float(call.scale)), options, call.pairs.first, call.pairs.second
+    if not fuses(query):
+        return _attend(*given, *fixed)
+    tensors = [x for x in (query, call.sinks, cap, call.bias) if x is not None]
+    for part in parts:
+        tensors += [part.key, part.value, *(part.of_query or ()), *(part.of_key or ())]
+    sizes = _alike([1, *sizes, *(size for x in tensors for size in x.shape)])
+    kind = [
+        (type(band.geometry), band.query is None, band.key is None) for band in call.bands
+    ], torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # fmt: skip
+    kind = repr((*kind, fixed, sizes, _alike(map(id, tensors)), *map(_kind, tensors)))
+    try:
+        return compiled_kernel(_attend, kind)(*given, *fixed)
+    except Exception as error:
+        if not type(error).__module__.startswith(_COMPILERS):
+            raise
+        raise NotCompiledError(f"{type(error).__name__}: {error}"[:300]) from error
+
+
+def _attend(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: str | float,
-    options: str,
-    mask: BlockMask | None,
+    parts: Sequence[Part],
+    sinks: torch.Tensor | None,
     cap: torch.Tensor | None,
     bias: torch.Tensor | None,
-    apart: torch.Tensor | None,
-) -> tuple:
-    """Output and log-sum-exp.
+    scale: str,
+    options: str,
+    first: Any,
+    second: Any,
+) -> torch.Tensor:
+    """Outputs of the bands, which have disjoint keys, merged by their log-sum-exps."""
+    pairs, outs, logs = Pairs(first, second), [], []
+    kernel_options: Any = {x: int(y) for x, y in (one.split("=") for one in options.split())}
+    for part in parts:
 
-    Args:
-        query: as :func:`flex_attention` takes it.
-        key: keys of the band only.
-        value: their values.
-        scale: scale of the logits; a string, since a number would become a symbol in the graph.
-        options: see :func:`_read`; a string for the same reason.
-        mask: mask of the band; None: all keys are visible.
-        cap: the soft cap, a 0-dimensional tensor.
-        bias: see :class:`Call`.
-        apart: distance from the first key to the first query, a 0-dimensional tensor; needed if
-            there is a bias.
-    """
+        def changed(
+            score: torch.Tensor,
+            _batch: torch.Tensor,
+            head: torch.Tensor,
+            row: torch.Tensor,
+            column: torch.Tensor,
+            apart: torch.Tensor | None = part.apart,
+        ) -> torch.Tensor:
+            if cap is not None:
+                score = cap * torch.tanh(score / cap)
+            if bias is not None and apart is not None:
+                score = score + bias[head, (apart + row - column).clamp(0, bias.shape[1] - 1)]
+            return score
 
-    def changed(
-        score: torch.Tensor,
-        _batch: torch.Tensor,
-        head: torch.Tensor,
-        row: torch.Tensor,
-        column: torch.Tensor,
-    ) -> torch.Tensor:
-        if cap is not None:
-            score = cap * torch.tanh(score / cap)
-        if bias is not None and apart is not None:
-            score = score + bias[head, (apart + row - column).clamp(0, bias.shape[1] - 1)]
-        return score
-
-    return flex_attention(
-        query,
-        key,
-        value,
-        score_mod=None if cap is None and bias is None else changed,
-        block_mask=mask,
-        scale=float(scale),
-        enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options=_read(options),
-        return_aux=AuxRequest(lse=True),
-    )
-
-
-def _merged(*tensors: Any) -> torch.Tensor:
-    """Outputs of disjoint keys merged by their log-sum-exps, in the dtype of the latter.
-
-    The tensors are the outputs, as many log-sum-exps, and the sinks of :class:`Call` or None.
-    """
-    *both, sinks = tensors
-    count = len(both) // 2
-    logs = [x.clamp(min=-1e30) for x in both[count:]]  # -inf has no gradient
+        out, aux = flex_attention(
+            pairs.rotate(query, part.of_query),
+            pairs.rotate(part.key, part.of_key),
+            part.value,
+            score_mod=None if cap is None and bias is None else changed,
+            block_mask=part.mask,
+            scale=float(scale),
+            enable_gqa=query.shape[1] != part.key.shape[1],
+            kernel_options=kernel_options,
+            return_aux=AuxRequest(lse=True),
+        )
+        outs.append(out)
+        assert aux.lse is not None
+        logs.append(aux.lse.to(wide(aux.lse)).clamp(min=-1e30))  # -inf has no gradient
+    if len(outs) == 1 and sinks is None:
+        return outs[0]
     if sinks is not None:
         logs.append(sinks.to(logs[0].dtype).unsqueeze(1).expand_as(logs[0]))
     weights = torch.stack(logs).softmax(dim=0).unsqueeze(-1)
-    total = weights[0] * both[0]
-    for i in range(1, count):
-        total = total + weights[i] * both[i]
-    return total
+    total = weights[0] * outs[0]
+    for index in range(1, len(outs)):
+        total = total + weights[index] * outs[index]
+    return total.to(query.dtype)
 
 
 @lru_cache(maxsize=16)
 def block_mask_of(
-    geometry: Geometry,
-    queries: int,
-    keys: int,
-    query: int,
-    key: int,
-    device: torch.device,
+    geometry: Geometry, queries: int, keys: int, query: int, key: int, device: torch.device
 ) -> BlockMask:
     """Block mask of queries from token ``query`` on and keys from token ``key`` on.
 
     Allocates nothing of size queries times keys, and does not synchronise with the device.
     """
+
+    def number(value: int | None) -> torch.Tensor:  # filled on the device, without synchronising
+        value = _OPEN if value is None else value
+        return torch.full((), value, dtype=torch.int32, device=device)
+
     with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
         row, column = (
             torch.arange(first, first + count, _BLOCK, device=device)
             for first, count in ((query, queries), (key, keys))
         )
         row = row.unsqueeze(1)
-        some, every = blocks(geometry, row, column, _BLOCK)
+        low, high = geometry.ends(row)
+        later_low, later_high = geometry.ends(row + _BLOCK - 1)
+        some = (low < column + _BLOCK) & (later_high > column)
+        every = (later_low <= column) & (high >= column + _BLOCK)
         every = every & (row + _BLOCK <= query + queries) & (column + _BLOCK <= key + keys)
-        listed = [y for x in (some & ~every, every) for y in _listed(x)]
-        return BlockMask.from_kv_blocks(
-            *listed,
-            BLOCK_SIZE=_BLOCK,
-            mask_mod=_seen(geometry, query, key, device),
-            seq_lengths=(queries, keys),
-        )
+        # Its numbers are in tensors, so that one kernel serves them all.
+        numbers = [number(getattr(geometry, field.name)) for field in fields(geometry)]
+        of_tensors: Any = type(geometry)(*numbers)  # type: ignore[arg-type]
+        first_query, first_key = number(query), number(key)
+
+        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+            return of_tensors.sees(row + first_query, column + first_key)
+
+        listed: list[Any] = [y for x in (some & ~every, every) for y in _listed(x)]
+        sizes: Any = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (queries, keys)}
+        return BlockMask.from_kv_blocks(*listed, mask_mod=seen, **sizes)
 
 
 def _listed(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,79 +217,38 @@ def _listed(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return count, order
 
 
-def _seen(geometry: Geometry, first_query: int, first_key: int, device: torch.device) -> Callable:
-    """``geometry.sees`` with its numbers in tensors, so that one kernel serves them all."""
-
-    def number(value: int | None) -> torch.Tensor:  # filled on the device, without synchronising
-        value = _OPEN if value is None else value
-        return torch.full((), value, dtype=torch.int32, device=device)
-
-    query, key = number(first_query), number(first_key)
-    if isinstance(geometry, Distance):
-        first, last = number(max(geometry.first, 0)), number(geometry.last)
-
-        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-            distance = (row + query) - (column + key)
-            return (distance >= first) & (distance < last)
-
-    elif isinstance(geometry, ChunkGap):
-        size, first, last = (number(x) for x in (geometry.size, geometry.first, geometry.last))
-
-        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-            row, column = row + query, column + key
-            gap = row // size - column // size
-            return (row >= column) & (gap >= first) & (gap <= last)
-
-    else:
-        count, first = number(geometry.count), number(geometry.first)
-
-        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-            row, column = row + query, column + key
-            return (row - column >= first) & (column < count)
-
-    return seen
+class NotCompiledError(Exception):
+    """FlexAttention could not be compiled for a GPU; the cause says why."""
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-) -> torch.Tensor:
-    """Attention as :class:`Call` describes it."""
-    (batch, heads, queries, _), (kv_heads, keys) = query.shape, key.shape[1:3]
-    query = call.scale_query(query)
-    scale = repr(float(call.scale)) if fused.fuses(query) else call.scale
-    options = ""
-    if query.is_cuda:
-        chosen = _options(query, value, call, cards.card(query.device)) or {}
-        options = " ".join(f"{name}={int(number)}" for name, number in chosen.items())
-    cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
-    outs, logs = [], []
-    for band in call.bands:
-        part = extent(band.geometry, queries, keys, call.start)
-        count = part.stop - part.start
-        if not count:
-            continue
-        rotated = (query, band.query), (key.narrow(2, part.start, count), part_of(band.key, part))
-        tensors = *fused.rotate(call.pairs, *rotated), value.narrow(2, part.start, count)
-        mask = apart = None
-        sizes = [1, queries, count]
-        if queries > 1:
-            at = call.start + keys - queries, call.start + part.start
-            mask = block_mask_of(band.geometry, queries, count, *at, query.device)
-            sizes += [-(-queries // _BLOCK), -(-count // _BLOCK)]
-        if call.bias is not None:
-            apart = torch.full((), keys - queries - part.start, device=query.device)
-        kind = (scale, options, type(band.geometry), heads, kv_heads, fused.alike(sizes))
-        given = (scale, options, mask, cap, call.bias, apart)
-        out, aux = fused.run(_masked, *tensors, *given, kind=kind, unfused=False)
-        outs.append(out)
-        logs.append(aux.lse)
-    if not outs:
-        return value.new_zeros(batch, heads, queries, value.shape[-1])
-    if len(outs) == 1 and call.sinks is None:
-        return outs[0].to(value.dtype)
-    wide = torch.promote_types(logs[0].dtype, torch.float32)
-    logs = [x.to(wide) for x in logs]
-    return fused.run(_merged, *outs, *logs, call.sinks).to(value.dtype)
+_COMPILERS = ("triton", "torch._inductor", "torch._dynamo")
+"""Modules whose errors say that a kernel was not compiled, or does not fit on the GPU."""
+_copies = itertools.count()
+
+
+def fuses(x: torch.Tensor) -> bool:
+    """Whether a call is compiled: on GPUs only, and a graph is compiled as a whole anyway."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+@cache
+def compiled_kernel(function: FunctionType, _kind: str) -> Callable:
+    """``function``, which has no closure, with its own limit of recompilations.
+
+    Dynamo counts them by code object. Beyond the limit it raises under ``fullgraph``.
+    """
+    code = function.__code__
+    code = code.replace(co_name=f"{code.co_name}_{next(_copies)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
+    return torch.compile(own, dynamic=True, fullgraph=True)
+
+
+def _kind(x: torch.Tensor) -> tuple[Any, ...]:
+    """Properties that dynamo compiles a separate graph for; of sizes, head columns."""
+    return x.dtype, x.device, x.requires_grad, x.is_inference(), x.dim(), x.shape[3:]
+
+
+def _alike(given: Iterable[int]) -> tuple[int, ...]:
+    """Which of these are equal, as a kind: dynamo takes equal sizes for the same from then on."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(x, index) for index, x in enumerate(given))

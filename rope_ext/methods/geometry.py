@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+At = TypeVar("At", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,14 @@ class Distance:
         seen = distance >= self.first
         return seen if self.last is None else seen & (distance < self.last)
 
+    def ends(self, query: At) -> tuple[At, At]:
+        """The first position that a query sees, which may be negative, and one past the last.
+
+        Neither ever falls as queries go on. What a query after the keys would see is left out.
+        """
+        first = query * 0 if self.last is None else query - self.last + 1
+        return first, query - max(self.first, 0) + 1
+
 
 @dataclass(frozen=True)
 class ChunkGap:
@@ -38,6 +49,12 @@ class ChunkGap:
         seen = (query >= key) & (gap >= self.first)
         return seen if self.last is None else seen & (gap <= self.last)
 
+    def ends(self, query: At) -> tuple[At, At]:
+        """As :meth:`Distance.ends`."""
+        chunk = query // self.size
+        first = query * 0 if self.last is None else (chunk - self.last) * self.size
+        return first, query + 1 if self.first <= 0 else (chunk - self.first + 1) * self.size
+
 
 @dataclass(frozen=True)
 class Sinks:
@@ -49,6 +66,12 @@ class Sinks:
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """As :meth:`Distance.sees`."""
         return (query - key >= self.first) & (key < self.count)
+
+    def ends(self, query: At) -> tuple[At, At]:
+        """As :meth:`Distance.ends`."""
+        end = query - max(self.first, 0) + 1
+        most = end.clamp(max=self.count) if isinstance(end, torch.Tensor) else min(end, self.count)
+        return query * 0, most
 
 
 @dataclass(frozen=True)
@@ -64,5 +87,19 @@ class Queries:
         seen = (query - key >= self.first) & (query >= self.begin)
         return seen if self.end is None else seen & (query < self.end)
 
+    def ends(self, query: At) -> tuple[At, At]:
+        """As :meth:`Distance.ends`; the others see nothing."""
+        late = query < 0 if self.end is None else query >= self.end
+        return late * (query + 1), (query >= self.begin) * (query - self.first + 1)
+
 
 Geometry = Distance | ChunkGap | Sinks | Queries
+
+
+def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice:
+    """The keys that any query may see in a band; exact for one query.
+
+    The queries are the last of the keys, key 0 is token ``start``.
+    """
+    low = max(geometry.ends(start + keys - queries)[0] - start, 0)
+    return slice(low, max(geometry.ends(start + keys - 1)[1] - start, low))

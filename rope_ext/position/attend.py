@@ -19,9 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import runs
-from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
-from rope_ext.attention.reference import Places
+from rope_ext.attention import dispatch, runs
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import inputs, learned
@@ -271,10 +270,6 @@ def _seeing_ahead(layer: Layer, rotations: BandRotations, ahead: int) -> BandRot
     """The same where a mask shows queries up to ``ahead`` tokens after them, as within an image.
 
     Those keys have the rotations of the nearest keys before a query.
-
-    Raises:
-        UnsupportedModelError: they are further away than the nearest band reaches, or an encoding
-            counts distances from 0 on.
     """
     if ahead == 0:
         return rotations
@@ -318,7 +313,7 @@ def _in_runs(
         (run, replace(call, bands=bands, temperature=temperature))
         for run, bands, temperature in mask.made[name]
     ]
-    return runs.attend(query, key, value, calls, layer.map.kernel)
+    return dispatch.attend_runs(query, key, value, calls, layer.map.kernel)
 
 
 def _rotated(
@@ -329,7 +324,7 @@ def _rotated(
     dtype: torch.dtype,
 ) -> tuple[list[RotatedBand], torch.Tensor | None]:
     """The bands of a run, and the factors of its queries."""
-    queries = run.places[len(run.places) - run.queries_count :].to(device)
+    queries = run.places[len(run.places) - run.count :].to(device)
     middle = int(queries[0] + queries[-1]) // 2 if layer.map.reach else 0
 
     def at(by: RotationTable | Decay, t: torch.Tensor) -> Rotation:

@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.methods.geometry import Distance
+from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import BandRotations
 
@@ -204,11 +204,7 @@ class BatchMask:
         return None if self.arguments is None else self.arguments.get("local_size")
 
     def runs(self, offset: int = 0) -> list[runs.Run]:
-        """The keys from ``offset`` on as runs of consecutive tokens.
-
-        Raises:
-            UnsupportedModelError: positions go back.
-        """
+        """The keys from ``offset`` on as runs of consecutive tokens."""
         if ("runs", offset) not in self.made:
             forward, documents = self.forward, self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents
@@ -219,11 +215,7 @@ class BatchMask:
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
-    """The visible keys of a mask, bool or additive.
-
-    Raises:
-        UnsupportedModelError: it is a bias, which does more than hide keys.
-    """
+    """The visible keys of a mask, bool or additive."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= -1e4
@@ -241,9 +233,10 @@ def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
         return bands
     clipped = []
     for geometry, *rotations in bands:
+        if not isinstance(geometry, ChunkGap) and geometry.first >= window:
+            continue
         if not isinstance(geometry, Distance):
             return None
         last = window if geometry.last is None else min(window, geometry.last)
-        if geometry.first < last:
-            clipped.append((Distance(geometry.first, last), *rotations))
+        clipped.append((Distance(geometry.first, last), *rotations))
     return clipped

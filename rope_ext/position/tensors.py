@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import decode, dispatch, reference, runs
-from rope_ext.attention.call import Call, RotatedBand, Rotation, each_table, part_of
-from rope_ext.attention.reference import Places
+from rope_ext.attention import decode, dispatch, reference
+from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.forward import BACK, FEW, PositionForward, in_cache, once
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
@@ -92,7 +91,8 @@ class Dense(NamedTuple):
             RotatedBand(band.geometry, part_of(band.query, queries), band.key)
             for band in self.call.bands
         ]
-        mask = self.places.visible(queries)
+        mask = self.places.mask
+        mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., queries, :]
         places = Places(self.places.query[queries], self.places.key, mask)
         call = replace(self.call, bands=bands)
         return reference.weights(self.query[:, :, queries], self.key, call, places)
@@ -140,8 +140,8 @@ class Step:
             torch._assert_async(apart, BEYOND)
         sequences = forward.real().long() - 1
         first = torch.as_tensor(forward.filled)
-        given = forward.key, sequences, first, forward.map.kernel
-        return runs.in_graph(query, key, value, call, *given)
+        at = forward.key, sequences, first
+        return dispatch.attend_placed(query, key, value, call, at, forward.map.kernel)
 
     def dense(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> Dense:
         """The call by plain operations."""

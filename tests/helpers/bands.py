@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Sinks
+from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
 COLUMNS = 16
 HALVES = Pairs(slice(0, 8), slice(8, 16))
@@ -43,6 +43,12 @@ def method_bands(
             RotatedBand(near, own, None),
             RotatedBand(far, turn(queries - size + 2, pairs), None),
         ],
+        "jet_long": [
+            RotatedBand(Queries(size, 0, 2 * size), own, key),
+            RotatedBand(Queries(size, 2 * size, 3 * size + 1), grouped, turn(keys // 4, pairs)),
+            RotatedBand(Queries(size, 3 * size + 1, None), constant, None),
+            RotatedBand(near, own, key),
+        ],
         "lm_infinite": [RotatedBand(near, own, key), RotatedBand(Sinks(4, size), constant, None)],
         "dual_chunk": [
             RotatedBand(ChunkGap(size, 0, 0), own, None),
@@ -68,6 +74,7 @@ METHODS = (
     "leaky",
     "leaky, cached",
     "string",
+    "jet_long",
     "lm_infinite",
     "dual_chunk",
     "chunks",
@@ -128,12 +135,15 @@ def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):
 def geometries(draw) -> Geometry:
     first, width = draw(st.integers(0, 40)), draw(st.one_of(st.none(), st.integers(0, 60)))
     last = None if width is None else first + width
-    kind = draw(st.sampled_from([Distance, ChunkGap, Sinks]))
+    kind = draw(st.sampled_from([Distance, ChunkGap, Sinks, Queries]))
     if kind is Sinks:
         return Sinks(draw(st.integers(1, 60)), first)
     if kind is ChunkGap:
         first = first // 10
         return ChunkGap(draw(st.integers(1, 50)), first, None if last is None else first + width)
+    if kind is Queries:
+        begin = draw(st.integers(0, 60))
+        return Queries(first, begin, None if width is None else begin + width)
     return Distance(first, last)
 
 

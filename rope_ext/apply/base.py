@@ -20,25 +20,15 @@ from rope_ext.rotary.swapping import Changes, set_attribute
 
 @dataclass(frozen=True)
 class Applied:
-    """A method in force.
+    """A method in force."""
 
-    Args:
-        method: the method with every option filled in.
-        target_length: context after the extension, tokens.
-        values: values for the configuration.
-        native: whether plain transformers scales by these values.
-        plain: whether plain transformers computes the same from them.
-        precise: whether angles are computed in float64.
-        notes: sentences for ``describe``.
-    """
-
-    method: Method
-    target_length: int
-    values: dict[str, Any]
-    native: bool
-    plain: bool
-    precise: bool
-    notes: tuple[str, ...]
+    method: Method  # the method with every option filled in
+    target_length: int  # context after the extension, tokens
+    values: dict[str, Any]  # values for the configuration
+    native: bool  # whether plain transformers scales by these values
+    plain: bool  # whether plain transformers computes the same from them
+    precise: bool  # whether angles are computed in float64
+    notes: tuple[str, ...]  # sentences for describe
 
 
 _RAISE = "pass method={!r} and compose='raise' to raise the checkpoint's own factor"

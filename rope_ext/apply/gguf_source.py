@@ -112,19 +112,12 @@ def file_of(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class FileScaling:
-    """Scaling in a GGUF file that transformers ignores.
+    """Scaling in a GGUF file that transformers ignores."""
 
-    Args:
-        text: its keys and tensors.
-        context: ``context_length`` of the file, tokens.
-        length: trained length, tokens.
-        method: that computes the same; None: none is known.
-    """
-
-    text: str
-    context: int
-    length: int
-    method: FrequencyMethod | None
+    text: str  # its keys and tensors
+    context: int  # context_length of the file, tokens
+    length: int  # trained length, tokens
+    method: FrequencyMethod | None  # that computes the same; None: none is known
 
 
 def scaling_notes(config: Any) -> tuple[str, ...]:

@@ -36,20 +36,14 @@ _BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-
 
 @dataclass(frozen=True)
 class Written:
-    """How a patch is saved.
+    """How a patch is saved."""
 
-    Args:
-        values: configuration fields and their new values.
-        native: whether plain transformers rebuilds the patch from them.
-        built: for each patched site, the float32 frequencies that transformers built, so that
-            the model in memory and the reloaded one are identical bit for bit.
-        note: one sentence for ``describe``.
-    """
-
-    values: dict[str, Any]
-    native: bool
+    values: dict[str, Any]  # configuration fields and their new values
+    native: bool  # whether plain transformers rebuilds the patch from them
+    # for each patched site, the float32 frequencies that transformers built, so that the model in
+    # memory and the reloaded one are identical bit for bit
     built: dict[RotarySite, torch.Tensor]
-    note: str
+    note: str  # one sentence for describe
 
 
 def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written:

@@ -45,25 +45,16 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Record:
-    """Everything needed to apply the same patch again.
+    """Everything needed to apply the same patch again."""
 
-    Args:
-        method: as passed to ``patch``.
-        resolved: the same with every option filled in.
-        arguments: the arguments of ``patch`` listed in ``ARGUMENTS``.
-        trained_length, target_length: tokens.
-        native: whether the rest of the saved configuration scales what transformers builds.
-        plain: whether plain transformers computes the same from the configuration.
-        config: values of configuration fields before the patch; None if a field was absent.
-    """
-
-    method: Method
-    resolved: Method
-    arguments: Mapping[str, Any]
-    trained_length: int
+    method: Method  # as passed to patch
+    resolved: Method  # the same with every option filled in
+    arguments: Mapping[str, Any]  # the arguments of patch listed in ARGUMENTS
+    trained_length: int  # trained_length, target_length: tokens
     target_length: int
-    native: bool
-    plain: bool
+    native: bool  # whether the rest of the saved configuration scales what transformers builds
+    plain: bool  # whether plain transformers computes the same from the configuration
+    # values of configuration fields before the patch; None if a field was absent
     config: Mapping[str, Any]
 
     @property

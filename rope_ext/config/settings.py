@@ -34,23 +34,15 @@ _SAME_NAMES = {
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """One rotary embedding according to a configuration.
+    """One rotary embedding according to a configuration."""
 
-    Args:
-        parameters: its entry of ``rope_parameters``.
-        rope_type: ``"default"``: not scaled.
-        base: ``rope_theta``; None: not given.
-        factor: of its scaling; None: not scaled.
-        length: context that it was trained for before its scaling, tokens; None: not given.
-        target: context that it reaches with its scaling, tokens; None: not given.
-    """
-
-    parameters: Mapping[str, Any]
-    rope_type: str
-    base: float | None
-    factor: float | None
+    parameters: Mapping[str, Any]  # its entry of rope_parameters
+    rope_type: str  # "default": not scaled
+    base: float | None  # rope_theta; None: not given
+    factor: float | None  # of its scaling; None: not scaled
+    # context that it was trained for before its scaling, tokens; None: not given
     length: int | None
-    target: int | None
+    target: int | None  # context that it reaches with its scaling, tokens; None: not given
 
     @property
     def is_dynamic(self) -> bool:

@@ -21,17 +21,12 @@ from rope_ext.rotary.third_party import replaced
 
 @dataclass(frozen=True)
 class Columns:
-    """The column layout of a rotary module's output.
+    """The column layout of a rotary module's output."""
 
-    Args:
-        pair: index of the pair in each output column, int64, ``[columns]``.
-        axis: the position axis of each column, for embeddings with several axes; else None.
-        complex: whether the output is one complex tensor instead of cosine and sine.
-    """
-
-    pair: torch.Tensor
+    pair: torch.Tensor  # index of the pair in each output column, int64, [columns]
+    # the position axis of each column, for embeddings with several axes; else None
     axis: torch.Tensor | None
-    complex: bool
+    complex: bool  # whether the output is one complex tensor instead of cosine and sine
 
 
 def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:

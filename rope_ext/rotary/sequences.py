@@ -59,22 +59,17 @@ class Started:
     """The last sequence in each row of a batch, whose frequencies stay fixed.
 
     It is kept on the cache, whose rows have to stay in their order, as ``generate`` leaves them.
-
-    Args:
-        method: the method of the patch.
-        lengths: number of tokens that the frequencies of each row are made for, ``[rows]``, on the
-            CPU; 0 for rows with only padding so far. One row if all are equal.
-        first: position of the first token of each, same shape; -1 for rows with only padding.
-        room: number of tokens for the whole batch including padding, as a cache counts them.
-        begun: whether every row has a token.
-        made: frequencies and scaling, by site, device and dtype.
     """
 
-    method: FrequencyMethod
+    method: FrequencyMethod  # the method of the patch
+    # number of tokens that the frequencies of each row are made for, [rows], on the CPU; 0 for rows
+    # with only padding so far. One row if all are equal
     lengths: torch.Tensor
+    # position of the first token of each, same shape; -1 for rows with only padding
     first: torch.Tensor
-    room: int
-    begun: bool = True
+    room: int  # number of tokens for the whole batch including padding, as a cache counts them
+    begun: bool = True  # whether every row has a token
+    # frequencies and scaling, by site, device and dtype
     made: dict[tuple, Any] = field(default_factory=dict)
 
 

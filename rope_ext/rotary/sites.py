@@ -34,42 +34,28 @@ _BUILT = 1e-5  # pow differs by a few units in the last place between devices
 
 @dataclass(eq=False)
 class RotarySite:
-    """One set of rotary frequencies of a loaded model.
+    """One set of rotary frequencies of a loaded model."""
 
-    Args:
-        name: path of the rotary module in the model.
-        module: the rotary module.
-        layer_type: the type of layers it serves if the module has several sets, else None.
-        rope: the embedding that the checkpoint was trained with.
-        loaded: the frequencies of the checkpoint, float32 on the CPU, ``[pairs]``: those of the
-            buffer, or of a rebuilt one if a cast has rounded it.
-        rounded: whether a cast has rounded the buffer.
-        raised: with ``compose="raise"``, the checkpoint's own entry of ``rope_parameters`` with its
-            larger factor, and the context in tokens after it. The other fields then describe the
-            embedding without its scaling.
-        scaling: factor of cosine and sine in the checkpoint.
-        rope_type: transformers' name for the scaling of the checkpoint.
-        local: whether only layers with a limited window use it.
-        shared: whether layers with and without a limited window use it.
-        columns: the proven layout of the module's output.
-        settings: what the configuration said about it when it was found.
-        baked: layers of latent attention whose softmax scale contains the checkpoint's factor
-            (``mscale_all_dim``); further factors go there as well.
-    """
-
-    name: str
-    module: nn.Module
-    layer_type: str | None
-    rope: Rope
+    name: str  # path of the rotary module in the model
+    module: nn.Module  # the rotary module
+    layer_type: str | None  # the type of layers it serves if the module has several sets, else None
+    rope: Rope  # the embedding that the checkpoint was trained with
+    # the frequencies of the checkpoint, float32 on the CPU, [pairs]: those of the buffer, or of a
+    # rebuilt one if a cast has rounded it
     loaded: torch.Tensor
-    scaling: float
-    rope_type: str
-    local: bool
-    shared: bool
-    columns: Columns
-    settings: RopeSettings
+    scaling: float  # factor of cosine and sine in the checkpoint
+    rope_type: str  # transformers' name for the scaling of the checkpoint
+    local: bool  # whether only layers with a limited window use it
+    shared: bool  # whether layers with and without a limited window use it
+    columns: Columns  # the proven layout of the module's output
+    settings: RopeSettings  # what the configuration said about it when it was found
+    # layers of latent attention whose softmax scale contains the checkpoint's factor
+    # (mscale_all_dim); further factors go there as well
     baked: tuple[nn.Module, ...] = ()
-    rounded: bool = False
+    rounded: bool = False  # whether a cast has rounded the buffer
+    # with compose="raise", the checkpoint's own entry of rope_parameters with its larger factor,
+    # and the context in tokens after it. The other fields then describe the embedding without its
+    # scaling
     raised: tuple[Mapping[str, Any], int] | None = None
 
     @property
@@ -148,19 +134,12 @@ class RotarySite:
 
 @dataclass(frozen=True)
 class PatchTarget:
-    """The parts of a model that a patch changes.
+    """The parts of a model that a patch changes."""
 
-    Args:
-        model: the model without wrappers.
-        decoder: the part of it that reads text.
-        sites: all rotary sites of the decoder.
-        scaled: the sites that the patch changes.
-    """
-
-    model: nn.Module
-    decoder: nn.Module
-    sites: list[RotarySite]
-    scaled: list[RotarySite]
+    model: nn.Module  # the model without wrappers
+    decoder: nn.Module  # the part of it that reads text
+    sites: list[RotarySite]  # all rotary sites of the decoder
+    scaled: list[RotarySite]  # the sites that the patch changes
 
 
 def unwrap(model: Any) -> nn.Module:

@@ -27,15 +27,10 @@ _SAME = 1e-5  # float32 pow may differ between this device and the training devi
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of the file next to an adapter.
+    """The content of the file next to an adapter."""
 
-    Args:
-        record: the patch under which the adapter was trained.
-        before, after: the frequencies without and with the patch.
-    """
-
-    record: Record
-    before: Frequencies
+    record: Record  # the patch under which the adapter was trained
+    before: Frequencies  # before, after: the frequencies without and with the patch
     after: Frequencies
 
     @classmethod

@@ -30,19 +30,13 @@ _ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """A model without weights, patched as its folder or configuration says.
+    """A model without weights, patched as its folder or configuration says."""
 
-    Args:
-        model: on the meta device; patched if the extension could be read.
-        config: the configuration as saved.
-        name: folder or Hub ID, ``""`` if unknown.
-        source: what the extension was read from: ``"record"`` of a patch, ``"rope_parameters"``,
-            ``"adapter"`` (the file next to it); None: there is none, or it cannot be read.
-    """
-
-    model: nn.Module
-    config: Any
-    name: str
+    model: nn.Module  # on the meta device; patched if the extension could be read
+    config: Any  # the configuration as saved
+    name: str  # folder or Hub ID, "" if unknown
+    # what the extension was read from: "record" of a patch, "rope_parameters", "adapter" (the file
+    # next to it); None: there is none, or it cannot be read
     source: Literal["record", "rope_parameters", "adapter"] | None
 
 

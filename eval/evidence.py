@@ -25,7 +25,7 @@ from rope_eval.evidence.measure import Measurement
 
 
 class Checkpoint(NamedTuple):
-    """A pretrained checkpoint, and how long and how many its documents and prompts are."""
+    """A pretrained checkpoint; lengths in tokens, trials for each task, length and depth."""
 
     name: str
     trained: int

@@ -1,11 +1,8 @@
-"""Passkey retrieval over a grid of lengths and depths: ``rope-ext eval MODEL --tasks passkey``.
-
-python -m eval.passkey MODEL --method yarn --factor 8 --lengths 512,1k,2k
-"""
+"""Passkey retrieval over a grid of lengths and depths: ``rope-ext eval MODEL --tasks passkey``."""
 
 import sys
 
-from rope_eval import command
+from rope_eval.command import call
 
 if __name__ == "__main__":
-    command.call(["--tasks", "passkey", *sys.argv[1:]])
+    call(["--tasks", "passkey", *sys.argv[1:]])

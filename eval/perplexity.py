@@ -1,11 +1,8 @@
-"""Perplexity at several lengths, each token once: ``rope-ext eval MODEL --tasks perplexity``.
-
-python -m eval.perplexity MODEL --method yarn --factor 8 --lengths 512,1k,2k
-"""
+"""Perplexity at several lengths, each token once: ``rope-ext eval MODEL --tasks perplexity``."""
 
 import sys
 
-from rope_eval import command
+from rope_eval.command import call
 
 if __name__ == "__main__":
-    command.call(["--tasks", "perplexity", *sys.argv[1:]])
+    call(["--tasks", "perplexity", *sys.argv[1:]])

@@ -1,11 +1,8 @@
-"""Several tasks, methods and models in one report: ``rope-ext eval``, for launchers of processes.
-
-accelerate launch --num_processes 4 -m eval.report MODEL --tasks perplexity,passkey ...
-"""
+"""Several tasks, methods and models in one report, as ``rope-ext eval``: for launchers."""
 
 import sys
 
-from rope_eval import command
+from rope_eval.command import call
 
 if __name__ == "__main__":
-    command.call(sys.argv[1:])
+    call(sys.argv[1:])

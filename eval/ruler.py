@@ -1,11 +1,8 @@
-"""RULER's 13 tasks, implemented from their description: ``rope-ext eval MODEL --tasks ruler``.
-
-python -m eval.ruler MODEL --method yarn --factor 8 --lengths 512,1k,2k
-"""
+"""RULER's 13 tasks, implemented from their description: ``rope-ext eval MODEL --tasks ruler``."""
 
 import sys
 
-from rope_eval import command
+from rope_eval.command import call
 
 if __name__ == "__main__":
-    command.call(["--tasks", "ruler", *sys.argv[1:]])
+    call(["--tasks", "ruler", *sys.argv[1:]])

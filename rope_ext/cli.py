@@ -27,7 +27,6 @@ from rope_ext.command.cli_arguments import (
     Target,
     TrainedLength,
 )
-from rope_ext.command.evaluators import find
 from rope_ext.command.terminal import stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError, OptionError, RopeExtError
 from rope_ext.version import __version__
@@ -37,8 +36,6 @@ RUNS_HERE = ("llama.cpp", "mlx", "transformers")
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 command = functools.partial(app.command, cls=ModelCommand)
-if (evaluators := find("cli")) is not None:
-    app.registered_commands += evaluators.app.registered_commands
 
 
 def _show_version(wanted: bool) -> None:

@@ -158,9 +158,9 @@ REFUSED = {
     "recommend 128k --length M": "is not a number of tokens; use a number such as 32768, 32k",
     "recommend M --length 32k,64k": "is not a single length; use 32768, 32k or 1m",
     "search m --length 4k": "Missing option '--output'",
-    "eval m --tasks passkey --lengths 1k --trails 2": "unrecognized arguments: --trails 2",
+    "eval m --tasks passkey --lengths 1k --trails 2": "No such option: --trails",
     "eval m --lengths 1k": "give --tasks some of perplexity, longppl, passkey",
-    "compare m": "the following arguments are required: --lengths",
+    "compare m": "no length to measure; give --lengths",
     "compare --lengths 1k": "no model is given; give a directory, Hub ID or .gguf file first",
     "compare C --methods yarn,yran": "unknown method 'yran'; did you mean 'yarn'?",
     "compare C --methods yarn,longrope": "longrope needs long_factor=...; on the command line",
@@ -212,7 +212,7 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000
     for change, message in (
-        (["--method", "yarn"], "yarn changes frequencies"),
+        (["--method", "yarn"], "distances cannot show yarn; plot spectrum, angles"),
         (["--output", tmp_path / "one.pdf"], "give a .png file"),
     ):
         wrong = call("plot", *words, *change)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from typer.testing import CliRunner, Result
 
 import rope_ext
 from recipes import memory, merge
-from rope_eval import command
 from rope_eval.data.text import read_texts
 from rope_ext.cli import app
 from rope_ext.saving.checkpoints import load_tokenizer
@@ -61,20 +59,9 @@ def parsed(line: str) -> None:
         return
     assert program == "rope-ext"
     name, *words = words
-    if name in ("compare", "eval"):  # tasks and a model come first
-        options = list(dropwhile(lambda word: not word.startswith("-"), words))
-        first = words[: len(words) - len(options)]
-        models = [
-            part
-            for word in first
-            if name == "compare" or word == "MODEL"
-            for part in ("--model", word)
-        ]
-        command.parser("", "runs", ["perplexity", "passkey"]).parse_args([*models, *options])
-    else:
-        group = get_command(app)
-        with group.make_context("rope-ext", [name, *words]) as context:
-            group.get_command(context, name).make_context(name, words)
+    group = get_command(app)
+    with group.make_context("rope-ext", [name, *words]) as context:
+        group.get_command(context, name).make_context(name, words)
 
 
 def next_commands(result: Result) -> list[str]:

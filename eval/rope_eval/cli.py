@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,30 +25,31 @@ from rope_ext.command.cli_arguments import (
 )
 from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next
 
-app = typer.Typer()
+app = typer.Typer(rich_markup_mode=None)
 
 
-_OF_ARGPARSE: dict[str, Any] = {
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-    "add_help_option": False,
-}
-"""Of commands whose options are those of their tasks."""
+class Evaluation(ModelCommand):
+    """A command whose options are those of its tasks, and known when it is typed."""
+
+    def make_context(
+        self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """The context of the command with these options."""
+        from rope_eval import command
+
+        with clean_errors():
+            made = command.command_for(str(self.name), args)
+        return made.make_context(info_name, args, parent, **extra)
 
 
-@app.command(**_OF_ARGPARSE)
-def compare(context: typer.Context) -> None:
+@app.command(cls=Evaluation)
+def compare() -> None:
     """Measure methods against the unpatched model: perplexity and passkey retrieval."""
-    from rope_eval import command
-
-    command.call_preset("compare", command.COMPARE, context.args)
 
 
-@app.command("eval", **_OF_ARGPARSE)
-def evaluate_tasks(context: typer.Context) -> None:
+@app.command("eval", cls=Evaluation)
+def evaluate_tasks() -> None:
     """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval --help`."""
-    from rope_eval import command
-
-    command.call(context.args)
 
 
 @app.command(cls=ModelCommand)
@@ -80,9 +80,25 @@ def search(
         loaded = load_model(model, dtype, device)
         found = rope_ext.search(loaded, tokenizer, tokens, texts, output=output, **given)
         print(summary(output))
-        trained, compose = options["original_max_position_embeddings"], options["compose"]
-        more = {"dtype": dtype, "device": device, "trained_length": trained}
-        print(_use_of(found, output, model, tokens, more, compose))
+        trained = options["original_max_position_embeddings"]
+        beside = f", original_max_position_embeddings={trained}" if trained else ""
+        beside += ", compose=True" if options["compose"] else ""
+        table = f"**json.load(open({str(output)!r}))"
+        print(f'use it: rope_ext.patch(model, "longrope", {table}{beside})')
+        tell_next(
+            command_words(
+                "compare",
+                model,
+                method="longrope,yarn",
+                option=[f"longrope={output}"],
+                factor=found.factor,
+                lengths=tokens,
+                compose=options["compose"],
+                dtype=dtype,
+                device=device,
+                trained_length=trained,
+            )
+        )
 
 
 @app.command(cls=ModelCommand)
@@ -151,26 +167,11 @@ def calibrate(
         tell_next(words)
 
 
-def _use_of(
-    found: Any, output: Path, model: str, length: int, more: dict[str, Any], compose: bool
-) -> str:
-    """Commands that evaluate and use the table found."""
-    patch = {"method": "longrope,yarn", "option": [f"longrope={output}"], "factor": found.factor}
-    words = command_words("compare", model, **patch, lengths=length, compose=compose, **more)
-    trained = more["trained_length"]
-    options = f", original_max_position_embeddings={trained}" if trained else ""
-    options += ", compose=True" if compose else ""
-    return (
-        f"evaluate it on another text:\n  {shlex.join(map(str, words))}\nuse it:\n  "
-        f'rope_ext.patch(model, "longrope", **json.load(open({str(output)!r})){options})'
-    )
-
-
 @app.command(cls=ModelCommand)
 def plot(
     kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
     model: Annotated[
-        str, typer.Argument(help="Model directory or Hub ID; the last two plots need weights.")
+        str, typer.Argument(help="Model directory or Hub ID; attention needs weights.")
     ],
     method: Annotated[
         str,
@@ -192,8 +193,8 @@ def plot(
 
     spectrum: frequency of every rotary pair. angles: largest angle of every pair, compared with
     training. decay: q.k of constant vectors by distance, and biases of encodings. distances:
-    effective distances of position methods. On a text: weighted-decay: q.k of the model's mean
-    queries and keys by distance. attention: attention of the last 256 tokens by distance.
+    effective distances of position methods. On a text: attention: attention of the last 256 tokens
+    by distance.
     """
     with clean_errors():
         from rope_eval.plots import pictures

@@ -1,308 +1,200 @@
-"""`rope-ext eval` and `rope-ext compare`: their options and those of the tasks.
+"""`rope-ext eval` and `rope-ext compare`, with the options that all evaluations share and of tasks.
 
 torch is imported when something is measured: `--help` must not wait for it.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Annotated, Any
 
-from rope_eval.cases import dump
-from rope_eval.folder import Folder
-from rope_eval.options import flag_of, option_fields
-from rope_eval.settings import (
-    ASKED,
-    MEASURED,
-    RUN,
-    SERVED,
-    UNPATCHED,
-    Settings,
-    require_seed,
-)
-from rope_eval.tasks import all_tasks, build, chosen, from_file, options
+import typer
+from typer.core import TyperCommand
+
+from rope_eval.options import command_options, option, option_fields, read_options
+from rope_eval.settings import UNPATCHED, Settings
+from rope_eval.tasks import Task, all_tasks, build, chosen, from_file
 from rope_eval.tasks.harness import Harness
-from rope_ext.command.arguments import parse_length, split, take
-from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell
+from rope_ext.command.arguments import parse_options, split, take
+from rope_ext.command.cli_arguments import ModelCommand
 from rope_ext.errors import Mistakes, OptionError
 
-
-@dataclass(frozen=True)
-class Preset:
-    """A command that is ``rope-ext eval`` with its tasks and some defaults chosen.
-
-    Args:
-        tasks: names.
-        output: default directory for the results.
-        about: the help text.
-        defaults: of shared options.
-    """
-
-    tasks: tuple[str, ...]
-    output: str
-    about: str
-    defaults: Mapping[str, Any]
+COMPARED = ("perplexity", "passkey")
+"""The tasks of `rope-ext compare`, which is `rope-ext eval` with tasks and some defaults chosen."""
+COMPARE = {"output": Path("rope-ext-compare"), "force": True}  # every length that is asked for
 
 
-COMPARE = Preset(
-    ("perplexity", "passkey"),
-    "rope-ext-compare",
-    "Measure methods against the unpatched model: perplexity and passkey retrieval.",
-    {"force": True},  # every length that is asked for
-)
+KNOWN = ", ".join(name for name in all_tasks() if name != Harness.name)
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Model directory, Hub ID or .gguf file (or DIRECTORY --gguf-file FILE); or --model, "
+        "repeated for several."
+    ),
+]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Takes the model as the first word or as ``--model``, and says what is wrong in one line."""
+@dataclass
+class Asked:
+    """What `rope-ext eval` measures."""
 
-    needs_model = True
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words, file = take("--gguf-file", sys.argv[1:] if args is None else args)
-        models = _leading(words)
-        words = [word for model in models for word in ("--model", model)] + words[len(models) :]
-        parsed = super().parse_args(words, namespace)
-        if file is not None and parsed.model is not None:
-            parsed.model = [f"{model}/{file}" for model in parsed.model]
-        served = getattr(parsed, "url", None) is not None
-        if self.needs_model and parsed.model is None and not served:
-            self.error("no model is given; give a directory, Hub ID or .gguf file first")
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2; the usage would be a page long."""
-        tell(f"error: {message}; see {self.prog.removesuffix(' MODEL')} --help", "red")
-        sys.exit(2)
+    tasks: tuple[str, ...] = option(
+        (),
+        f"separated by commas: {KNOWN}, a task of lm-evaluation-harness, or FILE.py that registers "
+        f"a task; --help shows their options",
+    )
 
 
-def _leading(words: Sequence[str]) -> list[str]:
-    """The words before the first option."""
-    return list(takewhile(lambda word: not word.startswith("-"), words))
+def call(words: Sequence[str], name: str = "eval") -> None:
+    """``rope-ext eval`` with these words; exits where it fails."""
+    from rope_ext.cli import app
+
+    try:
+        app([name, *words])
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
-def bare(description: str, output: str, model: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options of everything that runs a model under methods.
+class ModelsCommand(ModelCommand):
+    """A command that takes several models, as words or each as ``--model``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put every ``--model`` where the argument is expected."""
+        (words, file), models = take("--gguf-file", args), []
+        while (taken := take("--model", words))[1] is not None:
+            words = taken[0]
+            models.append(taken[1])
+        rest = super().parse_args(ctx, [*models, *words])
+        ctx.params["models"] = [f"{m}/{file}" if file else m for m in ctx.params["models"] or ()]
+        return rest
+
+
+def command_for(name: str, words: Sequence[str]) -> TyperCommand:
+    """The command with the options of its tasks.
 
     Args:
-        description: the docstring of the module; its command line stands there too.
-        output: default folder for results.
-        model: that is meant where none is given; None: one has to be.
-    """
-    made = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.needs_model = model is None
-    _add_options(made, (MEASURED, RUN), output, model)
-    return made
-
-
-def _add_options(
-    made: argparse.ArgumentParser, groups: Sequence[str], output: str = "", model: str | None = None
-) -> None:
-    """Add the options of ``Settings`` in these groups."""
-    for title in groups:
-        group = made.add_argument_group(title)
-        for field in option_fields(Settings):
-            words = dict(field.metadata["words"])
-            if words.pop("group") != title:
-                continue
-            words["default"] = words.pop("typed", field.default)
-            flags = [flag_of(field), *filter(None, [words.pop("also", None)])]
-            if field.default is False and "nargs" not in words:
-                words["action"] = "store_true"
-            elif field.default is MISSING or words.get("action") == "append":
-                words["default"] = None
-            if field.name == "output":
-                words["default"] = Path(output)
-            help = field.metadata["help"]
-            if field.name == "models":
-                help += f" (default: {model})" if model else ""
-            group.add_argument(*flags, help=help, **words)
-
-
-def parser(
-    description: str,
-    output: str,
-    tasks: Sequence[str] = (),
-) -> argparse.ArgumentParser:
-    """A parser with the options that all evaluations share, and those of some tasks.
-
-    Args:
-        description: see ``bare``.
-        output: likewise.
-        tasks: names; what two of them call alike is one option.
+        name: ``eval``, whose tasks are among the words, or ``compare``.
+        words: that were typed. Tasks may come first as well.
 
     Raises:
         OptionError: there is no such task, or a field of it is called as a shared option is.
     """
-    made = bare(description, output)
-    _add_options(made, (ASKED, SERVED))
-    known: set[str] = set()
-    for cls in chosen(tasks):
-        group = made.add_argument_group(cls.name)
-        for option in options(cls):
-            if option.name in known:
-                continue
-            known.add(option.name)
-            typed = "--" + option.name.replace("_", "-")
-            try:
-                group.add_argument(
-                    typed, dest=option.name, default=argparse.SUPPRESS, **option.words
-                )
-            except argparse.ArgumentError:
-                raise OptionError(
-                    f"the task {cls.name} has a field {option.name}, and {typed} is an option of "
-                    f"every evaluation; give the field another name"
-                ) from None
+    tasks, more = COMPARED, {}
+    if name == "eval":
+        asked = [b for a, b in pairwise(words) if a in ("--tasks", "--task")]
+        asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
+        asked = [*filter(_names_tasks, _first(words)), *asked]
+        names = [n for one in split(asked) for n in (from_file(one) if _is_file(one) else [one])]
+        if not (names or "--help" in words):
+            raise OptionError(f"give --tasks some of {KNOWN}; see rope-ext eval --help")
+        others = [one for one in names if one not in all_tasks()]
+        tasks = [one for one in names if one not in others]
+        if others:  # of lm-evaluation-harness
+            tasks, more = [*tasks, Harness.name], {"harness_tasks": ",".join(others)}
+    classes = chosen(tasks)
+    _refuse_shared(classes)
+
+    def run(models: Models = None, **typed: Any) -> None:
+        words = [word for word in models or () if name == "compare" or not _names_tasks(word)]
+        main(words, tasks, typed | more, COMPARE if name == "compare" else {})
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    about = f"Measure {', '.join(tasks) or 'tasks'} and write one report."
+    options = (Settings, *classes) if name == "compare" else (Asked, Settings, *classes)
+    app.command(name, cls=ModelsCommand, help=about)(command_options(*options)(run))
+    made = typer.main.get_command(app)
+    assert isinstance(made, TyperCommand)
     return made
 
 
-def settings(args: argparse.Namespace, mistakes: Mistakes | None = None) -> Settings:
+def _is_file(word: str) -> bool:
+    return word.endswith(".py")
+
+
+def _names_tasks(word: str) -> bool:
+    return all(_is_file(one) or one in all_tasks() for one in split(word))
+
+
+def _first(words: Sequence[str]) -> list[str]:
+    """The words before the first option."""
+    return list(takewhile(lambda word: not word.startswith("-"), words))
+
+
+def _refuse_shared(classes: Sequence[type[Task]]) -> None:
+    shared = {field.name for field in option_fields(Settings)}
+    for cls in classes:
+        for field in option_fields(cls):
+            if field.name in shared:
+                raise OptionError(
+                    f"the task {cls.name} has a field {field.name}, and "
+                    f"--{field.name.replace('_', '-')} is an option of every evaluation; give the "
+                    f"field another name"
+                )
+
+
+def settings(
+    models: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes, **defaults: Any
+) -> Settings:
     """The shared options as settings.
 
     Args:
-        args: from ``parser``.
-        mistakes: collects options that cannot be read; without it they are raised.
-
-    Raises:
-        OptionError: one of them cannot be read.
+        models: as given.
+        typed: by field name.
+        mistakes: where options that cannot be read are added.
+        defaults: in place of those of ``Settings``.
     """
-    found = Mistakes() if mistakes is None else mistakes
-    values: dict[str, Any] = {}
-    for field in option_fields(Settings):
-        typed, read = getattr(args, flag_of(field)[2:].replace("-", "_")), field.metadata["read"]
-        if field.name == "options":
-            values["options"] = found.check(read, typed, values["methods"], default={})
-        elif read is None:
-            values[field.name] = typed
-        else:  # after a mistake any length will do: nothing is measured
-            fallback = (2,) if field.name == "lengths" else None
-            values[field.name] = found.check(read, typed, default=fallback)
-    if values["url"] is not None:
-        if values["models"] or values["methods"] or values["adapter"]:
-            found.add(
-                OptionError(
-                    "--url measures the model on the server; leave out --model, --method and "
-                    "--adapter, and give --tokenizer"
-                )
+    values = {"models": tuple(models), "methods": (), **defaults}
+    values |= read_options(Settings, typed, mistakes)
+    values["options"] = mistakes.check(
+        parse_options, values.get("options"), values["methods"], default={}
+    )
+    if not (models or values.get("url")):
+        raise OptionError("no model is given; give a directory, Hub ID or .gguf file first")
+    if not values.get("lengths"):
+        if not mistakes:
+            raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
+        values["lengths"] = (2,)  # after a mistake any will do: nothing is measured
+    if values.get("url"):
+        if models or values["methods"] or values.get("adapter"):
+            mistakes.add(
+                "--url measures the model on the server; leave out --model, --method and "
+                "--adapter, and give --tokenizer"
             )
-        values |= {"models": tuple(filter(None, [values["tokenizer"]])), "methods": (UNPATCHED,)}
-    made = Settings(**values)
-    if mistakes is None:
-        found.report()
-    return made
+        tokenizer = values.get("tokenizer")
+        values |= {"models": (tokenizer,) if tokenizer else (), "methods": (UNPATCHED,)}
+    return Settings(**values)
 
 
-def tokens(text: str) -> int:
-    """``1k`` as 1024, for options that are one number of tokens."""
-    return parse_length(text)
-
-
-def only_model(args: argparse.Namespace) -> str:
-    """The one model that is given.
-
-    Raises:
-        OptionError: there are several.
-    """
-    if len(args.model) > 1:
-        raise OptionError("this command takes one model; give --model once")
-    return args.model[0]
-
-
-def main(args: argparse.Namespace, tasks: Sequence[str]) -> None:
+def main(
+    models: Sequence[str],
+    tasks: Sequence[str],
+    typed: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> None:
     """Check, measure, print and write; all mistakes are reported at once.
 
     Args:
-        args: from ``parser``.
+        models: directories or Hub IDs.
         tasks: names of what is to be measured.
+        typed: options, by field name.
+        defaults: of the settings.
     """
-    with clean_errors():
-        from rope_eval.evaluate import evaluate
+    from rope_eval.evaluate import evaluate
 
-        mistakes = Mistakes()
-        given = settings(args, mistakes)
-        evaluate(given, build(tasks, vars(args), mistakes), mistakes)
-
-
-def call(words: Sequence[str]) -> None:
-    """``rope-ext eval MODEL --tasks ...`` with these words.
-
-    A task that is not one of ours is one of lm-evaluation-harness. Tasks may come first as well.
-    Exits with status 2 where an option is unknown or missing.
-    """
-    first = _leading(words)
-    asked = _Parser("rope-ext eval", add_help=False, allow_abbrev=False)
-    asked.add_argument("--tasks", action="append", default=[])
-    found, rest = asked.parse_known_args(list(words[len(first) :]))
-    ours = all_tasks()
-    apart = {word.partition("=")[0] for word in rest} & {"--model", "--url"}
-    tasks = [
-        word
-        for word in first
-        if apart or all(one in ours or one.endswith(".py") for one in split(word))
-    ]
-    models = [word for word in first if word not in tasks]
-    names, others = [], []
-    with clean_errors():
-        for task in split([*tasks, *found.tasks]):
-            names += from_file(task) if task.endswith(".py") else [task]
-        others = [name for name in names if name not in all_tasks()]
-        names = [name for name in names if name in all_tasks()]
-        if others:
-            names.append(Harness.name)
-            rest += ["--harness-tasks", ",".join(others)]
-        about = f"Measure {', '.join(names) or 'tasks'} and write one report.\n\n"
-        made = parser(about, "runs/eval", names)
-    known = ", ".join(name for name in ours if name != Harness.name)
-    known += ", a task of lm-evaluation-harness, or FILE.py that registers a task"
-    made.add_argument("--tasks", help=f"separated by commas: {known}; --help shows their options")
-    made.prog = "rope-ext eval MODEL"
-    if not (names or {"-h", "--help"} & {*rest}):
-        made.error(f"give --tasks some of {known}")
-    main(made.parse_args([*models, *rest]), names)
+    mistakes = Mistakes()
+    given = settings(models, typed, mistakes, **defaults)
+    evaluate(given, asked(tasks, typed, mistakes), mistakes)
 
 
-def call_preset(name: str, preset: Preset, words: Sequence[str]) -> None:
-    """``rope-ext NAME MODEL``: ``rope-ext eval`` with the tasks and defaults of the preset."""
-    with clean_errors():
-        made = parser(preset.about, preset.output, preset.tasks)
-    made.prog = f"rope-ext {name} MODEL"
-    made.set_defaults(**preset.defaults)
-    main(made.parse_args(words), preset.tasks)
-
-
-def run(
-    args: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], dict[str, Any] | Iterable[dict[str, Any]]],
-    show: Callable[[dict[str, Any]], None],
-    name: str,
-    pages: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
-) -> None:
-    """As ``main``, for what measures by itself: print, and write JSON.
-
-    Args:
-        args: from ``bare``.
-        measure: called with ``args`` for the data, or for what there is of it after each part,
-            which is written as it comes.
-        show: prints them.
-        name: of the file in ``--output``.
-        pages: other files there, by name, and what writes the data down for each.
-    """
-    pages = pages or {}
-    with clean_errors(), stoppable("run the same command to measure again"):
-        quiet()
-        require_seed(args.seed)
-        folder = Folder(args.output)
-        folder.check([name, *pages])
-        with folder.lock():
-            found, data = measure(args), {}
-            parts = [found] if isinstance(found, dict) else found
-            for data in cast("Iterable[dict[str, Any]]", parts):
-                made = {page: write(data).encode() for page, write in pages.items()}
-                paths = folder.write({name: dump(data).encode(), **made})
-        show(data)
-        for path in paths:
-            tell(f"wrote {path}")
+def asked(
+    tasks: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> list[Task | None]:
+    """The tasks with these names, each with the options that were typed."""
+    given: dict[str, Any] = {}
+    for cls in chosen(tasks):
+        given = read_options(cls, typed, mistakes) | given
+    return build(tasks, given, mistakes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.report import Report
-from rope_eval.run.plan import Plan, prepare
+from rope_eval.run.plan import prepare
 from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task
@@ -28,39 +28,30 @@ def evaluate(
         RopeExtError: see ``prepare`` and ``run``.
     """
     with stoppable():
-        return _evaluate(settings, tasks, mistakes)
-
-
-def _evaluate(
-    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None
-) -> Report | None:
-    require_matplotlib()
-    quiet()
-    plan = prepare(settings, tasks, mistakes)
-    for note in plan.notes:
-        tell(f"note: {note}", "yellow")
-    with plan.folder.lock():
-        with progress() as shown:
-            bar = shown.add_task(_extent(plan) if first_process() else "", total=None)
-            outcomes = run(
-                plan,
-                lambda work: shown.advance(bar, work),
-                lambda work: shown.update(bar, total=work),
-            )
-        if outcomes is None:
-            return None
-        report = Report(plan.measured(), outcomes)
-        paths = report.write()
-    report.print()  # whatever becomes of it, the files are there
-    for path in paths:
-        tell(f"wrote {path}")
-    tell_next(*report.next_commands, optional=report.optional_commands)
-    return report
-
-
-def _extent(plan: Plan) -> str:
-    total, left = plan.size
-    asked = [case for system in plan.systems for batch in plan.left(system) for case in batch]
-    tokens = sum(case.tokens for case in asked)
-    known = f" ({total - left} more are known)" if left < total else ""
-    return f"{left} cases, {tokens:,} tokens{known}"
+        require_matplotlib()
+        quiet()
+        plan = prepare(settings, tasks, mistakes)
+        for note in plan.notes:
+            tell(f"note: {note}", "yellow")
+        with plan.folder.lock():
+            total, left = plan.size
+            batches = [batch for system in plan.systems for batch in plan.left(system)]
+            tokens = sum(case.tokens for batch in batches for case in batch)
+            known = f" ({total - left} more are known)" if left < total else ""
+            extent = f"{left} cases, {tokens:,} tokens{known}" if first_process() else ""
+            with progress() as shown:
+                bar = shown.add_task(extent, total=None)
+                outcomes = run(
+                    plan,
+                    lambda work: shown.advance(bar, work),
+                    lambda work: shown.update(bar, total=work),
+                )
+            if outcomes is None:
+                return None
+            report = Report(plan.measured(), outcomes)
+            paths = report.write()
+        report.print()  # whatever becomes of it, the files are there
+        for path in paths:
+            tell(f"wrote {path}")
+        tell_next(*report.next_commands, optional=report.optional_commands)
+        return report

@@ -1,21 +1,14 @@
-"""Commands to go on with, which several commands print."""
+"""The command that trains, which several commands print."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from rope_ext.command.arguments import command_words, compose_words
 
 RECIPE = "recipes/own_model_yarn_lora.yaml"
 ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")
 """Settings of a recipe for GPUs that a CPU needs."""
-
-
-def text_words(texts: Sequence[Any]) -> list[str]:
-    """``--text`` for each text."""
-    return [word for text in texts for word in ("--text", str(text))]
 
 
 def training_command(
@@ -49,11 +42,3 @@ def training_command(
     words += ["--compose", "true"] if compose else []
     words += ["--eval_dataset", text] if text and not text.startswith("hf:") else []
     return [*words, *(ON_CPU if cpu else ("--card", "24"))]
-
-
-def calibration_command(
-    model: str, method: str, length: int, output: str, compose: bool, more: Sequence[str]
-) -> list[str]:
-    """The command that calibrates a method for ``length`` tokens."""
-    words = command_words("calibrate", model, method=method, length=length, output=output)
-    return [*words, *more, *compose_words(compose)]

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+import typing
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
+
+from rope_ext.errors import Mistakes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,20 +25,20 @@ def option(
     default: Any,
     help: str,
     read: Callable[..., Any] | None = None,
-    flag: str | None = None,
-    **words: Any,
+    *flags: str,
+    repeat: bool | None = None,
 ) -> Any:
     """A field that is an option of the command line, too: ``new_tokens`` is --new-tokens.
 
     Args:
-        default: False makes a flag. A tuple makes an option of a task that is repeated.
+        default: False makes a flag.
         help: the help text of the option.
-        read: makes the value from the text that was typed; None uses the type of the field
-            (tasks) or of the default (commands).
-        flag: another name for the option, such as ``--trained-length``.
-        words: for ``rope-ext eval``: the ``group`` of the option, and keywords of ``add_argument``.
+        read: makes the value from the text that was typed; None uses the type of the field.
+        flags: names of the option in place of that of the field, such as ``--trained-length``.
+        repeat: whether it may be given several times, and ``read`` gets all that was typed. None
+            repeats options whose default is a tuple, and reads each.
     """
-    metadata = {"help": help, "read": read, "flag": flag, "words": words}
+    metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -43,93 +47,79 @@ def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
-def flag_of(field: dataclasses.Field[Any]) -> str:
-    """The option of a field: ``--new-tokens``."""
-    return field.metadata["flag"] or "--" + field.name.replace("_", "-")
+def command_options(*classes: type) -> Callable[[F], F]:
+    """Decorator: a typer command gets the options of ``classes`` in place of ``**options``.
 
-
-def keywords_of(cls: type) -> Callable[[F], F]:
-    """Decorator: ``help()`` and editors list the fields of ``cls`` in place of ``**options``.
-
-    A field that the function takes under its own name is left as it is.
-    """
-
-    def decorate(function: F) -> F:
-        kinds = inspect.signature(function).parameters
-        variable = inspect.Parameter.VAR_KEYWORD  # its name does not take that of a field
-        own = {name for name, parameter in kinds.items() if parameter.kind != variable}
-        return _with_parameters(
-            function,
-            [
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
-                    annotation=field.type,
-                )
-                for field in dataclasses.fields(cls)
-                if field.name not in own
-            ],
-        )
-
-    return decorate
-
-
-def command_options(cls: type) -> Callable[[F], F]:
-    """Decorator: a typer command gets the options of ``cls`` in place of ``**options``.
-
-    Typer reads the signature. The values are those that were typed; see :func:`read_options`.
+    Typer reads the signature. Options of one name are one. The values are those that were typed,
+    or None; see :func:`read_options`.
     """
 
     def decorate(command: F) -> F:
-        added = [_typer_parameter(field) for field in option_fields(cls)]
-        return _with_parameters(command, added, evaluated=True)
+        added: dict[str, inspect.Parameter] = {}
+        for cls in classes:
+            for field in option_fields(cls):
+                added.setdefault(field.name, _typer_parameter(cls, field))
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        made: Any = command  # functions have no such attribute for type checkers
+        made.__signature__ = signature.replace(parameters=[*own, *added.values()])
+        made.__annotations__ = {one.name: one.annotation for one in (*own, *added.values())}
+        return command
 
     return decorate
 
 
-def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for the fields of ``cls`` from what was typed, without those left at their default.
+def read_options(
+    cls: type, typed: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> dict[str, Any]:
+    """Values for the fields of ``cls`` that were typed.
+
+    Args:
+        cls: the dataclass.
+        typed: by field name; None, False and an empty list: not typed.
+        mistakes: collects options that cannot be read; without it the first is raised.
 
     Raises:
         OptionError: an option cannot be read.
     """
-    values: dict[str, Any] = {}
+    found, values = Mistakes() if mistakes is None else mistakes, {}
     for field in option_fields(cls):
-        value, read = typed[field.name], field.metadata["read"]
-        if value != _shown(field.default):
-            values[field.name] = read(value) if read else value
+        value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
+        if value is None or value is False or value in ([], ()):
+            continue
+        with found.collected():
+            each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
+            values[field.name] = [read(one) for one in value] if each else read(value)
+    if mistakes is None:
+        found.report()
     return values
 
 
-def _typer_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    read, default = field.metadata["read"], field.default
-    kind = read if read in (int, float) else str if read else type(default)
-    names = () if kind is bool else (flag_of(field),)
+def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parameter:
+    kind, default, help = _kind(cls, field), field.default, field.metadata["help"]
+    flags = field.metadata["flags"] or ("--" + field.name.replace("_", "-"),)
+    repeated, several = field.metadata["repeat"], isinstance(default, tuple)
+    if repeated or (repeated is None and several):
+        kind = list[kind]
+    elif type(default) in (int, float, str) and default != "" and "default" not in help.lower():
+        help = f"{help.rstrip('.')}; default: {default}{'.' * help.endswith('.')}"
+    flag = kind is bool
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=_shown(default),
-        annotation=Annotated[
-            kind | None if default is None else kind,
-            typer.Option(*names, help=field.metadata["help"]),
-        ],
+        default=False if flag else None,
+        annotation=Annotated[kind if flag else kind | None, typer.Option(*flags, help=help)],
     )
 
 
-def _shown(default: Any) -> Any:
-    """A default as somebody would type it."""
-    return ",".join(map(str, default)) if isinstance(default, tuple) else default
-
-
-def _with_parameters(function: F, added: Sequence[inspect.Parameter], evaluated: bool = False) -> F:
-    """``function`` with a signature that has these parameters in place of ``**options``."""
-    signature = inspect.signature(function, eval_str=evaluated)
-    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    made: Any = function  # functions have no such attribute for type checkers
-    made.__signature__ = signature.replace(parameters=[*own, *added])
-    made.__annotations__ = {
-        **{one.name: one.annotation for one in (*own, *added)},
-        "return": signature.return_annotation,
-    }
-    return function
+def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:
+    """What typer makes of a text: a number, one of several words, or the text for ``read``."""
+    read = field.metadata["read"]
+    if read is not None:
+        return read if read in (int, float) else str
+    if type(field.default) in (bool, int, float):
+        return type(field.default)
+    kind = typing.get_type_hints(cls)[field.name]
+    while typing.get_origin(kind) not in (None, Literal):  # of `int | None`, `tuple[str, ...]`
+        kind = next(one for one in typing.get_args(kind) if one not in (NoneType, ...))
+    return kind

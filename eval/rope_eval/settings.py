@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rope_eval.data.prompts import Chat
 from rope_eval.options import option
-from rope_ext.command.arguments import (
-    parse_compose,
-    parse_length,
-    parse_lengths,
-    parse_options,
-    split,
-)
+from rope_ext.command.arguments import parse_compose, parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text", "chat"]
@@ -25,9 +19,6 @@ UNPATCHED = "none"
 BEFORE = "before"
 """In place of a method: the one under which the adapter was trained, without its weights."""
 LARGEST_SEED = 2**32 - 1  # NumPy's
-MEASURED, RUN, ASKED = "models and methods", "execution", "evaluation"
-SERVED = "server (instead of --model and --method)"
-"""Groups of options in ``rope-ext eval --help``."""
 
 
 def batch_size(text: str) -> int | None:
@@ -43,41 +34,16 @@ def batch_size(text: str) -> int | None:
     return int(text)
 
 
-def trained_length(text: str | None) -> int | None:
-    """``--trained-length`` in tokens, if it is given.
-
-    Raises:
-        OptionError: it is not a whole number.
-    """
-    return None if text is None else parse_length(text, "--trained-length")
+def _trained_length(text: str) -> int:
+    return parse_length(text, "--trained-length")
 
 
-def _models(texts: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(texts or ())
+def _names(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(split(texts))
 
 
-def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(split(texts or ()))
-
-
-def _one_or_several(texts: Sequence[str] | None) -> str | tuple[str, ...] | None:
-    found = tuple(split(texts or ()))
-    return found[0] if len(found) == 1 else found or None
-
-
-def _several(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else given or ()
-
-
-@dataclass(frozen=True)
-class Server:
-    """A deployment to measure.
-
-    Args:
-        label: its name in the report.
-        url: its address.
-        served_model_name: name under which it has the model.
-    """
+class Server(NamedTuple):
+    """A deployment to measure: its name in the report, its address, and its name of the model."""
 
     label: str
     url: str
@@ -86,156 +52,88 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options of every evaluation; ``rope-ext eval`` has an option for each field.
+    """Options of every evaluation; ``rope-ext eval`` has an option for each field, with its help.
 
-    Args:
-        models: directories or Hub IDs.
-        methods: method names; ``adapter`` is the patch that the adapter was trained with, and
-            ``before`` that patch without the adapter's weights. The unpatched model is always
-            measured, too.
-        lengths: context lengths, tokens. The trained length is added if some are longer.
-        factor: extension factor of every method except ``adapter``.
-        options: further options, by method.
-        adapter: directory or Hub ID of a PEFT adapter, used with every method except ``before``.
-        seed: random seed.
-        dtype: ``auto`` or one of ``DTYPES``; see ``load_model``.
-        attn: attention implementation of transformers; None leaves the choice to transformers.
-        device: a torch device or ``auto``.
-        batch_size: rows per forward; None fits them into ``automatic_tokens``, and halves a batch
-            that does not fit into memory.
-        chat: whether prompts use the chat template.
-        trained_length: trained context, tokens; None reads it from the config.
-        compose: as in :func:`rope_ext.patch`.
-        force: also measure lengths beyond the target length of a method, and an adapter with a
-            different patch than it was trained with.
-        output: directory for the results.
-        url: address of an OpenAI-compatible server to measure instead of a model, or several to
-            compare. ``models`` then contains the tokenizer, and ``methods`` is ``("none",)``.
-        served_model_name: name of the model on the server; one for each of several.
-        tokenizer: directory or Hub ID of its tokenizer.
-        api: how prompts are sent; see ``Served``.
-        concurrency: requests at a time.
-        retries: number of retries if the server cannot be reached, is busy or fails.
-        timeout: seconds until a request counts as failed.
-        resume: use the results in ``output`` and complete them.
-        overwrite: delete the results in ``output``.
-        finetune: the next command is that of training.
+    ``models`` are directories or Hub IDs, lengths tokens. The unpatched model is always measured,
+    too, and the trained length if some lengths are longer. With ``url``, ``models`` contains the
+    tokenizer and ``methods`` is ``("none",)``. A ``batch_size`` of None fits rows into
+    ``automatic_tokens``, and halves a batch that does not fit into memory.
     """
 
-    models: tuple[str, ...] = option(
-        MISSING,
-        "model directory, Hub ID or .gguf file (or a directory and --gguf-file FILE); repeat for "
-        "several",
-        _models,
-        "--model",
-        group=MEASURED,
-        action="append",
-    )
-    adapter: str | None = option(None, "PEFT adapter to use with every method", group=MEASURED)
+    models: tuple[str, ...]
     methods: tuple[str, ...] = option(
         MISSING,
         "method names, separated by commas; repeatable. 'none' is the unpatched model, 'adapter' "
         "the patch that the adapter was trained with, 'before' that patch without the adapter",
         _names,
-        "--method",
-        group=MEASURED,
-        also="--methods",
-        action="append",
-    )
-    factor: float = option(
-        4.0,
-        "extension factor: target length / trained length; default: 4",
-        group=MEASURED,
-        type=float,
-    )
-    trained_length: int | None = option(
-        None, "override the trained length in the config", trained_length, group=MEASURED
-    )
-    compose: bool | Literal["raise"] = option(
-        False,
-        "with existing RoPE scaling: apply on top of it (stack, or no value), or raise its factor",
-        parse_compose,
-        group=MEASURED,
-        nargs="?",
-        const=True,
-        metavar="stack|raise",
-    )
-    dtype: str = option("auto", "auto (float32 on CPU), float32, bfloat16 or float16", group=RUN)
-    attn: str | None = option(
-        None, "attention implementation, such as sdpa, eager, flash_attention_2", group=RUN
-    )
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps ...", group=RUN)
-    seed: int = option(0, "random seed", group=RUN, type=int)
-    output: Path = option(  # noqa: RUF009
-        Path("runs/eval"), "directory for the results", group=RUN, type=Path
+        *("--method", "--methods"),
+        repeat=True,
     )
     lengths: tuple[int, ...] = option(
         MISSING,
         "context lengths, such as 512,4k,8k",
         parse_lengths,
-        group=ASKED,
-        also="--length",
-        action="append",
-        required=True,
+        *("--lengths", "--length"),
+        repeat=True,
     )
+    factor: float = option(4.0, "extension factor: target length / trained length")
+    adapter: str | None = option(None, "PEFT adapter to use with every method")
     options: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict,
         metadata=option(
             None,
-            "METHOD.NAME=VALUE, NAME=VALUE for a single method, or METHOD=FILE.json",
-            parse_options,
+            "METHOD.NAME=VALUE, NAME=VALUE for a single method, or METHOD=FILE.json; repeatable",
+            list,
             "--option",
-            group=MEASURED,
-            action="append",
+            repeat=True,
         ).metadata,
     )
-    batch_size: int | None = option(
-        None, "rows per forward, or auto", batch_size, group=RUN, typed="auto"
+    trained_length: int | None = option(
+        None, "override the trained length in the config", _trained_length
     )
-    chat: Chat = option(  # noqa: RUF009
-        "auto", "use the chat template", group=ASKED, choices=("auto", "yes", "no")
-    )
-    force: bool = option(
+    compose: bool | Literal["raise"] = option(
         False,
-        "also measure lengths beyond a method's target, or an adapter with another method",
-        group=ASKED,
+        "with existing RoPE scaling: apply on top of it (stack, or no value), or raise its factor",
+        parse_compose,
     )
+    dtype: str = option("auto", "auto (float32 on CPU), float32, bfloat16 or float16")
+    attn: str | None = option(
+        None, "attention implementation, such as sdpa, eager, flash_attention_2"
+    )
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps ...")
+    seed: int = option(0, "random seed")
+    batch_size: int | None = option(None, "rows per forward, or auto", batch_size)
+    chat: Chat = option("auto", "use the chat template")  # noqa: RUF009
+    force: bool = option(
+        False, "also measure lengths beyond a method's target, or an adapter with another method"
+    )
+    output: Path = option(Path("runs/eval"), "directory for the results", Path)  # noqa: RUF009
+    resume: bool = option(False, "resume the run in --output")
+    overwrite: bool = option(False, "delete the results in --output")
+    finetune: bool = option(False, "go on with training: print its command as the next one")
     url: str | tuple[str, ...] | None = option(
         None,
-        "address of an OpenAI-compatible server, such as http://HOST:PORT/v1; repeat it to compare "
-        "deployments on the same prompts",
-        _one_or_several,
-        group=SERVED,
-        action="append",
+        "in place of a model and methods, the address of an OpenAI-compatible server, such as "
+        "http://HOST:PORT/v1; repeat it to compare deployments on the same prompts",
+        _names,
+        repeat=True,
     )
     served_model_name: str | tuple[str, ...] | None = option(
         None,
         "name under which it serves the model; one for every --url, separated by commas",
-        _one_or_several,
-        group=SERVED,
-        also="--served-as",
-        action="append",
+        _names,
+        *("--served-model-name", "--served-as"),
+        repeat=True,
     )
-    tokenizer: str | None = option(
-        None, "directory or Hub ID of the tokenizer of the served model", group=SERVED
-    )
+    tokenizer: str | None = option(None, "directory or Hub ID of the tokenizer of the served model")
     api: Api = option(  # noqa: RUF009
         "completions",
         "completions sends token IDs; text sends the prompt as text, for servers that accept no "
         "IDs; chat sends messages, for servers without completions",
-        group=SERVED,
-        choices=("completions", "text", "chat"),
     )
-    concurrency: int = option(4, "number of concurrent requests", group=SERVED, type=int)
-    retries: int = option(
-        8, "retries of a failed request, with increasing delays", group=SERVED, type=int
-    )
-    timeout: float = option(1800.0, "timeout of a request in seconds", group=SERVED, type=float)
-    resume: bool = option(False, "resume the run in --output", group=ASKED)
-    overwrite: bool = option(False, "delete the results in --output", group=ASKED)
-    finetune: bool = option(
-        False, "go on with training: print its command as the next one", group=ASKED
-    )
+    concurrency: int = option(4, "number of concurrent requests")
+    retries: int = option(8, "retries of a failed request, with increasing delays")
+    timeout: float = option(1800.0, "timeout of a request in seconds")
 
     @property
     def servers(self) -> list[Server]:
@@ -250,15 +148,13 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """The settings that determine the results, as plain data."""
-        names = set(self.__dataclass_fields__) - {
-            "output",
-            "resume",
-            "overwrite",
-            "force",
-            "finetune",
-        }
-        names -= {"concurrency", "retries", "timeout"}
-        return {name: getattr(self, name) for name in sorted(names)}
+        left = {"output", "resume", "overwrite", "force", "finetune"}
+        left |= {"concurrency", "retries", "timeout"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left}
+
+
+def _several(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else given or ()
 
 
 def require_seed(seed: int) -> None:

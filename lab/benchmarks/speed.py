@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from transformers import DynamicCache
 import rope_ext
 from lab.benchmarks import attention, decoding, measuring
 from lab.benchmarks.measuring import NATIVE, Measured
-from rope_eval import command
-from rope_eval.cases import require_positive
+from rope_eval.cases import dump, require_positive
+from rope_eval.folder import Folder
 from rope_eval.settings import batch_size
 from rope_eval.versions import versions
-from rope_ext.command.arguments import parse_lengths, parse_options, split
+from rope_ext.command.arguments import parse_length, parse_lengths, parse_options, split
 from rope_ext.command.method_options import checked_methods
-from rope_ext.command.terminal import tell
+from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell
 from rope_ext.errors import OptionError
 from rope_ext.methods import build_method
 from rope_ext.saving import checkpoints as models
@@ -149,21 +150,20 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises:
         RopeExtError: something is unknown or cannot be loaded.
     """
-    args.model = args.model or [MODEL]
     if args.small:
-        args.lengths, args.attention_lengths, args.window, args.rounds = ["64"], ["128"], 32, 2
-    name, names = command.only_model(args), split(args.method or ())
+        args.lengths, args.attention_lengths, args.window, args.rounds = "64", "128", 32, 2
+    names = split(args.method)
     variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
     if names or args.option:
         own = parse_options(args.option, names)
-        methods = checked_methods(names, args.factor, own, args.adapter, force=True)
+        methods = checked_methods(names, args.factor, own)
         variants = {method: {"method": method, **more} for method, more in methods.items()}
     kinds = {variant: kind(_built(**more)) for variant, more in variants.items()}
-    rows, lengths = batch_size(args.batch_size) or 1, parse_lengths(args.lengths or ["2k"])
+    rows, lengths = batch_size(args.batch_size) or 1, parse_lengths(args.lengths)
     parts = split(args.parts)
     if not parts or set(parts) - set(PARTS):
         raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
-    of_attention = parse_lengths(args.attention_lengths or ["8k,16k"])
+    of_attention = parse_lengths(args.attention_lengths)
     require_positive(
         batch_size=rows,
         rounds=args.rounds,
@@ -176,7 +176,7 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         dtypes = ["float32", "bfloat16"] if where["bfloat16"] else ["float32"]
     made: dict[str, Any] = {
         "machine": where,
-        "model": name,
+        "model": args.model,
         "batch_size": rows,
         "rounds": args.rounds,
         "window": args.window,
@@ -189,12 +189,9 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "attention": {},
         "versions": versions(),
     }
-    given = {
-        "compose": args.compose,
-        "original_max_position_embeddings": args.trained_length,
-    }
+    given = {}
     for dtype in dtypes if "models" in parts else ():
-        model = models.load_model(name, dtype, args.device, args.attn, args.adapter)
+        model = models.load_model(args.model, dtype, args.device, args.attn)
         patched = {NATIVE: model}
         for variant, more in variants.items():
             patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **{**given, **more})
@@ -297,15 +294,35 @@ def show(data: Mapping[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = command.bare(__doc__, "runs/speed", model=MODEL)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--lengths", action="append", help="tokens, such as 2k,8k; 2k if left out")
-    add("--attention-lengths", action="append", help="likewise; 8k,16k if left out")
-    add("--window", type=command.tokens, default=1024, help="of attention alone, tokens")
+    add("--model", default=MODEL, help="directory or Hub ID")
+    add("--method", default="", help="names, comma between; all kinds if left out")
+    add("--option", action="append", help="METHOD.NAME=VALUE")
+    add("--factor", type=float, default=4.0)
+    add("--lengths", default="2k", help="tokens, such as 2k,8k")
+    add("--attention-lengths", default="8k,16k", help="likewise")
+    add("--window", type=parse_length, default=1024, help="of attention alone, tokens")
     add("--rounds", type=int, default=15, help="runs of each; of attention a fifth")
     add("--parts", default=",".join(PARTS), help="of %(default)s")
     add("--small", action="store_true", help="few tokens and rounds, to see that it runs")
-    command.run(parser.parse_args(arguments), evaluate, show, "speed.json", {"speed.md": page})
+    add("--dtype", default="auto")
+    add("--attn", help="attention implementation")
+    add("--device", default="auto")
+    add("--batch-size", default="auto")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, default=Path("runs/speed"), help="directory for the results")
+    args = parser.parse_args(arguments)
+    with clean_errors(), stoppable("run the same command to measure again"):
+        quiet()
+        folder, data = Folder(args.output), {}
+        with folder.lock():
+            for data in evaluate(args):
+                pages = {"speed.json": dump(data), "speed.md": page(data)}
+                folder.write({name: text.encode() for name, text in pages.items()})
+        show(data)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
     for number, ((model, text, method, factor, options), cells) in enumerate(groups.items()):
         folder = output / f"{number}-{method}"
         measured = {_length(table, cell, dry): cell for cell in cells}
-        words = [table.task, "--model", STAND_IN if dry else model, "--method", method]
+        words = ["--tasks", table.task, "--model", STAND_IN if dry else model, "--method", method]
         words += ["--lengths", ",".join(map(str, measured)), "--force", "--resume"]
         words += ["--factor", f"{factor:g}"] if method != "none" else []
         for option in _DRY_OPTIONS.get(method, ()) if dry else options:

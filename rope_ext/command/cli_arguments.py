@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rope_ext.command.arguments import parse_compose, take
+from rope_ext.command.evaluators import find
 from rope_ext.command.terminal import clean_errors, quiet, tell
 
 Model = Annotated[
@@ -60,7 +61,22 @@ Compose = Annotated[
 
 
 class Commands(TyperGroup):
-    """All commands; what is wrong is told in one line, with status 2."""
+    """All commands, with those of the evaluators; a wrong option is told in one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        self._add_evaluators()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command; the evaluators are imported for one that is not of this package."""
+        if cmd_name not in self.commands:
+            self._add_evaluators()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_evaluators(self) -> None:
+        if (evaluators := find("cli")) is not None:
+            self.commands.update(typer.main.get_group(evaluators.app).commands)
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Run and exit; without ``standalone_mode``, return the status or raise."""

@@ -20,9 +20,9 @@ def test_a_table_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     for dry in (False, True):
         for run in runs(table, tmp_path, dry):
             assert min(run.cells) >= 512  # a question of RULER needs this much
-            parser = command.parser("", "runs", [table.task])
-            parsed = parser.parse_args(list(run.words[1:]))
-            assert parsed.lengths == [",".join(map(str, run.cells))]
+            made = command.command_for("eval", run.words)
+            parsed = made.make_context("eval", list(run.words)).params
+            assert parsed["lengths"] == [",".join(map(str, run.cells))]
 
 
 def test_a_number_agrees_within_the_tolerance() -> None:

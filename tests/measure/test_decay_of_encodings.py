@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import rope_ext
-from rope_eval.plots import pictures
-from rope_eval.plots.numbers import bias_at, decay_at, rotates
+from rope_eval.plots.methods import bias_at, decay_at, rotates
 from rope_ext.methods import Rope
-from tests.helpers.encodings import parameters
-from tests.helpers.models import tiny_llama
 
 ROPE = Rope.geometric(1e4, 16, 64)
 AT = torch.tensor([0.0, 1.0, 40.0, 199.0], dtype=torch.float64)
@@ -57,35 +51,3 @@ def test_encodings_that_turn_decay_as_they_turn() -> None:
         by_hand.append(2 * sum(math.cos((5 - n % 10) * theta - angle) for theta, _ in pairs))
     assert decay_at(ROPE, chunked, 26, at).tolist() == pytest.approx(by_hand)
     assert rotates(ROPE, chunked) and rotates(ROPE, rope_ext.XPos())
-
-
-def axes_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The panels that are drawn from now on."""
-    drawn, found = pictures.KINDS["decay"], []
-
-    def spy(name: str) -> Any:
-        def draw(axes: Any, *given: Any) -> None:
-            getattr(drawn, name)(axes, *given)
-            found.append(axes)
-
-        return draw
-
-    monkeypatch.setitem(
-        pictures.KINDS, "decay", replace(drawn, draw=spy("draw"), beside=spy("beside"))
-    )
-    return found
-
-
-@pytest.mark.slow
-def test_a_checkpoint_shows_what_it_learned(monkeypatch, tmp_path: Path) -> None:
-    model = rope_ext.patch(tiny_llama(), "t5", num_buckets=16)
-    with torch.no_grad():
-        next(iter(parameters(model).values())).fill_(0.7)
-    model.save_pretrained(tmp_path)
-    panels = axes_of(monkeypatch)
-    methods = [rope_ext.T5(factor=4, num_buckets=16), rope_ext.T5(factor=4)]
-    pictures.draw("decay", str(tmp_path), methods, tmp_path / "one.png")
-    labels = panels[1].get_legend_handles_labels()[1]
-    assert labels == ["t5 (num_buckets=16), trained", "t5, untrained"]
-    learned, begins = (line.get_ydata() for line in panels[1].get_lines()[:2])
-    assert learned == pytest.approx(0.7) and not any(begins)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rope_eval import command
 from rope_eval.cases import read_outcomes
 from rope_eval.evaluate import evaluate
 from rope_eval.folder import HEADER, HIDDEN, Folder, lock, log_name, replace_file
@@ -83,10 +80,9 @@ def test_overwriting_deletes_everything_of_ours_and_nothing_else(tmp_path: Path)
     folder.write({"table.md": b"ours", "rates.png": b"ours", "cells.csv": b"ours"})
     for rank in (0, 3):
         replace_file(tmp_path / log_name(rank), HEADER + b"{}\n")
-    (tmp_path / "cells.csv").write_bytes(b"edited")
     (tmp_path / "notes.md").write_bytes(b"theirs")
     folder.clear()
-    assert {path.name for path in tmp_path.iterdir()} == {HIDDEN, "cells.csv", "notes.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {HIDDEN, "notes.md"}
 
 
 def test_killed_while_it_writes_the_files_are_still_ours(
@@ -110,19 +106,6 @@ def test_killed_while_it_writes_the_files_are_still_ours(
     assert (tmp_path / "table.md").read_bytes() == b"newest"
 
 
-def test_what_is_measured_in_parts_is_written_after_each(tmp_path: Path) -> None:
-    path, there = tmp_path / "out" / "speed.json", []
-
-    def parts(args: object) -> Iterator[dict]:
-        yield {"program": "rope_ext", "parts": 1}
-        there.append(json.loads(path.read_text()))
-        yield {"program": "rope_ext", "parts": 2}
-
-    args = command.bare("", str(path.parent)).parse_args(["--model", "m"])
-    command.run(args, parts, there.append, path.name)
-    assert [data["parts"] for data in (*there, json.loads(path.read_text()))] == [1, 2, 2]
-
-
 # One run at a time
 
 
@@ -141,15 +124,14 @@ def holding(folder: Path) -> int:
     return child
 
 
-def test_a_folder_in_use_names_who_uses_it_and_a_killed_run_leaves_it_free(
+def test_a_folder_in_use_is_refused_and_a_killed_run_leaves_it_free(
     settings: Settings, checkpoint: Path
 ) -> None:
     evaluate(settings, TASKS)
     other = holding(settings.output)
     try:
         more = changed(settings, resume=True, methods=("ntk",))
-        said = rf"out is in use by another run \(process {other} on \S+ since 2\d\d\d-"
-        with pytest.raises(MeasureError, match=said):
+        with pytest.raises(MeasureError, match="out is in use by another run"):
             evaluate(more, TASKS)
     finally:
         os.kill(other, signal.SIGKILL)
@@ -173,12 +155,3 @@ def test_a_run_that_ended_after_the_plan_was_made_is_not_mixed_in(settings: Sett
     evaluate(settings, TASKS)
     with pytest.raises(MeasureError, match="holds results already"):
         run.run(plan)
-
-
-# What a log may hold
-
-
-# Disks
-
-
-# What is printed

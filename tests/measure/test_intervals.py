@@ -102,9 +102,7 @@ def scores(beyond: float, within: float, passes: int, inside: int = 20, of: int 
         return [loss + by * (1 + 0.1 * (i % 2)) for i, loss in enumerate(EASY)]
 
     trials = [[1.0] * n + [0.0] * (of - n) for n in (inside, passes)]
-    return Scores(
-        {512: losses(within), 1024: losses(beyond)}, {(512, 0): trials[0], (1024, 0): trials[1]}
-    )
+    return Scores({512: losses(within), 1024: losses(beyond)}, {512: trials[0], 1024: trials[1]})
 
 
 def test_passkeys_found_by_luck_throw_no_method_out() -> None:

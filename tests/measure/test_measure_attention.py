@@ -1,8 +1,6 @@
-"""What the measurements see of attention: weights against other code, means against hand counts."""
+"""What the measurements see of attention: weights against other code and hand counts."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import nn
 
 import rope_ext
 from rope_eval.plots import attention
-from rope_eval.plots.attention import FIRST, by_distance, evenly, octaves, resultants
+from rope_eval.plots.attention import FIRST, by_distance, evenly, octaves
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, METHODS, by_formula, by_geometry, patch
@@ -98,12 +96,6 @@ def test_even_attention_by_hand() -> None:
     assert evenly(seen.edges).tolist() == pytest.approx([itself, before, two, four, 0])
 
 
-def test_even_attention_is_what_a_model_without_queries_gives(row) -> None:
-    model = tiny_llama(num_hidden_layers=1)
-    nn.init.zeros_(model.model.layers[0].self_attn.q_proj.weight)
-    assert_alike(by_distance(model, [row], EDGES).shares.tolist(), [evenly(EDGES).tolist()])
-
-
 def test_rows_are_averaged_and_everything_adds_up(row) -> None:
     model = tiny_llama()
     one, other = looked(model, row), looked(model, row[::-1])
@@ -116,21 +108,3 @@ def test_bins_are_octaves_that_meet_the_trained_length() -> None:
     assert octaves(8, 64) == (0, 1, 2, 4, 8, 16, 32, 64)
     assert octaves(100, 450) == (0, 1, 2, 3, 6, 12, 25, 50, 100, 200, 400, 450)
     assert octaves(512, 5) == (0, 1, 2, 4, 5)
-
-
-# --- mean queries and keys -----------------------------------------------------------------------
-
-
-def test_mean_resultant_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two kinds of tokens, whose queries are a right angle apart: |(1, 1) / 2| = 0.71."""
-    model = tiny_llama(num_hidden_layers=1)
-    tokens, heads = model.model.embed_tokens.weight, model.model.layers[0].self_attn.q_proj.weight
-    with torch.no_grad():
-        tokens[3:5] = torch.eye(2, tokens.shape[1])
-        heads[:16] = 0  # the first head's pair 0 lies in its columns 0 and 8
-        heads[0, 0] = heads[8, 1] = 0.5
-    found = resultants(model, [(3, 4) * 20])
-    assert found.query[0].item() == pytest.approx(math.sqrt(0.5), abs=1e-5)
-
-
-# --- refused -------------------------------------------------------------------------------------

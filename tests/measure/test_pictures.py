@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rope_ext
 from rope_eval.plots import methods as panels
@@ -21,14 +18,12 @@ from rope_eval.plots.attention import (
     choose_windows,
     octaves,
 )
-from rope_eval.plots.numbers import decay_at, frequencies, largest_angles, used_distances
-from rope_ext.methods import Method, Rope
+from rope_eval.plots.methods import decay_at
+from rope_ext.methods import Rope
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
-from tests.helpers.models import tiny_llama
 
 ROPE = Rope.geometric(10000, 16, 128)  # 8 pairs; the first 3 turn fully: 128, 40.5, 12.8, 4.05
-model = functools.cache(tiny_llama)
 TEXT = [Path(__file__)]
 
 
@@ -37,88 +32,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
-def distances_of(method: Method | None, length: int, *distance: int) -> list[float]:
-    asked = torch.tensor(distance, dtype=torch.float64)
-    return used_distances(ROPE, method, length, asked).tolist()
-
-
-def test_the_spectrum_of_pi_is_divided_and_the_unpatched_one_is_as_trained() -> None:
-    theta = 10000 ** -(torch.arange(8, dtype=torch.float64) / 8)
-    torch.testing.assert_close(frequencies(ROPE, None, 512), theta)
-    torch.testing.assert_close(frequencies(ROPE, rope_ext.PI(factor=4), 512), theta / 4)
-    assert frequencies(ROPE, rope_ext.ReRoPE(factor=4), 512).equal(ROPE.inv_freq)
-
-
-def test_the_spectrum_of_a_dynamic_method_is_that_at_the_length() -> None:
-    dynamic = rope_ext.DynamicYaRN(factor=4)
-    torch.testing.assert_close(frequencies(ROPE, dynamic, 128), ROPE.inv_freq)
-    yarn = frequencies(ROPE, rope_ext.YaRN(factor=2), 256)
-    torch.testing.assert_close(frequencies(ROPE, dynamic, 256), yarn)
-
-
-def test_largest_angles() -> None:
-    assert largest_angles(ROPE, None, 512)[0] == 512  # the fastest turns by one radian a token
-    assert largest_angles(ROPE, rope_ext.PI(factor=4), 512).tolist() == pytest.approx(
-        (128 * ROPE.inv_freq).tolist()
-    )
-    rerope = largest_angles(ROPE, rope_ext.ReRoPE(factor=4, window=20), 512)
-    assert rerope.tolist() == (21 * ROPE.inv_freq).tolist()  # distances 0 to 20
-
-
 def test_decay() -> None:
     none = torch.zeros(1, dtype=torch.float64)
-    assert decay_at(ROPE, None, 512, none).item() == 16  # twice the pairs
+    assert decay_at(ROPE, rope_ext.RoPE(), 512, none).item() == 16  # twice the pairs
     at = torch.tensor([5.0, 40.0], dtype=torch.float64)
     by_hand = [2 * sum(math.cos(x * 10 ** (-i / 2)) for i in range(8)) for x in (5, 40)]
-    assert decay_at(ROPE, None, 512, at).tolist() == pytest.approx(by_hand)
+    assert decay_at(ROPE, rope_ext.RoPE(), 512, at).tolist() == pytest.approx(by_hand)
     assert decay_at(ROPE, rope_ext.PI(factor=4), 512, 4 * at).tolist() == pytest.approx(by_hand)
     near, far = decay_at(ROPE, rope_ext.ReRoPE(factor=4, window=5), 512, at).tolist()
     assert near == far == pytest.approx(by_hand[0])
 
 
-@given(window=st.integers(1, 60), distance=st.integers(0, 199))
-@settings(max_examples=50, deadline=None)
-def test_rerope_stops_at_its_window(window: int, distance: int) -> None:
-    method = rope_ext.ReRoPE(factor=4, window=window)
-    assert distances_of(method, 200, distance) == [min(distance, window)]
-
-
-@pytest.mark.parametrize(
-    ("method", "distance", "used"),
-    [
-        (None, 150, 150),
-        (rope_ext.YaRN(factor=4), 150, 150),
-        # floor(199 / 10) + 20 - floor(20 / 10) = 37 for the query, less floor(n / 10)
-        (rope_ext.SelfExtend(factor=4, window=20, group=10), 19, 19),
-        (rope_ext.SelfExtend(factor=4, window=20, group=10), 20, 37 - 17),  # n = 179
-        (rope_ext.SelfExtend(factor=4, window=20, group=10), 155, 37 - 4),  # n = 44
-        (rope_ext.LeakyReRoPE(factor=4, window=20, k=5), 120, 40),  # 20 + 100 / 5
-        (rope_ext.STRING(factor=1.5, shift=50, window=10), 120, 80),
-        # Chunks of 32: the query is the 8th token (place 7) of the chunk from 192 on.
-        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 7, 7),
-        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 8, 8),  # place 31; 7 + 32 - 31
-        (rope_ext.DualChunk(factor=4, chunk=40, local=8), 40, 40 - 31),  # n = 159, two chunks back
-        (rope_ext.LMInfinite(factor=4, window=30, sinks=2), 29, 29),
-        (rope_ext.LMInfinite(factor=4, window=30, sinks=2), 30, None),
-        (rope_ext.LMInfinite(factor=4, window=30, sinks=2), 198, 30),  # the second sink
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_distances_in_use_of_the_last_of_200_tokens(
-    method: Method | None, distance: int, used: float | None
-) -> None:
-    [found] = distances_of(method, 200, distance)
-    assert math.isnan(found) if used is None else found == used
-
-
-METHODS = {
-    "spectrum": [rope_ext.YaRN(factor=4), rope_ext.PRoPE(factor=4)],  # zero frequencies too
-    "angles": [rope_ext.YaRN(factor=4), rope_ext.PRoPE(factor=4), rope_ext.SelfExtend(factor=4)],
-    "decay": [rope_ext.YaRN(factor=4), rope_ext.LMInfinite(factor=4)],
-    "distances": [rope_ext.DualChunk(factor=4), rope_ext.LMInfinite(factor=2)],
-    "weighted-decay": [rope_ext.YaRN(factor=4), rope_ext.LMInfinite(factor=4)],
-    "attention": [rope_ext.YaRN(factor=4), rope_ext.ReRoPE(factor=4)],
-}
+METHODS = [rope_ext.YaRN(factor=4), rope_ext.ReRoPE(factor=4)]
 
 
 # --- pictures of a model with weights ------------------------------------------------------------
@@ -133,7 +58,7 @@ def measured(monkeypatch, kind: str, checkpoint: str, path: Path) -> tuple[dict,
         drawn.draw(axes, *given)
 
     monkeypatch.setitem(pictures.KINDS, kind, replace(drawn, draw=spy))
-    pictures.draw(kind, checkpoint, METHODS["attention"], path, text=TEXT, windows=2)
+    pictures.draw(kind, checkpoint, METHODS, path, text=TEXT, windows=2)
     _, lines, length, what = found
     assert length == 4 * TRAINED
     return lines, what
@@ -147,13 +72,10 @@ def test_attention_is_that_of_the_model_under_each_method(
     text, edges = choose_windows(tokenizer, TEXT, 4 * TRAINED, 2), octaves(TRAINED, 4 * TRAINED)
     assert list(found) == [*lines, panels.TRAINED]
     seen = [by_distance(model, text.at(4 * TRAINED), edges)]
-    for method in METHODS["attention"]:
+    for method in METHODS:
         with rope_ext.patched(model, method):
             seen.append(by_distance(model, text.at(4 * TRAINED), edges))
     seen.append(by_distance(model, text.at(TRAINED), edges[:-2]))
     for shown, right in zip(found.values(), seen, strict=True):
         assert shown.shares.equal(right.shares) and shown.edges == right.edges
     assert not torch.allclose(seen[0].shares, seen[1].shares, atol=1e-3)
-
-
-# --- mistakes ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import typer
 
 from recipes import memory
 from rope_eval.cases import dump
-from rope_eval.command import COMPARE, parser
+from rope_eval.command import command_for
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
 from rope_eval.run import runner as run
@@ -174,9 +174,9 @@ def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
     [words] = report.next_commands
     assert report.recommendations[0].endswith(f"Next: {shlex.join(words)}")
     assert words[:2] == ["rope-ext", "compare"]
-    made = parser("", "", COMPARE.tasks).parse_args(words[2:])
-    assert parse_options(made.option) == settings.options
-    assert made.model == list(settings.models) and made.windows == 64
+    made = command_for("compare", words).make_context("compare", words[2:]).params
+    assert parse_options(made["options"]) == settings.options
+    assert made["models"] == list(settings.models) and made["windows"] == 64
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Rep
     ), sentence
     [words] = helped.next_commands
     assert words[words.index("--text") + 1].endswith("texts.jsonl")  # not on other text
-    command = typer.main.get_command(app).commands[words[1]]
+    command = typer.main.get_command(app).get_command(None, words[1])
     made = command.make_context(words[1], words[2:])  # parsed, not run
     assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from itertools import pairwise
@@ -129,62 +128,6 @@ def test_a_search_is_seeded_ascends_and_beats_what_it_began_with(model, tokenize
     assert tried[KNOWN + 2]["method"]["long_factor"] == [round(a / b, 2) for a, b in both]
 
 
-@pytest.mark.parametrize("scored", [None, 20, TARGET - 1])
-def test_the_loss_is_what_transformers_computes_of_the_last_tokens(
-    model, tokenizer, tmp_path, scored: int | None
-) -> None:
-    ids = tokenizer(DOCUMENTS[0], return_tensors="pt", verbose=False)["input_ids"]
-    text = tokenizer.decode(ids[0, 1:TARGET])  # with the token before it, one window
-    assert len(tokenizer(text, verbose=False)["input_ids"]) == TARGET
-    output = tmp_path / "found.json"
-    options = SMALL | {"samples": 1, "iterations": 1, "scored": scored, "output": output}
-    rope_ext.search(model, tokenizer, TARGET, [text], **options)
-    whole = ids[:, :TARGET]
-    labels = whole.clone()
-    labels[:, : TARGET - (scored or TARGET // 2)] = -100
-    for line in log(output)[2:5]:
-        name, options = line["method"].pop("name"), line["method"]
-        with rope_ext.patched(model, name, **options), torch.no_grad():
-            right = float(model(whole, labels=labels).loss)
-        assert loss_of(line) == pytest.approx(right, rel=1e-5)  # float32 means in another order
-
-
-def test_the_answers_alone_are_what_transformers_computes_of_them(
-    model, tokenizer, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr(
-        measuring, "MIN_FOUND", 0
-    )  # prompts count although a random model finds none
-    rows = []
-
-    def seen(module, args, kwargs):
-        rows.extend(kwargs["input_ids"])
-
-    output = tmp_path / "found.json"
-    hook = model.register_forward_pre_hook(seen, with_kwargs=True)
-    given = {"scored": 0, "prompts": 16, "attention_factor": 1.2}
-    found(model, tokenizer, output, iterations=1, **given)
-    hook.remove()
-    # The first tells the model, 16 prompts of the unpatched model decide; of all tables these.
-    asked = rows[1 + 16 : 1 + 16 + 32]
-    assert [len(row) for row in asked] == 16 * [TRAINED] + 16 * [TARGET]
-    for row in asked:
-        answer = tokenizer.decode(row[-5:])
-        text = tokenizer.decode(row[:-5])
-        assert answer.isdigit() and text.count(answer) == 2
-    filler = ["There is an important info" in tokenizer.decode(row) for row in asked]
-    assert filler == 2 * (8 * [True] + 8 * [False])
-    for line in [log(output)[2], log(output)[-1]]:
-        name, options = line["method"].pop("name"), line["method"]
-        with rope_ext.patched(model, name, **options), torch.no_grad():
-            logits = torch.stack([model(row[None]).logits[0, -6:-1] for row in asked])
-        answers = torch.stack([row[-5:] for row in asked])
-        right = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
-        assert loss_of(line) == pytest.approx(float(right), rel=1e-5)
-        assert line["scores"]["far"] == [] and line["scores"]["found"] == 32 * [False]
-        assert name == "yarn" or options["attention_factor"] == 1.2
-
-
 def test_a_table_that_is_best_for_text_and_finds_nothing_is_not_found(
     model, tokenizer, monkeypatch
 ) -> None:
@@ -259,13 +202,7 @@ def test_a_finalist_replaces_yarn_only_if_it_is_better_beyond_noise_and_worse_in
     assert module.validated(lost) == "other"
 
 
-def test_prompts_that_the_unpatched_model_does_not_answer_do_not_count(
-    model, tokenizer, caplog
-) -> None:
-    assert found(model, tokenizer, prompts=16, iterations=1) == found(
-        model, tokenizer, iterations=1
-    )
-    assert "answers hidden in filler do not count" in caplog.text and "0 of 8" in caplog.text
+def test_answers_alone_need_prompts_that_count(model, tokenizer) -> None:
     with pytest.raises(rope_ext.MeasureError, match="scored=0 leaves out the text"):
         found(model, tokenizer, prompts=16, scored=0)
 
@@ -286,19 +223,11 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    state = copy.deepcopy(model.state_dict()), model.config.to_dict()
-    frequencies = model.model.rotary_emb.inv_freq.clone()
-    model.train()
-    model.model.layers[0].eval()
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", forward)
         with pytest.raises(KeyboardInterrupt):
             found(model, tokenizer, part)
         assert rope_ext.describe(model).method is None
-        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
-        assert model.config.to_dict() == state[1]
-        assert model.training and not model.model.layers[0].training
-
         assert len(log(part)) == 25 and part.exists()
         path = part.with_suffix(".jsonl")
         path.write_bytes(path.read_bytes()[:-10])  # and its last line is cut short
@@ -316,18 +245,6 @@ def test_tables_with_start_tokens_are_not_exported(model, tokenizer) -> None:
     rope_ext.patch(model, method)
     with pytest.raises(rope_ext.ExportError, match=r"start_tokens=4 .* patch with start_tok"):
         rope_ext.export(model, "vllm")
-
-
-def test_a_scaled_checkpoint_is_searched_on_top_of_what_it_has(checkpoint, tokenizer) -> None:
-    rope = {
-        **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0},
-        **{"high_freq_factor": 4.0, "original_max_position_embeddings": TRAINED // 2},
-    }
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, rope_parameters=rope).eval()
-    with pytest.raises(rope_ext.AlreadyScaledError, match="compose=True"):
-        found(model, tokenizer)
-    method = found(model, tokenizer, compose=True, iterations=1)
-    rope_ext.patch(model, method, compose=True)
 
 
 BAD = [
@@ -436,24 +353,7 @@ def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(axes: int, pr
     assert (angles(7)[0] - angles(0)[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("short", [None, [1.0] * 8])
-def test_start_tokens_decode_and_pad_as_they_are_recomputed(ids, short) -> None:
-    method = rope_ext.LongRoPE(start_tokens=20, short_factor=short, **START)
-    model = rope_ext.patch(tiny_llama(), method)
+def test_start_tokens_decode_as_they_are_recomputed(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), rope_ext.LongRoPE(start_tokens=20, **START))
     whole = recomputed(model, ids)
     torch.testing.assert_close(decoded(model, ids, [150] + [1] * 10), whole, **EXACT)
-    lengths = [160, 70]
-    for side in ("left", "right"):
-        rows, masks = (
-            torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side=side)
-            for parts in (
-                [ids[row, :n] for row, n in enumerate(lengths)],
-                [torch.ones(n, dtype=torch.long) for n in lengths],
-            )
-        )
-        given = {"position_ids": (masks.cumsum(-1) - 1).clamp(min=0)} if side == "left" else {}
-        with torch.no_grad():
-            together = model(rows, attention_mask=masks, **given).logits
-        for row, n in enumerate(lengths):
-            alone = recomputed(model, ids[row : row + 1, :n])[0]
-            torch.testing.assert_close(together[row][masks[row].bool()], alone, **EXACT)

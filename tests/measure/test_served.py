@@ -233,7 +233,7 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
         ]
         words += ["--tokenizer", str(checkpoint), "--text", str(book), "--windows", "2"]
         words += ["--trials", "2", "--depths", "1", "--output", str(output)]
-        command.call_preset("compare", command.COMPARE, words)
+        command.call(words, "compare")
     assert one.prompts and sorted(one.prompts) == sorted(other.prompts)
     found = json.loads((output / "results.json").read_text())
     assert [system["name"] for system in found["systems"]] == ["plain", "yarn"]

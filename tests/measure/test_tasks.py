@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rope_eval import command
 from rope_eval.data.prompts import Frame
-from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base, build
+from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base
 from rope_eval.versions import PACKAGES, SHOWS, sources
 from rope_ext.cli import app
 
@@ -38,8 +38,9 @@ def own_tasks() -> Iterator[None]:
 
 
 def parsed(*words: str, tasks: list[str]) -> list[Task]:
-    needed = ["--model", "m", "--lengths", "1k"]
-    return build(tasks, vars(command.parser("", "x", tasks).parse_args([*needed, *words])))
+    words = ("--tasks", ",".join(tasks), "--model", "m", "--lengths", "1k", *words)
+    made = command.command_for("eval", words)
+    return command.asked(tasks, made.make_context("eval", [*words]).params)
 
 
 def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
@@ -56,9 +57,12 @@ def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["passkeys"], "unknown task 'passkeys'; did you mean 'passkey'? Tasks: perplexity"),
+        (
+            ["--tasks", "passkeys"],
+            "unknown task 'passkeys'; did you mean 'passkey'? Tasks: perplexity",
+        ),
         (["--model", "m"], "give --tasks some of perplexity, longppl, passkey"),
-        (["passkey", "--windows", "3"], "unrecognized arguments: --windows 3"),
+        (["passkey", "--windows", "3"], "No such option: --windows"),
         (["nowhere.py"], "file nowhere.py does not exist"),
         (["empty.py"], "empty.py registers no task; decorate one with @register"),
         (["clash.py"], "the task clash has a field seed, and --seed is an option of every"),

@@ -17,12 +17,6 @@ def draw(choices: Sequence[Any], trained: int, target: int, path: Path | BinaryI
     """Save a PNG with perplexity and, if measured, retrieval below it.
 
     A line has the candidates of a method that differ in the attention factor alone.
-
-    Args:
-        choices: of a calibration, one for each method.
-        trained: trained length in tokens.
-        target: target length in tokens.
-        path: path of the PNG, or an open file.
     """
     panels = 1 + all(t.found_beyond is not None for choice in choices for t in choice.tried)
     figure = figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * panels)

@@ -5,75 +5,42 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_eval.plots.attention import (
-    QUERIES,
-    Resultants,
-    Shares,
-    by_distance,
-    choose_windows,
-    octaves,
-    resultants,
-)
-from rope_eval.plots.methods import (
-    TRAINED,
-    Biases,
-    Lines,
-    angles,
-    attention,
-    biases,
-    decay,
-    distances,
-    spectrum,
-    weighted_decay,
-)
-from rope_eval.plots.numbers import bias_at, rotates
+from rope_eval.plots import attention, methods
+from rope_eval.plots.methods import Lines, rotates
 from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
 from rope_ext.advice.building import model_of, require_length
 from rope_ext.apply.base import refuse_scaled
 from rope_ext.config.record import option_texts
-from rope_ext.encodings import Encoding, Heads
+from rope_ext.encodings.rotation import RoPE
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site, patched
-from rope_ext.position.learned import DistanceBias
 from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving import checkpoints as models
-from rope_ext.saving.load import from_pretrained
 
 _CHARACTERS = 150  # characters in a line of the legend
-_STRETCH = 4096  # tokens per window for mean queries and keys, at most the trained length
-
-
 _ROTATING = ("frequency", "position", "rotation")
 
 
-def _resultants(
-    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool | str
-) -> Resultants:
-    return resultants(model, text.at(length))
-
-
 def _shares(
-    model: nn.Module, rope: Rope, methods: Lines, text: Windows, length: int, compose: bool | str
-) -> dict[str, Shares]:
+    model: nn.Module, rope: Rope, lines: Lines, text: Windows, length: int, compose: bool | str
+) -> dict[str, attention.Shares]:
     """Shares by label, and those of the unpatched model within its trained length."""
-    edges, found = octaves(rope.length, length), {}
-    for label, method in methods.items():
-        under = nullcontext() if method is None else patched(model, method, compose=compose)
-        with under:
-            found[label] = by_distance(model, text.at(length), edges)
+    edges, found = attention.octaves(rope.length, length), {}
+    for number, (label, method) in enumerate(lines.items()):
+        with patched(model, method, compose=compose) if number else nullcontext():
+            found[label] = attention.by_distance(model, text.at(length), edges)
     if rope.length < length:
         inner = edges[: edges.index(rope.length) + 1]
-        found[TRAINED] = by_distance(model, text.at(rope.length), inner)
+        found[methods.TRAINED] = attention.by_distance(model, text.at(rope.length), inner)
     return found
 
 
@@ -86,7 +53,6 @@ class Kind:
         shows: kinds of methods that it can show; None for all.
         title: title of the plot.
         measure: measures the model on a text; None if the plot needs no weights.
-        stretch: tokens per window of text, given the trained length and ``length``.
         beside: draws encodings without a rotation, in separate axes.
     """
 
@@ -94,23 +60,20 @@ class Kind:
     shows: tuple[str, ...] | None
     title: str
     measure: Callable[..., Any] | None = None
-    stretch: Callable[[int, int], int] = lambda trained, length: length
     beside: Callable[..., None] | None = None
 
 
 KINDS = {
-    "spectrum": Kind(spectrum, ("frequency",), "frequency of every rotary pair"),
-    "angles": Kind(angles, _ROTATING, "largest angle of every rotary pair"),
-    "decay": Kind(decay, None, "long-range decay, q\u00b7k of vectors of ones", beside=biases),
-    "distances": Kind(distances, ("position",), "effective distances"),
-    "weighted-decay": Kind(
-        weighted_decay,
-        _ROTATING,
-        "long-range decay of its mean queries and keys",
-        _resultants,
-        lambda trained, length: min(trained, _STRETCH),
+    "spectrum": Kind(methods.spectrum, ("frequency",), "frequency of every rotary pair"),
+    "angles": Kind(methods.angles, _ROTATING, "largest angle of every rotary pair"),
+    "decay": Kind(
+        *(methods.decay, None, "long-range decay, q\u00b7k of vectors of ones"),
+        beside=methods.biases,
     ),
-    "attention": Kind(attention, None, f"attention of the last {QUERIES} tokens", _shares),
+    "distances": Kind(methods.distances, ("position",), "effective distances"),
+    "attention": Kind(
+        *(methods.attention, None, f"attention of the last {attention.QUERIES} tokens", _shares)
+    ),
 }
 """Kinds of plots by name."""
 
@@ -136,14 +99,11 @@ def draw(
 
             * ``spectrum``: the frequencies;
             * ``angles``: the largest angles, compared with those seen in training;
-            * ``decay``: q.k by distance, and the biases of encodings: trained ones if the folder
-              was saved with that encoding, otherwise initial ones (seed 0);
+            * ``decay``: q.k by distance, and the initial biases of encodings (seed 0);
             * ``distances``: the distances that position methods use in place of the true ones;
-            * ``weighted-decay``: decay of the model's mean queries and keys on a text
-              (:class:`rope_eval.plots.attention.Resultants`);
             * ``attention``: attention weights by distance on a text.
         model: an unpatched model, which is not changed, or a configuration, folder or Hub ID. Only
-            the last two kinds need weights.
+            ``attention`` needs weights.
         methods: frequency methods for ``spectrum``, position methods for ``distances``; encodings
             only for ``decay`` and ``attention``.
         path: path of the PNG.
@@ -152,15 +112,11 @@ def draw(
         text: files, folders or datasets; default: the Python standard library.
         windows: maximum number of text windows.
         device: device for weights that are loaded here.
-        tokenizer: tokenizer of a loaded model, for the last two kinds.
+        tokenizer: tokenizer of a loaded model, for ``attention``.
 
     Raises:
-        OptionError: the kind is unknown or cannot show a method, the path or length is not valid,
-            or options do not apply to the model or the kind.
-        MeasureError: matplotlib is not installed, the configuration, weights or text cannot be
-            loaded, or the text is too short.
-        AlreadyPatchedError: the model is patched.
-        NoRopeError, UnsupportedModelError, AlreadyScaledError: as for :func:`rope_ext.patch`.
+        RopeExtError: the kind is unknown or cannot show a method, the path or length is not valid,
+            matplotlib is not installed, or what is needed cannot be loaded.
     """
     path = Path(path)
     if kind not in KINDS:
@@ -170,44 +126,55 @@ def draw(
     picture = KINDS[kind]
     for method in methods:
         if picture.shows is not None and method.kind not in picture.shows:
-            raise OptionError(_cure(kind, method))
+            others = [
+                k for k, other in KINDS.items() if method.kind in (other.shows or (method.kind,))
+            ]
+            raise OptionError(
+                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave "
+                f"{method.name} out"
+            )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
     require_matplotlib()
     if picture.measure is None and text is not None:
-        raise OptionError(
-            f"{kind} does not use a text; plot weighted-decay or attention, or leave the text out"
-        )
+        raise OptionError(f"{kind} does not use a text; plot attention, or leave the text out")
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
-    rope, lines = site.rope, dict[str, Method | None](unpatched=None)
+    rope, lines = site.rope, dict[str, Method](unpatched=RoPE())
     factors = sorted({float(method.factor) for method in methods})
     for method in methods:
         if isinstance(method, FrequencyMethod):
             refuse_scaled(decoder, site, method, compose)
         full = method.resolved(rope)
-        lines[_label(full, factor=len(factors) > 1)] = full
+        texts = option_texts(full)
+        texts = [one for one in texts if len(factors) > 1 or not one.startswith("factor=")]
+        lines[f"{full.name} ({', '.join(texts)})" if texts else full.name] = full
     if length is None:
         length = max([rope.length, *(method.target_length(rope) for method in methods)])
     require_length("length", length)
     measured = []
     if picture.measure is not None:
-        stretch = picture.stretch(rope.length, length)
-        chosen = choose_windows(tokenizer or _tokenizer(kind, model), text or (), stretch, windows)
         read = isinstance(model, (str, Path))
+        if read:
+            tokenizer = models.load_tokenizer(str(model))
+        elif tokenizer is None:
+            raise OptionError(
+                f"{kind} needs weights and a text; give a folder or Hub ID, or a model and "
+                f"tokenizer="
+            )
+        chosen = attention.choose_windows(tokenizer, text or (), length, windows)
         loaded = models.load_model(str(model), device=device) if read else built
-        measured = [picture.measure(loaded, rope, lines, chosen, stretch, compose)]
+        measured = [picture.measure(loaded, rope, lines, chosen, length, compose)]
 
     adding = [] if picture.beside is None else [m for m in methods if not rotates(rope, m)]
     figure = figure_of(13 if adding else 9.5, 4.8)
     axes, *beside = figure.subplots(1, 1 + bool(adding), squeeze=False)[0]
     picture.draw(axes, rope, lines, length, *measured)
     if beside and picture.beside is not None:
-        added = _biases(model, text_config(decoder).num_attention_heads, rope, length)
-        (others,) = beside
-        picture.beside(others, rope, lines, length, added)
-        bare(others)
-        others.set_title("biases of encodings", **TITLE)
+        heads = text_config(decoder).num_attention_heads
+        picture.beside(beside[0], rope, lines, length, heads)
+        bare(beside[0])
+        beside[0].set_title("biases of encodings", **TITLE)
     bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
@@ -221,55 +188,3 @@ def draw(
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error
-
-
-def _biases(model: Any, heads: int, rope: Rope, length: int) -> Biases:
-    """Biases of encodings: trained if the checkpoint was saved with them, otherwise initial."""
-    saved, layers = None, []
-    if isinstance(model, (str, Path)):
-        record = models.saved_under(models.load_config(str(model)))
-        saved = None if record is None else record.encoding
-    if saved is not None:
-        loaded = from_pretrained(str(model))
-        found = [module for module in loaded.modules() if isinstance(module, DistanceBias)]
-        layers = [dict(module.named_parameters()) for module in found]
-
-    def added(encoding: Encoding, distance: torch.Tensor) -> tuple[torch.Tensor, str]:
-        same = saved is not None and replace(encoding, factor=saved.factor) == saved
-        given = layers if same else [None]
-        every = [bias_at(rope, encoding, heads, length, distance, one) for one in given]
-        learns = bool(encoding.initial(Heads(heads, rope.dim, rope.dim), rope))
-        return torch.cat(every), (", trained" if same else ", untrained") * learns
-
-    return added
-
-
-def _tokenizer(kind: str, model: Any) -> Any:
-    if isinstance(model, (str, Path)):
-        return models.load_tokenizer(str(model))
-    if isinstance(model, nn.Module):
-        raise OptionError(f"{kind} uses a text; give tokenizer=, or a folder instead of a model")
-    raise OptionError(f"{kind} needs weights; give a model, folder or Hub ID, not a configuration")
-
-
-def _label(method: Method, factor: bool) -> str:
-    texts = [text for text in option_texts(method) if factor or not text.startswith("factor=")]
-    return f"{method.name} ({', '.join(texts)})" if texts else method.name
-
-
-def _cure(kind: str, method: Method) -> str:
-    moves = method.replaces_attention
-    if method.kind in ("encoding", "rotation"):
-        return (
-            f"{method.name} changes neither frequencies nor distances, so {kind} cannot show it; "
-            f"plot decay, or leave {method.name} out"
-        )
-    why = (
-        "changes distances but not frequencies"
-        if moves
-        else "changes frequencies but not distances"
-    )
-    return (
-        f"{method.name} {why}, so {kind} cannot show it; plot "
-        f"{'distances' if moves else 'spectrum'}, angles or decay, or leave {method.name} out"
-    )

@@ -44,14 +44,7 @@ def draw_perplexity(
 
     Both axes are logarithmic. Lines above ``_HEIGHT`` times the lowest value leave the plot at the
     top; the legend has the last value of each.
-
-    Args:
-        path: of the PNG.
-        estimates: by (system, length in tokens).
-        trained: trained length in tokens of each system, marked by a vertical line.
-        title: title of the plot.
-        axis: label of the horizontal axis.
-        ticks: ticks of the horizontal axis; default: all lengths.
+    Estimates are by (system, length); the trained length of each system is marked.
     """
     systems, lengths = _axes_of(estimates)
     last = {system: estimates[system, lengths[-1]] for system in systems}
@@ -97,10 +90,7 @@ def draw_rates(
 ) -> None:
     """Plot rates by length: one panel per task, one line per system with intervals.
 
-    Args:
-        path: of the PNG.
-        estimates: by (task, system, length in tokens).
-        trained: trained length in tokens of each system, marked by a vertical line.
+    Estimates are by (task, system, length); the trained length of each system is marked.
     """
     tasks = list(dict.fromkeys(task for task, _, _ in estimates))
     systems, lengths = _axes_of({key[1:]: e for key, e in estimates.items()})
@@ -146,11 +136,7 @@ def draw_depths(
 ) -> None:
     """Plot rates: one heat map per system, with lengths as columns and depths as rows.
 
-    Args:
-        path: of the PNG.
-        estimates: by (system, length in tokens, depth bin).
-        trained: trained length in tokens of each system, marked in its map.
-        title: title above all maps.
+    Estimates are by (system, length, depth bin); the trained length of each system is marked.
     """
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)

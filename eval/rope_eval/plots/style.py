@@ -28,11 +28,7 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed.
-
-    Raises:
-        MeasureError: matplotlib is not installed.
-    """
+    """Raise MeasureError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeasureError(
             "plots need matplotlib, which is not installed; "
@@ -71,14 +67,7 @@ def legend_below(figure: Any, axes: Any) -> None:
 def save(
     figure: Any, path: Path | BinaryIO, numbers: Sequence[Mapping[str, Any]], dpi: int = DPI
 ) -> None:
-    """Save a PNG with the plotted numbers in its metadata.
-
-    Args:
-        figure: a figure of ``figure_of``.
-        path: path of the PNG, or an open file.
-        numbers: the plotted numbers, serializable as JSON.
-        dpi: pixels per inch.
-    """
+    """Save a PNG with the plotted numbers in its metadata."""
     figure.savefig(path, dpi=dpi, format="png", metadata={NUMBERS: json.dumps(list(numbers))})
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rope_eval.next_commands import calibration_command, text_words, training_command
+from rope_eval.next_commands import training_command
 from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, under
@@ -75,7 +75,7 @@ class Advice(Results):
         settings = self.plan.settings
         if not (self._trains and self._advice):
             return []
-        return [self._calibrating(m, settings.methods[0], "--finetune") for m in settings.models]
+        return [self._calibrating(m, settings.methods[0], True) for m in settings.models]
 
     @property
     def reading(self) -> list[str]:
@@ -97,7 +97,7 @@ class Advice(Results):
         names = {task.name for task in self.plan.tasks}
         if settings.servers or not names >= {"perplexity", "passkey"}:
             return []
-        scores, advice = gather(self.outcomes), []
+        scores, advice = gather(self.places), []
         for model in settings.models:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
@@ -131,8 +131,7 @@ class Advice(Results):
         if longest <= trained or enough:
             more = {"finetune": longest > trained, "text": list(self._texts)}
             return command_words("recommend", model, length=reach(settings.factor, trained), **more)
-        asked = [word for name, value in _MORE.items() for word in (f"--{name}", str(value))]
-        return self._comparing(model, [longest], *asked, "--output", unused("more"))
+        return self._comparing(model, [longest], **_MORE, output=unused("more"))
 
     @property
     def _trains(self) -> bool:
@@ -151,12 +150,12 @@ class Advice(Results):
         if all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
             return command_words("recommend", model, length=longer)
-        return self._comparing(model, lengths, "--output", unused("compared"))
+        return self._comparing(model, lengths, output=unused("compared"))
 
-    def _comparing(self, model: str, lengths: Sequence[int], *given: str) -> Words:
+    def _comparing(self, model: str, lengths: Sequence[int], **more: Any) -> Words:
         """The command that measures the same methods by perplexity and passkeys."""
-        settings = self.plan.settings
-        words = command_words(
+        settings, chosen = self.plan.settings, self.plan.settings.options.items()
+        return self._command(
             "compare",
             model,
             method=",".join(settings.methods),
@@ -164,22 +163,22 @@ class Advice(Results):
             lengths=",".join(map(str, lengths)),
             adapter=settings.adapter,
             option=[
-                f"{method}.{name}={value!r}"
-                for method, chosen in settings.options.items()
-                for name, value in chosen.items()
+                f"{m}.{name}={value!r}" for m, given in chosen for name, value in given.items()
             ],
             finetune=settings.finetune,
-            text=list(self._texts),
-            compose=settings.compose,
+            **more,
         )
-        return [*words, *given, *self._more]
 
-    def _calibrating(self, model: str, method: str, *more: str) -> Words:
-        settings = self.plan.settings
-        return calibration_command(
-            *(model, method, max(settings.lengths), unused("calibrated"), bool(settings.compose)),
-            [*text_words(self._texts), *self._more, *more],
-        )
+    def _calibrating(self, model: str, method: str, finetune: bool = False) -> Words:
+        longest = max(self.plan.settings.lengths)
+        given = {"length": longest, "output": unused("calibrated"), "finetune": finetune}
+        return self._command("calibrate", model, method=method, **given)
+
+    def _command(self, name: str, model: str, **options: Any) -> Words:
+        """A command that measures the same model on the same text."""
+        same = ("dtype", "device", "trained_length", "compose")
+        more = {name: getattr(self.plan.settings, name) for name in same}
+        return command_words(name, model, **options, text=list(self._texts), **more)
 
     def _training(self, model: str, trained: int) -> Words:
         settings, method = self.plan.settings, self.plan.settings.methods[0]
@@ -190,14 +189,6 @@ class Advice(Results):
             text=str(self._texts[0]) if self._texts else None,
             cpu=self.plan.identities[model]["device"] == "cpu",
         )
-
-    @property
-    def _more(self) -> Iterator[str]:
-        """Options that a command for the same model takes over."""
-        settings = self.plan.settings
-        given = {"dtype": settings.dtype, "device": settings.device}
-        given |= {"trained-length": settings.trained_length}
-        return (f"--{name}={value}" for name, value in given.items() if value not in (None, "auto"))
 
     @property
     def _texts(self) -> Sequence[Path | str]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -228,28 +228,8 @@ class Calibration:
 
     def to_json(self) -> str:
         """All of it; :meth:`from_json` reads it."""
-        data = {name: getattr(self, name) for name in _PLAIN}
-        data |= {
-            "program": "rope_ext",
-            NAME: FORMAT,
-            "notes": self.notes,
-            "sentence": self.sentence,
-            "method": method_to_json(self.method),
-            "choices": [
-                {
-                    "published": method_to_json(choice.published),
-                    "proposed": method_to_json(choice.proposed),
-                    "judged": {name: asdict(change) for name, change in choice.judged.items()},
-                    "reasons": choice.reasons,
-                    "tried": [
-                        {**vars(trial), "method": method_to_json(trial.method)}
-                        for trial in choice.tried
-                    ],
-                }
-                for choice in self.choices
-            ],
-        }
-        return json.dumps(_finite(data), indent=1) + "\n"
+        data = {"program": "rope_ext", NAME: FORMAT, "sentence": self.sentence, **_plain(self)}
+        return json.dumps({**data, "method": _plain(self.method)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
@@ -259,7 +239,7 @@ class Calibration:
             MeasureError: it is none, or of another version.
         """
         try:
-            data = _infinite(parsed(text))
+            data = _read(parsed(text))
             choices = [
                 Choice(
                     published=method_from_json(choice["published"]),
@@ -273,8 +253,9 @@ class Calibration:
                 )
                 for choice in data["choices"]
             ]
-            plain = {name: data[name] for name in _PLAIN}
-            made = cls(**plain, choices=tuple(choices), notes=tuple(data["notes"]))
+            given = {field.name: data[field.name] for field in fields(cls)}
+            given |= {"choices": tuple(choices), "notes": tuple(data["notes"])}
+            made = cls(**given)
             str(made)  # every number is one
             return made
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -294,27 +275,26 @@ class Calibration:
             raise MeasureError(f"{path}: {error}") from None
 
 
-_PLAIN = (
-    *("model", "trained_length", "target_length", "scored", "seed", "cost", "prompts", "rows"),
-    "inside",
-)
 _ENDS = {math.inf: "infinite", -math.inf: "-infinite"}  # JSON has no infinity
 
 
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
+def _plain(data: Any) -> Any:
+    if isinstance(data, Method):
+        return method_to_json(data)
+    if is_dataclass(data):
+        data = vars(data)
+    if isinstance(data, Mapping):
+        return {name: _plain(value) for name, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [_plain(value) for value in data]
     return _ENDS.get(data, data) if isinstance(data, float) else data
 
 
-def _infinite(data: Any) -> Any:
-    """The inverse."""
+def _read(data: Any) -> Any:
     if isinstance(data, dict):
-        return {name: _infinite(value) for name, value in data.items()}
+        return {name: _read(value) for name, value in data.items()}
     if isinstance(data, list):
-        return [_infinite(value) for value in data]
+        return [_read(value) for value in data]
     return next((number for number, text in _ENDS.items() if text == data), data)
 
 

@@ -81,16 +81,7 @@ def render(
     settings: str,
     essentials: Sequence[str] = (),
 ) -> str:
-    """The page; what is given is text, not HTML.
-
-    Args:
-        title: of the page.
-        sentences: what follows from the numbers.
-        notes: what else a reader should know.
-        sections: tables and pictures.
-        settings: all of them, folded away.
-        essentials: those that a reader must see.
-    """
+    """The page; what is given is text, not HTML. ``settings`` are folded away."""
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ The rule, which ``docs/evaluate.md`` repeats:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -51,17 +52,17 @@ class Scores:
 
     Args:
         losses: mean loss of every document (nats per token), by length.
-        passes: 1 or 0 for every passkey trial, by (length, depth bin).
+        passes: 1 or 0 for every passkey trial, by length.
         weights: tokens behind each document, at any of the lengths; equal if empty.
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
-    passes: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    passes: dict[int, list[float]] = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
 
     def passes_at(self, lengths: Sequence[int]) -> list[float]:
-        """The trials of these lengths, all depths together."""
-        return [x for (n, _), values in self.passes.items() if n in lengths for x in values]
+        """The trials of these lengths."""
+        return [x for length in lengths for x in self.passes.get(length, ())]
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
         """Mean loss over these lengths, document by document."""
@@ -69,18 +70,15 @@ class Scores:
         return [math.fsum(row) / len(row) for row in rows]
 
 
-def gather(outcomes: Sequence[Outcome]) -> dict[str, Scores]:
-    """The perplexity and passkey outcomes, by system."""
-    losses: dict[tuple[str, int], list[Outcome]] = {}
-    scores: dict[str, Scores] = {}
-    for outcome in outcomes:
-        score = scores.setdefault(outcome.system, Scores())
-        if outcome.task == "perplexity":
-            losses.setdefault((outcome.system, outcome.length), []).append(outcome)
-        elif outcome.task == "passkey":
-            score.passes.setdefault((outcome.length, outcome.bin or 0), []).append(outcome.value)
-    for (system, length), group in losses.items():
-        scores[system].losses[length], scores[system].weights[:] = by_document(group)
+def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str, Scores]:
+    """Perplexity and passkeys by system, of outcomes by (task, system, length)."""
+    scores: dict[str, Scores] = defaultdict(Scores)
+    for (task, system, length), group in places.items():
+        score = scores[system]
+        if task == "perplexity":
+            score.losses[length], score.weights[:] = by_document(group)
+        elif task == "passkey":
+            score.passes[length] = [outcome.value for outcome in group]
     return scores
 
 

@@ -17,13 +17,14 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 
 from rope_eval.cases import dump
+from rope_eval.options import option_fields
 from rope_eval.plots import results as figures
 from rope_eval.reports import page, tables
 from rope_eval.reports.advice import Advice
 from rope_eval.reports.page import BOLD, Section, Table
 from rope_eval.reports.summary import Estimate
 from rope_eval.run.plan import PAGE, RESULTS, TABLES
-from rope_eval.tasks.base import Task, options
+from rope_eval.tasks.base import Task
 from rope_ext.command.terminal import wide_console
 
 
@@ -291,7 +292,7 @@ def _numbers(value: Estimate) -> dict[str, float | None]:
 
 def task_options(task: Task) -> dict[str, Any]:
     """What can be set of a task, such as windows, trials and depths, by the name of the field."""
-    return {one.name: getattr(task, one.name) for one in options(type(task))}
+    return {one.name: getattr(task, one.name) for one in option_fields(type(task))}
 
 
 _UNSET = (None, False, (), [], "")

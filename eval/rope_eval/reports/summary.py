@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -63,21 +64,15 @@ def estimate(outcomes: Sequence[Outcome], kind: str) -> Estimate:
 
 def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
     """Mean loss of each document over all its windows, and the tokens behind it."""
-    losses: dict[int, float] = {}
-    tokens: dict[int, int] = {}
+    losses: dict[int, float] = defaultdict(float)
+    tokens: dict[int, int] = defaultdict(int)
     for outcome in outcomes:
-        group = outcome.group
-        losses[group] = losses.get(group, 0.0) + outcome.value * outcome.tokens
-        tokens[group] = tokens.get(group, 0) + outcome.tokens
+        losses[outcome.group] += outcome.value * outcome.tokens
+        tokens[outcome.group] += outcome.tokens
     return [losses[group] / tokens[group] for group in losses], list(tokens.values())
 
 
-def difference(
-    one: Sequence[Outcome],
-    other: Sequence[Outcome],
-    kind: str,
-    confidence: float = CONFIDENCE,
-) -> Estimate | None:
+def difference(one: Sequence[Outcome], other: Sequence[Outcome], kind: str) -> Estimate | None:
     """How much ``one`` is above ``other`` on the very same cases; None if they are not the same.
 
     Of rates, the difference; of losses, the relative change of perplexity over documents.
@@ -85,9 +80,9 @@ def difference(
     if not one or [o.prompt for o in one] != [o.prompt for o in other]:
         return None
     if kind == "rate":
-        return rate_difference([o.value for o in one], [o.value for o in other], confidence)
+        return rate_difference([o.value for o in one], [o.value for o in other])
     (a, weights), (b, _) = by_document(one), by_document(other)
-    return loss_difference(a, b, weights, confidence)
+    return loss_difference(a, b, weights)
 
 
 def loss_difference(
@@ -98,11 +93,7 @@ def loss_difference(
 ) -> Estimate | None:
     """The relative change of perplexity from ``other`` to ``one``; None if a loss is infinite.
 
-    Args:
-        one: mean losses of documents, nats per token.
-        other: of the same documents.
-        weights: tokens behind each loss; equal if None.
-        confidence: of the interval.
+    Both are mean losses of the same documents in nats per token, with the tokens behind each.
     """
     if not all(map(math.isfinite, (*one, *other))):
         return None

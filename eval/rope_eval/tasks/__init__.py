@@ -2,14 +2,12 @@
 
 # isort: off
 from rope_eval.tasks.base import (
-    Option,
     Task,
     all_tasks,
     build,
     chosen,
     from_file,
     option,
-    options,
     register,
 )
 from rope_eval.tasks.perplexity import Perplexity
@@ -29,7 +27,6 @@ __all__ = [
     "Mrcr",
     "Needle",
     "NoLiMa",
-    "Option",
     "Passkey",
     "Perplexity",
     "Ruler",
@@ -39,6 +36,5 @@ __all__ = [
     "chosen",
     "from_file",
     "option",
-    "options",
     "register",
 ]

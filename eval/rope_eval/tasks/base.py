@@ -7,13 +7,9 @@ methods, so every method gets identical questions.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import importlib.util
 import random
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,7 +224,7 @@ def build(
     found = Mistakes() if mistakes is None else mistakes
     made = []
     for cls in found.check(chosen, names, default=[None]):
-        known = {one.name for one in options(cls)} if cls else ()
+        known = {one.name for one in option_fields(cls)} if cls else ()
         own = {name: value for name, value in given.items() if name in known}
         made.append(cls and found.check(lambda cls=cls, own=own: cls(**own)))
     if mistakes is None:
@@ -271,61 +267,3 @@ def require_one_of(**values: tuple[str, Sequence[str]]) -> None:
             raise OptionError(
                 f"{name}={value!r} is not valid; it must be one of {', '.join(valid)}"
             )
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field of a task that is an option of the command line; see :func:`option`."""
-
-    name: str
-    default: Any
-    help: str
-    read: Callable[[str], Any]
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Arguments for argparse; only options that were typed appear in its result."""
-        if self.default is False:
-            return {"action": "store_true", "help": self.help}
-        shown = f"; default: {self.default}" if self.default or self.default == 0 else ""
-        how = "append" if isinstance(self.default, tuple) else "store"
-        help = f"{self.help}{shown}".replace("%", "%%")
-        return {"action": how, "type": _told(self.read), "help": help}
-
-
-def _told(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``read`` as a type of argparse, which shows no other error's message."""
-
-    @functools.wraps(read)
-    def made(text: str) -> Any:
-        try:
-            return read(text)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return made
-
-
-def options(cls: type[Task]) -> list[Option]:
-    """The fields of a task that are options of the command line."""
-    kinds = typing.get_type_hints(cls)
-    return [
-        Option(
-            one.name,
-            one.default,
-            one.metadata["help"],
-            one.metadata["read"] or _scalar(kinds[one.name]),
-        )
-        for one in option_fields(cls)
-    ]
-
-
-def _scalar(kind: Any) -> Callable[[str], Any]:
-    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``; ``str`` for literals."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        return str
-    inner = [one for one in typing.get_args(kind) if one not in (type(None), ...)]
-    if origin in (typing.Union, types.UnionType) or inner:
-        return _scalar(inner[0])
-    return kind

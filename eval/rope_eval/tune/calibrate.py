@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -22,13 +23,12 @@ from torch import nn
 from rope_eval.cases import digest
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
-from rope_eval.folder import Folder, lock, writing
-from rope_eval.options import keywords_of
+from rope_eval.folder import Folder, lock
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune.fitness import HAY, Needles, fingerprint, prompts_of, read, windows_of
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
-from rope_eval.tune.trials import Sample, Scores, Trials, trained_rope
+from rope_eval.tune.trials import Sample, Trials, trained_rope
 from rope_ext.advice.calibrated import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
@@ -44,7 +44,6 @@ _WALK = 4  # steps beyond the grid, at most
 Grid = Mapping[str, tuple[Any, ...]]
 
 
-@keywords_of(CalibrationOptions)
 def calibrate(
     model: nn.Module,
     tokenizer: Any,
@@ -92,7 +91,7 @@ def calibrate(
     given = CalibrationOptions(target_length=target_length, **options)
     rope = trained_rope(model, given)
     starts = _starts(model, rope, methods, given)
-    grids = [_grids(start, rope, given.options) for start in starts]
+    both = [(start, _grid(start, rope, given.options)) for start in starts]
     if resume and output is None:
         raise OptionError("resume=True needs output=FOLDER to resume from")
     folder = None if output is None else Path(output)
@@ -105,7 +104,7 @@ def calibrate(
             "methods": [method_to_json(start) for start in starts],
         }
         trials = Trials(model, rope, given, folder and folder / LOG, NAME, known)
-        found = _calibrated(trials, given, list(zip(starts, grids, strict=True)), halves, notes)
+        found = _calibrated(trials, given, both, halves, notes)
         if folder is not None:
             _keep(found, folder)
     return found
@@ -137,52 +136,35 @@ def _starts(
     return starts
 
 
-def _grids(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
-    """The options of a method to tune and their values, the attention factor first.
-
-    Raises:
-        OptionError: an option is unknown, or the method has none.
-    """
-    grids = method.grids(rope)
+def _grid(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
+    """The options of a method to tune and their values, the attention factor first."""
+    grid = method.grids(rope)
     for name in options or ():
-        if name not in grids:
-            known = f"its options are {', '.join(grids)}" if grids else "it has none"
+        if name not in grid:
+            known = f"its options are {', '.join(grid)}" if grid else "it has none"
             raise OptionError(
-                f"{method.name}: calibrate cannot tune {name!r}{nearest(name, grids)}; {known}"
+                f"{method.name}: calibrate cannot tune {name!r}{nearest(name, grid)}; {known}"
             )
-    if not grids:
+    if not grid:
         raise OptionError(f"{method.name} has no options to calibrate; leave it out")
-    chosen = {name: values for name, values in grids.items() if options is None or name in options}
-    return {name: chosen[name] for name in sorted(chosen, key=lambda name: name != SCALAR)}
+    chosen = [name for name in grid if options is None or name in options]
+    return {name: grid[name] for name in sorted(chosen, key=lambda name: name != SCALAR)}
 
 
 @contextmanager
 def _locked(folder: Path | None, resume: bool) -> Iterator[None]:
-    """Lock the output directory, and check that no file of others would be overwritten.
-
-    Raises:
-        MeasureError: it cannot be written, is in use, or holds such a file.
-    """
+    """Lock the output directory, and check that no file of others would be overwritten."""
     if folder is None:
         yield
         return
-    with writing(folder, "give another output"):
-        folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder):
+    with lock(folder, option="output"):
         Folder(folder).check([RESULT, PICTURE])
         require_free(folder, resume, "resume=True", "output")
         yield
 
 
 def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
-    """Raise MeasureError for the log of a calibration that nobody said to continue.
-
-    Args:
-        folder: for the results.
-        resume: whether to continue.
-        cure: how ``resume`` is given.
-        output: how ``output`` is given.
-    """
+    """Raise MeasureError for the log of a calibration that nobody said to continue by ``cure``."""
     if (folder / LOG).exists() and not resume:
         raise MeasureError(
             f"{folder / LOG} already exists; give {cure} to continue it, or another {output}"
@@ -207,22 +189,22 @@ def _halves(
         f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
         f"samples"
     )
-    target, notes = given.target_length, []
+    target, notes, halves = given.target_length, [], []
     rows = windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
     if len(set(rows.documents)) < 2:
         notes.append("all windows are from one document: the halves are not of different texts")
-    numbers, halves = in_halves(rows.documents), []
+    numbers, first = in_halves(rows.documents), beginning(tokenizer)
     for place, name in enumerate(("choosing", "judging")):
         own = rows.some(i for i, half in enumerate(numbers) if half == place)
-        first, lengths = beginning(tokenizer), (rope.length, target)
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
-        seed = 2 * given.seed + place
+        seed, lengths = 2 * given.seed + place, (rope.length, target)
         prompts = prompts_of(tokenizer, lengths, given.prompts, own.windows, seed)
         halves.append(Sample(name, own, prompts, inside))
     if given.prompts and not halves[0].prompts:
+        least = min(map(Needles(tokenizer).least, HAY))
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
-            f"shortest has {min(map(Needles(tokenizer).least, HAY))})"
+            f"shortest has {least})"
         )
     return halves, notes
 
@@ -238,11 +220,10 @@ def in_halves(documents: Sequence[int]) -> list[int]:
     """0 or 1 for each window: halves of different documents, as equal as they can be."""
     if len(set(documents)) == 1:
         return [i % 2 for i in range(len(documents))]
-    sizes = {one: documents.count(one) for one in documents}
     halves, filled = {}, [0, 0]
-    for one in sorted(sizes, key=lambda one: -sizes[one]):
+    for one, size in Counter(documents).most_common():
         halves[one] = filled.index(min(filled))
-        filled[halves[one]] += sizes[one]
+        filled[halves[one]] += size
     return [halves[one] for one in documents]
 
 
@@ -254,17 +235,27 @@ def _calibrated(
     notes: Sequence[str],
 ) -> Calibration:
     """Descend from every start on one half, and judge on the other."""
-    choices = []
-    most = sum(1 + _most(grid) for _, grid in starts) + 2
-    with trials.progress(most * len(halves[0])):
+    choices, ends = [], [_most(grid) for _, grid in starts]
+    with trials.progress((sum(ends) + 2) * len(halves[0])):
         inside = mean(trials.scores(None, halves[1]).inside)
         (choosing, judging), more = trials.counting(halves)
-        end = trials.forwards
-        for start, grid in starts:
-            end += _most(grid) * len(choosing)
-            trials.show(description=start.name, completed=trials.forwards)
-            choices.append(_choice(trials, start, grid, choosing, judging))
-            trials.show(completed=end)
+        done = trials.forwards
+        for (start, grid), most in zip(starts, ends, strict=True):
+            trials.show(description=start.name)
+            done += most * len(choosing)
+            descent, judge = Descent(trials, start, choosing), Judge(trials, start, judging)
+            proposed = descent.best(grid)
+            judged = judge.changes(proposed)
+            reasons = ["no other value is better on the half of the text that selects"]
+            if proposed != start:
+                reasons = judge.objections(judged)
+                if not judged["score"].better:
+                    before, new = start.options(), proposed.options().items()
+                    changed = ", ".join(f"{k}={v!r}" for k, v in new if v != before[k])
+                    reasons.append(f"{changed} is not better beyond noise")
+            tried = tuple(descent.tried.values())
+            choices.append(Choice(start, proposed, judged, tuple(reasons), tried))
+            trials.show(completed=done)
     return Calibration(
         model=type(text_decoder(trials.model)).__name__,
         trained_length=trials.rope.length,
@@ -280,39 +271,25 @@ def _calibrated(
     )
 
 
-def _choice(trials: Trials, start: Method, grid: Grid, choosing: Sample, judging: Sample) -> Choice:
-    descent = Descent(trials, start, choosing)
-    proposed = descent.best(grid)
-    judge = Judge(trials, start, judging)
-    judged = judge.changes(proposed, trials.scores(proposed, judging))
-    reasons = ["no other value is better on the half of the text that selects"]
-    if proposed != start:
-        reasons = judge.objections(judged)
-        if not judged["score"].better:
-            before = start.options()
-            new = [f"{k}={v!r}" for k, v in proposed.options().items() if v != before[k]]
-            reasons.append(f"{', '.join(new)} is not better beyond noise")
-    return Choice(start, proposed, judged, tuple(reasons), tuple(descent.tried.values()))
+def _most(grid: Grid) -> int:
+    """Measurements of a descent and its judgement, at most."""
+    scalar = (1 + (len(grid) > 1)) * (_WALK + 2) + 2 * (len(grid) > 1) if SCALAR in grid else 0
+    return 3 + sum(map(len, grid.values())) + scalar
 
 
 class Judge:
-    """Compares methods with the published default on one half of the data.
-
-    Args:
-        trials: measures.
-        start: the published default.
-        half: of the data.
-    """
+    """Compares methods with the published default ``start`` on one half of the data."""
 
     def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
         self.trials, self.start, self.half = trials, start, half
         self.given = cast(CalibrationOptions, trials.given)
+        self.lengths = (trials.rope.length, self.given.target_length)
         self.before = trials.scores(start, half)
 
-    def trial(self, method: Method, scores: Scores) -> Trial:
-        """The means of some scores."""
-        lengths = (self.trials.rope.length, self.given.target_length)
-        near, beyond = (scores.found_at(length, self.half) for length in lengths)
+    def trial(self, method: Method) -> Trial:
+        """The means of the scores of a method."""
+        scores = self.trials.scores(method, self.half)
+        near, beyond = (scores.found_at(length, self.half) for length in self.lengths)
         return Trial(
             method=method,
             attention_factor=float(method.attention_scaling(self.trials.rope)),
@@ -323,32 +300,27 @@ class Judge:
             found_beyond=mean(beyond) if beyond else None,
         )
 
-    def changes(self, method: Method, after: Scores) -> dict[str, Change]:
+    def changes(self, method: Method) -> dict[str, Change]:
         """What becomes of every score."""
-        before, half = self.before, self.half
-        one, two = self.trial(self.start, before), self.trial(method, after)
-        far, inside = (
-            self._by_document(_less(getattr(after, name), getattr(before, name)))
-            for name in ("far", "inside")
-        )
+        before, after = self.before, self.trials.scores(method, self.half)
+        far = self._by_document(_less(after.far, before.far))
         answers = (_less(after.answers, before.answers), None)
+        inside = self._by_document(_less(after.inside, before.inside))
         samples = {"far": [far], "inside": [inside], "score": [far]}
-        if half.prompts:
+        if self.half.prompts:
             samples |= {"answers": [answers], "score": [far, answers]}
-        unknown = (-math.inf, math.inf)  # too few documents or prompts for an interval
-        found = {}
-        for name, parts in samples.items():
-            ends = (math.inf, math.inf)
-            if before.finite and after.finite:
-                ends = sum_interval(parts, CONFIDENCE) or unknown
-            found[name] = Change(getattr(one, name), getattr(two, name), *ends)
-        lengths = (self.trials.rope.length, self.given.target_length)
-        names = ("found_inside", "found_beyond") if half.prompts else ()
-        for name, length in zip(names, lengths, strict=False):
-            new, old = (scores.found_at(length, half) for scores in (after, before))
-            ends = paired_rates(new, old, CONFIDENCE) or unknown
-            found[name] = Change(getattr(one, name), getattr(two, name), *ends)
-        return found
+        never, unknown = (math.inf, math.inf), (-math.inf, math.inf)  # too few for an interval
+        known = before.finite and after.finite
+        ends = {
+            name: (sum_interval(parts, CONFIDENCE) or unknown) if known else never
+            for name, parts in samples.items()
+        }
+        names = ("found_inside", "found_beyond") if self.half.prompts else ()
+        for name, length in zip(names, self.lengths, strict=False):
+            new, old = (scores.found_at(length, self.half) for scores in (after, before))
+            ends[name] = paired_rates(new, old, CONFIDENCE) or unknown
+        one, two = self.trial(self.start), self.trial(method)
+        return {name: Change(getattr(one, name), getattr(two, name), *ends[name]) for name in ends}
 
     def _by_document(self, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
         """The mean of each document, and how many windows it has; of few documents, the windows."""
@@ -361,17 +333,15 @@ class Judge:
         """Why a method is no replacement for the published default."""
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
-        found, given = [], self.given
-        limit = math.log1p(given.cost)
-        lengths = {"inside": self.trials.rope.length, "far": given.target_length}
-        for name, length in lengths.items():
+        found, limit = [], math.log1p(self.given.cost)
+        for name, length in zip(("inside", "far"), self.lengths, strict=True):
             change, where = changes[name], f"perplexity at {length} tokens"
             if change.low > limit or (name == "far" and change.worse):
                 found.append(f"its {where} rises by {change.percent}")
             elif change.high > limit:
                 found.append(
                     f"cannot tell whether its {where} rises by less than "
-                    f"{100 * given.cost:g} %: {change.percent} (more samples may)"
+                    f"{100 * self.given.cost:g} %: {change.percent} (more samples may)"
                 )
         if "answers" in changes and changes["answers"].worse:
             found.append("its loss on the answers rises beyond noise")
@@ -392,18 +362,15 @@ class Descent(Judge):
                 f"the loss is NaN or infinite at {trials.given.target_length} tokens under "
                 f"{start}; load the model in float32 or bfloat16"
             )
-        self.tried: dict[str, Trial] = {}
-        self.losses: dict[str, float] = {}  # of those without objections
-        self._add(start)
+        self.tried: dict[str, Trial] = {_key(start): self.trial(start)}
+        self.losses: dict[str, float] = {_key(start): self.before.loss}  # without objections
 
     def best(self, grid: Grid) -> Method:
         """The best method that is found along these options."""
-        best = self.start
+        best, free = self.start, {SCALAR: None}
         for name, values in grid.items():
             best = self._along(best, name, values)
-        if SCALAR in grid and replace(best, **{SCALAR: None}) != replace(
-            self.start, **{SCALAR: None}
-        ):
+        if SCALAR in grid and replace(best, **free) != replace(self.start, **free):
             here = self._value(best, SCALAR)
             best = self._along(best, SCALAR, (here - _STEP, here + _STEP))
         return best
@@ -423,14 +390,15 @@ class Descent(Judge):
 
         for value in values:
             add(value)
+        for _ in range(_WALK if name == SCALAR else 0):
+            beyond = here() + (_STEP if here() == max(line) else -_STEP)
+            if min(line) < here() < max(line) or beyond <= 0 or not add(beyond):
+                break
         if name == SCALAR:
-            for _ in range(_WALK):
-                beyond = here() + (_STEP if here() == max(line) else -_STEP)
-                if min(line) < here() < max(line) or beyond <= 0 or not add(beyond):
-                    break
             middle = here()
-            sides = [x for x in line if x < middle], [x for x in line if x > middle]
-            for side in (max(sides[0], default=middle), min(sides[1], default=middle)):
+            below = max((x for x in line if x < middle), default=middle)
+            above = min((x for x in line if x > middle), default=middle)
+            for side in (below, above):
                 if abs(side - middle) > _FINEST:
                     add((side + middle) / 2)
         return line[here()]
@@ -441,19 +409,14 @@ class Descent(Judge):
             made = replace(method, **{name: value})
             made.resolved(self.trials.rope)
             if _key(made) not in self.tried:
-                self._add(made)
+                self.tried[_key(made)] = self.trial(made)
+                if not self.objections(self.changes(made)):
+                    self.losses[_key(made)] = self.trials.scores(made, self.half).loss
         except MeasureError:
             raise
         except RopeExtError:
             return None
         return made
-
-    def _add(self, method: Method) -> None:
-        scores = self.trials.scores(method, self.half)
-        self.tried[_key(method)] = self.trial(method, scores)
-        changes = self.changes(method, scores)
-        if method == self.start or not self.objections(changes):
-            self.losses[_key(method)] = scores.loss
 
     def _value(self, method: Method, name: str) -> Any:
         if name == SCALAR:
@@ -469,10 +432,3 @@ def _key(method: Method) -> str:
 
 def _less(after: Sequence[float], before: Sequence[float]) -> list[float]:
     return [x - y for x, y in zip(after, before, strict=True)]
-
-
-def _most(grid: Grid) -> int:
-    """Measurements of a descent and its judgement, at most."""
-    again = 2 + _WALK + 2 if SCALAR in grid and len(grid) > 1 else 0
-    first = _WALK + 2 if SCALAR in grid else 0
-    return 1 + sum(map(len, grid.values())) + first + again + 2

@@ -104,15 +104,9 @@ def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
 def windows_of(
     tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int, cure: str
 ) -> Rows:
-    """Windows of ``length`` tokens, from as many documents as possible.
+    """``count`` windows of ``length`` tokens, from as many documents as possible.
 
-    Args:
-        tokenizer: of the model.
-        texts: documents.
-        length: tokens.
-        count: number of windows.
-        seed: random seed of their positions.
-        cure: the option that sets the number, and how to fix it, for the error.
+    ``cure`` says in the error which option sets the number, and how to fix it.
 
     Raises:
         MeasureError: there are fewer, or the text repeats itself.
@@ -206,14 +200,8 @@ def prompts_of(
 ) -> tuple[Prompt, ...]:
     """``count`` prompts of each length, alternately in filler and in the text.
 
-    A hay in which no prompt of the shortest length fits is left out.
-
-    Args:
-        tokenizer: of the model.
-        lengths: tokens.
-        count: of prompts for each length.
-        texts: token ids, at least of the longest length.
-        seed: of keys and depths.
+    A hay in which no prompt of the shortest length fits is left out. ``texts`` are token ids, at
+    least of the longest length.
     """
     needles = Needles(tokenizer)
     hays: list[Hay] = [hay for hay in HAY if count and needles.least(hay) <= min(lengths)]
@@ -233,11 +221,7 @@ def losses_at_end(
 ) -> list[float]:
     """Mean loss of the last ``scored`` tokens of every window in nats; infinite if it is NaN.
 
-    Args:
-        model: in its current state.
-        windows: token ids, all of the same length.
-        scored: tokens.
-        advance: called with the number of finished windows after every forward.
+    ``advance`` is called with the number of finished windows after every forward.
     """
     found: list[float] = []
     for batch in _batches(model, windows):
@@ -250,13 +234,7 @@ def losses_at_end(
 def losses_of_answers(
     model: nn.Module, prompts: Sequence[Prompt], advance: Advance
 ) -> list[tuple[float, bool]]:
-    """Mean loss of every answer in nats, and whether greedy decoding would write it.
-
-    Args:
-        model: in its current state.
-        prompts: in any order.
-        advance: called with the number of finished prompts after every forward.
-    """
+    """Mean loss of every answer in nats, and whether greedy decoding would write it."""
     found: dict[int, tuple[float, bool]] = {}
     for length in sorted({prompt.length for prompt in prompts}):
         numbers = [i for i, prompt in enumerate(prompts) if prompt.length == length]

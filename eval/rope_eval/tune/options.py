@@ -30,18 +30,11 @@ def _scored(text: str) -> int:
 
 @dataclass(kw_only=True)
 class TuneOptions:
-    """Options that a search and a calibration share.
+    """Options that a search and a calibration share; each field has its help.
 
-    Args:
-        target_length: context to reach, tokens.
-        samples: windows of ``target_length`` tokens; a calibration takes as many for each half.
-        prompts: passkey prompts of the trained and of the target length, each; a calibration takes
-            as many for each half. 0 judges by the text alone.
-        seed: random seed.
-        compose: as in :func:`rope_ext.patch`. Give it and the next two again when you patch with
-            the result.
-        sliding_layers: as in :func:`rope_ext.patch`.
-        original_max_position_embeddings: as in :func:`rope_ext.patch`.
+    A calibration takes ``samples`` windows and ``prompts`` for each half. ``compose``,
+    ``sliding_layers`` and ``original_max_position_embeddings`` are those of :func:`rope_ext.patch`:
+    give them again when you patch with the result.
 
     Raises:
         OptionError: a value is not valid.
@@ -94,10 +87,8 @@ class SearchOptions(TuneOptions):
     """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
 
     Args:
-        population: tables to start with; the better half become parents.
-        iterations: how often parents make new tables.
-        mutations: new tables per iteration from one parent.
-        crossovers: new tables per iteration from two parents.
+        population: tables to start with; the better half become parents of ``mutations`` new ones
+            from one and ``crossovers`` from two, ``iterations`` times.
         mutation_probability: probability that a mutation changes a number.
         scored: tokens at the end of each window whose loss counts. None scores half of them: if
             all count, as in the paper, the search gives up the far end for the many tokens before
@@ -107,7 +98,6 @@ class SearchOptions(TuneOptions):
             None searches all pairs.
         start_tokens: numbers of start tokens to choose from. Values above 0 cannot be exported;
             ``rope_eval.tune.search.START_TOKENS`` has the paper's.
-        attention_factor: attention factor of every table, as in ``LongRoPE``; None searches it too.
         validation_samples: other windows, on which, with passkey prompts of other keys, the best of
             the tables that evolution found and of those it started from are compared: the best on
             the few windows that rank tables is there partly by chance. YaRN's table is kept unless
@@ -136,6 +126,7 @@ class SearchOptions(TuneOptions):
         (0,),
         "Numbers of start tokens to choose from; values above 0 cannot be exported.",
         lambda text: parse_lengths(text, "--start-tokens"),
+        repeat=False,
     )
     attention_factor: float | None = option(
         None, "Attention factor of every table. Default: searched too.", float
@@ -171,12 +162,8 @@ class SearchOptions(TuneOptions):
 class CalibrationOptions(TuneOptions):
     """Options of :func:`rope_ext.calibrate`, beside those of :class:`TuneOptions`.
 
-    Args:
-        options: names of the method options to find; None finds all that the method declares.
-        scored: tokens at the end of each window whose loss counts at the target length; None
-            scores a quarter.
-        cost: largest increase of perplexity over the published default, as a share, that the upper
-            end of its interval may show, within the trained length and at the target length.
+    ``cost`` is the largest increase of perplexity over the published default that the upper end of
+    its interval may show, within the trained length and at the target length.
     """
 
     samples: int = option(8, f"Text windows in each half, at least {FEWEST_SAMPLES}.")

@@ -19,13 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
-from rope_eval.options import keywords_of
 from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
 from rope_eval.tune.fitness import Rows, fingerprint, prompts_of, read, windows_of
@@ -51,8 +50,7 @@ _logger = logging.getLogger("rope_ext")
 L = TypeVar("L", bound=FrequencyMethod)
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """The number of every pair in hundredths, ascending, and what goes with it.
 
     Args:
@@ -95,38 +93,38 @@ class Space:
 
     def mutated(self, one: Candidate, rng: random.Random) -> Candidate:
         """Some numbers drawn anew, or one of them and all others moved along; ascending again."""
+
+        def changes() -> bool:
+            return rng.random() < self.probability
+
+        def moved(number: int, old: int, new: int) -> int:
+            """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
+            bound = self.least if number <= old else self.most
+            share = (number - bound) / (old - bound) if old != bound else 1
+            return round(bound + share * (new - bound))
+
         old = one.table[self.critical :]
         reach = rng.randint(1, _REACH)
         near = [self.least] * reach + [*old] + [self.most] * reach
         drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(old))]
         if rng.random() < 0.5:
             pairs = zip(old, drawn, strict=True)
-            new = sorted(new if self._changes(rng) else number for number, new in pairs)
+            new = sorted(new if changes() else number for number, new in pairs)
         else:
             i = rng.randrange(len(drawn))
-            new = [self._moved(number, old[i], drawn[i]) for number in old]
-        start = rng.choice(self.starts) if self._changes(rng) else one.start
+            new = [moved(number, old[i], drawn[i]) for number in old]
+        start = rng.choice(self.starts) if changes() else one.start
         scale = one.scale
-        if self.scales and scale is not None and self._changes(rng):
+        if scale is not None and changes():
             now = scale
-            i = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - now))
-            scale = rng.choice(self.scales[max(0, i - 2) : i + 3])
+            at = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - now))
+            scale = rng.choice(self.scales[max(0, at - 2) : at + 3])
         return Candidate(self.fitted([*one.table[: self.critical], *new]), start, scale)
-
-    def _changes(self, rng: random.Random) -> bool:
-        return rng.random() < self.probability
-
-    def _moved(self, number: int, old: int, new: int) -> int:
-        """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
-        bound = self.least if number <= old else self.most
-        share = (number - bound) / (old - bound) if old != bound else 1
-        return round(bound + share * (new - bound))
 
     def crossed(self, one: Candidate, other: Candidate, rng: random.Random) -> Candidate:
         """Numbers of either parent; sorted, which keeps each between those of the two."""
         table = sorted(map(rng.choice, zip(one.table, other.table, strict=True)))
-        start = rng.choice((one.start, other.start))
-        scale = rng.choice((one.scale, other.scale)) if self.scales else one.scale
+        start, scale = (rng.choice((one.start, other.start)), rng.choice((one.scale, other.scale)))
         return Candidate(self.fitted(table), start, scale)
 
 
@@ -147,17 +145,16 @@ def evolve(
     is made twice.
     """
     rng = random.Random(f"search:{seed}")
+    losses: dict[Candidate, float] = {}
+    parents: list[Candidate] = []
     young = list(dict.fromkeys(first))
     seen = set(young)
-    parents: list[Candidate] = []
 
     def add(make: Callable[[], Candidate]) -> None:
-        for _ in range(_TRIES):
-            made = make()
-            if made not in seen:
-                seen.add(made)
-                young.append(made)
-                return
+        made = next((one for one in (make() for _ in range(_TRIES)) if one not in seen), None)
+        if made is not None:
+            seen.add(made)
+            young.append(made)
 
     def crossed() -> Candidate:
         one, other = rng.sample(parents, 2)
@@ -165,42 +162,33 @@ def evolve(
 
     for turn in range(population - len(young)):
         add(partial(space.mutated, first[turn % len(first)], rng))
-    losses: dict[Candidate, float] = {}
     for iteration in range(iterations + 1):
-        if iteration:
-            young.clear()
-            for _ in range(mutations):
-                add(lambda: space.mutated(rng.choice(parents), rng))
-            for _ in range(crossovers):
-                add(crossed)
+        for _ in range(mutations if iteration else 0):
+            add(lambda: space.mutated(rng.choice(parents), rng))
+        for _ in range(crossovers if iteration else 0):
+            add(crossed)
         losses |= {one: loss(one) for one in young}
         parents[:] = sorted([*parents, *young], key=losses.__getitem__)[: population // 2]
+        young.clear()
         yield parents[0]
 
 
 def _space(given: SearchOptions, factor: float) -> Space:
     """What evolution can choose from."""
     scales = () if given.attention_factor is not None else _SCALES
-    most, critical, least = _BEYOND * factor, 0, 1.0
-    if given.critical is not None:
-        most, critical, least = _BEYOND_CRITICAL * factor, given.critical, factor
+    most, least = (_BEYOND, 1.0) if given.critical is None else (_BEYOND_CRITICAL, factor)
     return Space(
-        round(most * _STEPS),
+        round(most * factor * _STEPS),
         tuple(given.start_tokens),
         given.mutation_probability,
         scales,
-        critical,
+        given.critical or 0,
         round(least * _STEPS),
     )
 
 
 def _calibrated(start: Any) -> YaRN | None:
-    """The YaRN to start from, or the one in the file of a calibration.
-
-    Raises:
-        OptionError: it is another method.
-        MeasureError: the file cannot be read.
-    """
+    """The YaRN to start from, or the one in the file of a calibration."""
     if isinstance(start, (str, os.PathLike)):
         start = Calibration.load(start).method
     if start is not None and not isinstance(start, YaRN):
@@ -210,11 +198,7 @@ def _calibrated(start: Any) -> YaRN | None:
 
 
 def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMethod]:
-    """The methods to start from, YaRN as given or with every ramp that ``calibrate`` tries.
-
-    Raises:
-        OptionError: ``given.start`` has another factor.
-    """
+    """The methods to start from, YaRN as given or with every ramp that ``calibrate`` tries."""
     yarn = cast("YaRN | None", given.start) or YaRN(factor=factor)
     if yarn.factor != factor:
         raise OptionError(
@@ -232,21 +216,17 @@ def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMet
 def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
     """The tables of known methods, the best first, with their temperatures and others."""
     space = _space(given, known[0].factor)
-    start = space.starts[0]
-    tables = [space.fitted(_table(each, rope)) for each in known]
+    start, tables, own = space.starts[0], [], []
+    for method in known:
+        ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
+        tables.append(space.fitted((ratio * _STEPS).round().int().cummax(0).values.tolist()))
+        own.append(round(_STEPS * method.attention_scaling(rope)))
     if not space.scales:
         return [Candidate(table, start) for table in dict.fromkeys(tables)]
-    own = [round(_STEPS * each.attention_scaling(rope)) for each in known]
     near = [min(space.scales, key=lambda scale, own=own: abs(scale - own)) for own in own]
     made = [Candidate(table, start, scale) for table, scale in zip(tables, near, strict=True)]
     made += [Candidate(table, start, round(f * _STEPS)) for f in FACTORS for table in tables]
     return list(dict.fromkeys(made))[: max(2, given.population // 2)]
-
-
-def _table(method: FrequencyMethod, rope: Rope) -> tuple[int, ...]:
-    """What ``method`` divides each frequency by, in hundredths."""
-    ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
-    return tuple((ratio * _STEPS).round().int().cummax(0).values.tolist())
 
 
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
@@ -259,7 +239,6 @@ def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
     )
 
 
-@keywords_of(SearchOptions)
 def search(
     model: nn.Module,
     tokenizer: Any,
@@ -317,7 +296,7 @@ def search(
     known = _known(given, factor, rope)
     [first, *_] = _first(given, known, rope)
     for start in given.start_tokens:  # what cannot be patched shows before anything is measured
-        with patched(model, _method(given, replace(first, start=start), factor), **given.arguments):
+        with patched(model, _method(given, first._replace(start=start), factor), **given.arguments):
             pass
     samples = _samples(tokenizer, read(text), rope, given)
     # Without `iterations`, so that a finished search can go on with more of them.
@@ -326,8 +305,8 @@ def search(
     settings["model"] = fingerprint(model)
     settings["text"] = digest([ids for sample in samples for ids in sample.tokens])
     path = None if output is None else Path(output)
-    with nullcontext() if path is None else lock(path.parent, _log_of(path).name):
-        log = path and _log_of(path)
+    log = path and path.with_suffix(".jsonl")
+    with nullcontext() if log is None else lock(log.parent, log.name, option="output"):
         trials = Trials(model, rope, given, log, "search", settings)
         return _searched(trials, given, known, samples, path)
 
@@ -449,10 +428,9 @@ def check_output(output: str | os.PathLike[str]) -> None:
         OptionError: its name does not end in .json.
         MeasureError: its folder cannot be made, or what is there does not come from a search.
     """
-    output = Path(output)
+    output, log = Path(output), Path(output).with_suffix(".jsonl")
     if output.suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
-    log = _log_of(output)
     with writing(log, "give another output"):
         log.parent.mkdir(parents=True, exist_ok=True)
     if output.exists() and not log.exists():
@@ -462,10 +440,6 @@ def check_output(output: str | os.PathLike[str]) -> None:
         )
 
 
-def _log_of(output: Path) -> Path:
-    return output.with_suffix(".jsonl")
-
-
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a table that say something."""
     return {name: value for name, value in options.items() if value and name != "name"}
@@ -473,26 +447,29 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def summary(output: Path) -> str:
     """What is in the log beside ``output``, for people to read."""
-    settings, log = read_log(_log_of(output), "search")
+    settings, log = read_log(output.with_suffix(".jsonl"), "search")
     both = [(json.loads(trial), from_json(scores)) for trial, scores in log.items()]
-    ranked = [(t["method"], s) for t, s in both if t["method"] and t["sample"] == RANKING]
-    tables = [scores for method, scores in ranked if method["name"] == LongRoPE.name]
+    tried = {
+        sample: [(t["method"], s) for t, s in both if t["method"] and t["sample"] == sample]
+        for sample in (RANKING, VALIDATION)
+    }
+    tables = [scores for method, scores in tried[RANKING] if method["name"] == LongRoPE.name]
     lines = [
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
         f"{settings['target_length']}, and passkeys found:"
     ]
-    for method, scores in ranked:
+    for method, scores in tried[RANKING]:
         if method["name"] != LongRoPE.name:
             name = f"{method['name']} {method.get('attention_factor') or ''}".rstrip()
             lines.append(f"  {name:<10}{_numbers(scores)}")
     best = min(tables, key=lambda scores: scores.loss)
     lines.append(f"  {LongRoPE.name:<10}{_numbers(best)}, best of {len(tables)} tables")
-    finalists = [(t["method"], s) for t, s in both if t["method"] and t["sample"] == VALIDATION]
     kept = json.loads(output.read_text(encoding="utf-8"))
-    for place, (method, scores) in enumerate(finalists):
+    for place, (method, scores) in enumerate(tried[VALIDATION]):
         if _said(method) == kept:
             yarn = ": it is the table of yarn, none is better beyond noise" * (place == 0)
-            lines.append(f"kept of {len(finalists)}, on other windows:{_numbers(scores)}{yarn}")
+            of = len(tried[VALIDATION])
+            lines.append(f"kept of {of}, on other windows:{_numbers(scores)}{yarn}")
     return "\n".join(lines)
 
 

@@ -65,13 +65,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of a model on a sample, nats per token.
+    """Scores of a model on a sample: losses in nats per token, and which answers it would write.
 
-    Args:
-        far: of every window.
-        inside: of every window, the mean over the windows of the trained length in it.
-        answers: of every prompt.
-        found: of every prompt, whether greedy decoding would write the answer.
+    ``far`` and ``inside`` are of every window (the latter a mean over the windows of the trained
+    length in it), ``answers`` and ``found`` of every prompt.
     """
 
     far: tuple[float, ...]
@@ -100,15 +97,9 @@ class Scores:
 
 
 class Trials:
-    """Measures methods, each once.
+    """Measures methods, each once, on a model that is not patched.
 
-    Args:
-        model: not patched.
-        rope: its trained embedding.
-        given: the options.
-        path: of the log; None keeps none.
-        kind: of the run: ``search`` or ``calibration``.
-        settings: what scores depend on.
+    ``path`` is that of the log of this ``kind`` of run, and ``settings`` are what scores depend on.
 
     Raises:
         MeasureError: the log is of other settings, or cannot be read or written.
@@ -135,7 +126,12 @@ class Trials:
         with writing(path, "give another output"):
             if path.exists():
                 found, self.known = read_log(path, kind)
-                _require_same(path, kind, found, settings)
+                changed = [name for name, value in settings.items() if found.get(name) != value]
+                if changed:
+                    raise MeasureError(
+                        f"{path} is of another {kind} (another {', '.join(changed)}); give the "
+                        f"same again to go on with it, or another output"
+                    )
         self.log.open()
 
     @contextmanager
@@ -253,16 +249,3 @@ def from_json(data: Mapping[str, Sequence[Any]]) -> Scores:
     """The scores in a line of the log."""
     read: Any = {name: tuple(math.inf if x is None else x for x in xs) for name, xs in data.items()}
     return Scores(**read)
-
-
-def _require_same(path: Path, kind: str, given: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [
-        f"another {name}" if name in ("model", "text") else f"{name} was {given.get(name)!r}"
-        for name, value in now.items()
-        if given.get(name) != value
-    ]
-    if changed:
-        raise MeasureError(
-            f"{path} is of another {kind} ({', '.join(changed)}); give the same again to go on "
-            f"with it, or another output"
-        )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from rope_ext.apply import APPLY, configuration, gguf_source
+from rope_ext.apply import configuration, gguf_source, position
+from rope_ext.apply import frequency as frequencies
 from rope_ext.apply.base import Applied
 from rope_ext.apply.older_readers import older_fields
 from rope_ext.apply.raising import raise_factor
@@ -46,23 +45,9 @@ from rope_ext.rotary.sites import (
 from rope_ext.rotary.swapping import Changes, set_attribute, undo
 
 Model = TypeVar("Model", bound=nn.Module)
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 _STATE = "_rope_ext"
 _REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
-_lock = threading.RLock()  # one for all models: they may share a configuration
 _logger = logging.getLogger("rope_ext")
-
-
-def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Serialize calls: patching probes the model, and models may share a configuration."""
-
-    @functools.wraps(function)
-    def waiting(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with _lock:
-            return function(*args, **kwargs)
-
-    return waiting
 
 
 @dataclass(frozen=True)
@@ -93,6 +78,11 @@ class Patch:
         return self.method if isinstance(self.method, FrequencyMethod) else self.options.frequency
 
     @property
+    def encoding(self) -> str | None:
+        """Name of the encoding that adds to the logits, if any."""
+        return None if self.record.encoding is None else self.record.encoding.name
+
+    @property
     def length(self) -> int:
         """Trained context, tokens."""
         return self.scaled[0].rope.length
@@ -108,7 +98,6 @@ class Patch:
         return site.under(self.frequencies)[0], site.factors(self.frequencies, self.method)[0]
 
 
-@_one_at_a_time
 def patch(
     model: Model,
     method: str | Method | Recommendation = "yarn",
@@ -130,8 +119,7 @@ def patch(
     If a cast such as ``model.bfloat16()`` rounded the rotary frequencies, they are first rebuilt
     from the configuration; ``describe`` reports it.
 
-    Threads that patch or unpatch wait for each other. Forwards in other threads do not wait, so
-    let forwards of this model finish first.
+    Let forwards of this model in other threads finish first.
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
@@ -216,16 +204,15 @@ def patch(
         interrupted.go_on(model)  # a refused replacement leaves the model as it was
         torch.set_rng_state(random)
         raise
-    if dropped:
+    if dropped and earlier is not None:
         _logger.warning(
-            "rope_ext: %s replaces %s; its learned parameters are no longer in the model: %s",
-            method.name,
-            interrupted.learned_by,
-            _listed(dropped),
+            "rope_ext: %s replaces %s; %d learned parameters are no longer in the model, such as "
+            "%s",
+            *(method.name, earlier.encoding or earlier.method.name, len(dropped), dropped[0]),
         )
     state = decoder.__dict__[_STATE]
     encoding = state.record.encoding
-    if encoding is not None and interrupted.encoding != encoding.name:
+    if encoding is not None and (earlier is None or earlier.encoding != encoding.name):
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
             "(lab/surgery.py)",
@@ -247,7 +234,6 @@ def patch(
     return model
 
 
-@_one_at_a_time
 def unpatch(model: Model) -> Model:
     """Undo a patch and restore every buffer, scalar and configuration value bit for bit.
 
@@ -292,16 +278,15 @@ def patched(
         RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
-    with _lock, configuration.quieted(_logger, logging.ERROR):  # warnings about saving do not apply
+    with configuration.quieted(_logger, logging.ERROR):  # warnings about saving do not apply
         interrupted = _Interrupted.from_decoder(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
     finally:
-        with _lock:
-            if _STATE in decoder.__dict__:
-                unpatch(model)
-            interrupted.go_on(model)
+        if _STATE in decoder.__dict__:
+            unpatch(model)
+        interrupted.go_on(model)
 
 
 @contextmanager
@@ -322,14 +307,14 @@ def unpatched(model: Model) -> Iterator[Model]:
         RopeExtError: ``model`` is not a supported model.
     """
     decoder = text_decoder(model)
-    with _lock, configuration.quieted(_logger, logging.ERROR):
+    with configuration.quieted(_logger, logging.ERROR):
         interrupted = _Interrupted.from_decoder(decoder)
         if interrupted.patch is not None:
             unpatch(model)
     try:
         yield model
     finally:
-        with _lock, configuration.quieted(_logger, logging.ERROR):
+        with configuration.quieted(_logger, logging.ERROR):
             if _STATE in decoder.__dict__:
                 unpatch(model)
             interrupted.go_on(model)
@@ -351,18 +336,6 @@ class _Interrupted:
     def from_decoder(cls, decoder: nn.Module) -> _Interrupted:
         earlier = decoder.__dict__.get(_STATE)
         return cls(earlier, Earlier.from_model(decoder))
-
-    @property
-    def encoding(self) -> str | None:
-        """Name of the encoding that had learned parameters."""
-        encoding = None if self.patch is None else self.patch.record.encoding
-        return None if encoding is None else encoding.name
-
-    @property
-    def learned_by(self) -> str | None:
-        """What had learned parameters: an encoding, or a method with its temperature."""
-        method = None if self.patch is None else self.patch.method
-        return self.encoding or (None if method is None else method.name)
 
     def go_on(self, model: nn.Module) -> None:
         """Apply it again to the model, which must not be patched."""
@@ -397,11 +370,6 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
     return method
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
 @torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
 def _patch(
     model: nn.Module,
@@ -424,7 +392,9 @@ def _patch(
         if options.compose == "raise":
             place, used = raise_factor(place, method, options)
             sites, scaled = place.sites, place.scaled
-        applied = (apply or APPLY[used.kind])(place, used, options, changes)
+        if apply is None:
+            apply = frequencies.apply if used.kind == "frequency" else position.apply
+        applied = apply(place, used, options, changes)
         record = Record(
             method=method,
             resolved=applied.method,
@@ -475,7 +445,6 @@ def _patch(
     )
 
 
-@_one_at_a_time
 def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
@@ -520,7 +489,6 @@ def note_target(model: nn.Module, target: int) -> None:
     decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
-@_one_at_a_time
 def first_site(
     model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
 ) -> RotarySite:

@@ -99,42 +99,6 @@ def test_compare_writes_everything(
     assert again.exit_code == 0 and again.stdout == result.stdout
 
 
-@pytest.mark.usefixtures("loader_fails")
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--methods", "yarn,yran"], "unknown method 'yran'; did you mean 'yarn'?"),
-        (["--methods", "yarn,longrope"], "longrope needs long_factor=...; on the command line"),
-        (["--option", "yarn.beta_fst=1"], "did you mean 'beta_fast'"),
-        (["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
-        (["--factor", "1"], "set --factor to a number above 1"),
-        (["--lengths", "128,2kb"], "not a number of tokens"),
-        (["--lengths", "128,9000000"], "give a longer --text"),
-        (["--dtype", "int8"], "one of auto, float32, bfloat16, float16"),
-        (["--resume", "--overwrite"], "contradict each other"),
-        (["--device", "abacus"], "device 'abacus' cannot be used here"),
-        (["--text", "missing.txt"], "cannot read the text missing.txt"),
-        (["--output", "empty.txt"], "cannot write to empty.txt"),
-        (["--model", "nowhere/at/all"], "cannot load the configuration of 'nowhere/at/all'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line_and_exit_2(
-    checkpoint: Path,
-    tmp_path: Path,
-    change: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").touch()
-    result = call(*instead(quick(checkpoint, tmp_path / "out"), change))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert result.stdout == ""
-
-
 def test_interrupted_run_says_how_to_go_on(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,61 +133,75 @@ def test_a_scaled_checkpoint_is_stacked_on_or_raised(words: str, said: str, tmp_
         parse_compose("no")
 
 
-def test_describe(checkpoint: Path) -> None:
-    plain = call("describe", checkpoint)
-    assert plain.exit_code == 0 and "not patched" in plain.stdout
-    result = call(
-        *("describe", checkpoint, "--method", "YaRN", "--factor", 4),
-        *("--option", "yarn.beta_fast=16"),
-    )
-    assert result.exit_code == 0
-    assert "128 -> 512 tokens by yarn" in result.stdout and "beta_fast=16" in result.stdout
-    assert call("describe", checkpoint, "--method", "yran").exit_code == 2
-    words = "describe", checkpoint, "--method", "rerope", "--factor", 4
-    assert "next: rope-ext compare" in call(*words).stderr  # since no engine runs it
-    result = call("describe", checkpoint, "--option", "yarn.beta_fast=16")
-    assert result.exit_code == 2 and "--option yarn.beta_fast=16 needs --method" in result.stderr
+WORKS = {
+    "describe M": "not patched",
+    "describe M --method YaRN --factor 4 --option yarn.beta_fast=16": "beta_fast=16",
+    "describe M --method alibi": "alibi",  # which needs no factor
+    "describe M --method rerope --factor 4": "next: rope-ext compare",  # since no engine runs it
+    "diagnose M --length 512": "at 512 tokens: trained for 128 tokens",
+    "diagnose M --length 512 --method yarn --factor 4": "before the patch, 0 at 512 after",
+    "recommend M --length 1k": "rope_ext.patch(model, 'self_extend', factor=8",
+    "recommend M --length 1k --finetune": "rope_ext.patch(model, 'yarn', factor=8)",
+}
+REFUSED = {
+    "descibe m": "No such command 'descibe'",
+    "describe": "Missing argument 'model'; see rope-ext describe --help",
+    "describe m --factr 2": "No such option: --factr",
+    "describe M --method yran": "did you mean 'yarn'?",
+    "describe M --method yarn": "needs factor=...; on the command line: --factor NUMBER",
+    "describe M --method longrope --factor 4": "--option longrope.long_factor=VALUE",
+    "describe M --method yarn --factor 4 --option beta_fast=no": "--option yarn.beta_fast=",
+    "describe M --option yarn.beta_fast=16": "--option yarn.beta_fast=16 needs --method",
+    "export M --engine vllm --method yarn": "needs factor=...; on the command line: --factor",
+    "verify M --method yarn": "needs factor=...; on the command line: --factor",
+    "recommend M --length 128": "within the 128 tokens",
+    "recommend 128k --length M": "is not a number of tokens; use a number such as 32768, 32k",
+    "recommend M --length 32k,64k": "is not a single length; use 32768, 32k or 1m",
+    "search m --length 4k": "Missing option '--output'",
+    "eval m --tasks passkey --lengths 1k --trails 2": "No such option: --trails",
+    "eval m --lengths 1k": "give --tasks some of perplexity, longppl, passkey",
+    "compare m": "no length to measure; give --lengths",
+    "compare --lengths 1k": "no model is given; give a directory, Hub ID or .gguf file first",
+    "compare C --methods yarn,yran": "unknown method 'yran'; did you mean 'yarn'?",
+    "compare C --methods yarn,longrope": "longrope needs long_factor=...; on the command line",
+    "compare C --option yarn.beta_fst=1": "did you mean 'beta_fast'",
+    "compare C --option beta_fast=1": "use METHOD.NAME=VALUE",
+    "compare C --factor 1": "set --factor to a number above 1",
+    "compare C --lengths 128,2kb": "not a number of tokens",
+    "compare C --lengths 128,9000000": "give a longer --text",
+    "compare C --dtype int8": "one of auto, float32, bfloat16, float16",
+    "compare C --resume --overwrite": "contradict each other",
+    "compare C --device abacus": "device 'abacus' cannot be used here",
+    "compare C --text missing.txt": "cannot read the text missing.txt",
+    "compare C --output empty.txt": "cannot write to empty.txt",
+    "compare C --model nowhere/at/all": "cannot load the configuration of 'nowhere/at/all'",
+}
+"""M is the checkpoint, C a whole command line of `compare`, to which a wrong option is added."""
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("export M --engine vllm --method yarn", "needs factor=...; on the command line: --factor"),
-        ("verify M --method yarn", "needs factor=...; on the command line: --factor"),
-        ("describe M --method yarn", "needs factor=...; on the command line: --factor NUMBER"),
-        ("describe M --method longrope --factor 4", "--option longrope.long_factor=VALUE"),
-        ("describe M --method yarn --factor 4 --option beta_fast=no", "--option yarn.beta_fast="),
-        ("recommend 128k --length M", "is not a number of tokens; use a number such as 32768, 32k"),
-        ("recommend M --length 32k,64k", "is not a single length; use 32768, 32k or 1m"),
-    ],
-)
-def test_an_error_names_what_to_give(checkpoint: Path, words: str, said: str) -> None:
+@pytest.mark.parametrize("words", WORKS)
+def test_advice_reads_no_weights(words: str, checkpoint: Path, loader_fails: None) -> None:
     result = call(*(checkpoint if word == "M" else word for word in words.split()))
-    assert result.exit_code == 2 and said in result.stderr, result.output
-    assert "NAME" not in result.stderr
+    assert result.exit_code == 0 and WORKS[words] in result.output
 
 
-def test_a_method_without_a_factor_of_its_own_needs_none(checkpoint: Path) -> None:
-    assert "alibi" in call("describe", checkpoint, "--method", "alibi").stdout
-
-
-def test_recommend_reads_no_weights(checkpoint: Path, loader_fails: None) -> None:
-    result = call("recommend", checkpoint, "--length", "1k")
-    assert result.exit_code == 0
-    assert "128 -> 1024 tokens, factor 8, without fine-tuning" in result.stdout
-    assert "rope_ext.patch(model, 'self_extend', factor=8" in result.stdout
-    tuned = call("recommend", checkpoint, "--length", "1k", "--finetune")
-    assert "rope_ext.patch(model, 'yarn', factor=8)" in tuned.stdout
-    for length, message in (("128", "within the 128 tokens"), ("1k,2k", "not a single length")):
-        wrong = call("recommend", checkpoint, "--length", length)
-        assert wrong.exit_code == 2 and message in wrong.stderr
-
-
-def test_diagnose(checkpoint: Path) -> None:
-    plain = call("diagnose", checkpoint, "--length", "512")
-    assert plain.exit_code == 0 and "at 512 tokens: trained for 128 tokens" in plain.stdout
-    result = call("diagnose", checkpoint, "--length", "512", "--method", "yarn", "--factor", "4")
-    assert result.exit_code == 0 and "before the patch, 0 at 512 after" in result.stdout
+@pytest.mark.parametrize("words", REFUSED)
+def test_mistakes_are_one_line_and_exit_2(
+    words: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loader_fails: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    given: list[object] = [checkpoint if word == "M" else word for word in words.split()]
+    if given[1:2] == ["C"]:
+        given = instead(quick(checkpoint, tmp_path / "out"), words.split()[2:])
+    result = call(*given)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert REFUSED[words] in result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: None) -> None:
@@ -293,26 +271,6 @@ def test_help_imports_no_torch(name: str | None) -> None:
     words = [sys.executable, "-c", HELP, *filter(None, [name]), "--help"]
     made = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "--help" in made.stdout and made.stdout.splitlines()[-1] == "0 []"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("descibe m", "No such command 'descibe'"),
-        ("describe", "Missing argument 'model'; see rope-ext describe --help"),
-        ("describe m --factr 2", "No such option: --factr"),
-        ("search m --length 4k", "Missing option '--output'"),
-        ("eval m --tasks passkey --lengths 1k --trails 2", "No such option: --trails"),
-        ("eval m --lengths 1k", "give --tasks some of perplexity, longppl, passkey"),
-        ("compare m", "no length to measure; give --lengths"),
-        ("compare --lengths 1k", "no model is given; give a directory, Hub ID or .gguf file first"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(words: str, said: str) -> None:
-    result = call(*words.split())
-    assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert said in result.stderr and "--help\n" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_eval.cases import Case, digest
-from rope_eval.settings import BEFORE
-from rope_ext.command.method_options import ADAPTER, built
-from rope_ext.errors import Mistakes, OptionError
+from rope_ext.command.method_options import built
+from rope_ext.errors import OptionError
 from rope_ext.methods import reach
 from rope_ext.patching import patched
 
@@ -21,13 +20,13 @@ class System:
 
     Args:
         name: the label, with the model before it where there are several.
-        label: the method and its options, such as ``yarn (beta_fast=16)``; see ``label``.
+        label: the method and its options, such as ``yarn (beta_fast=16)``, or a server.
         model: as given.
         method: its name, or ``none``.
         options: of the method, and what the adapter's patch has beside them.
         trained: trained context of the model, tokens.
         is_dynamic: whether frequencies depend on the length of the text.
-        identity: what its results depend on besides the case.
+        identity: digest of what its results depend on besides the case.
         adapted: whether the adapter is in use.
     """
 
@@ -44,16 +43,6 @@ class System:
     def key(self, case: Case) -> str:
         """Digest of everything that determines the outcome."""
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
-
-
-def without_before(names: Sequence[str], mistakes: Mistakes) -> tuple[str, ...]:
-    """The names for :func:`checked_methods`, which knows no ``before``."""
-    if BEFORE in names and ADAPTER not in names:
-        mistakes.add(
-            f"--method {BEFORE} is compared with --method {ADAPTER}; give --method "
-            f"{BEFORE},{ADAPTER}"
-        )
-    return tuple(name for name in names if name != BEFORE)
 
 
 def under(

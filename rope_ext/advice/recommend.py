@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -80,8 +80,7 @@ class _Case:
         return "raise" if method == self.raised else self.scaled is not None
 
 
-@dataclass(frozen=True)
-class _Trial:
+class _Trial(NamedTuple):
     """A candidate, the reason to choose it, and how the model and the engines take it."""
 
     method: Method
@@ -283,8 +282,8 @@ def _tried(case: _Case, method: Method, why: str) -> _Trial:
 
 def _unproven(case: _Case, trial: _Trial) -> bool:
     """Whether only the weights, which are not there, can show that the model accepts it."""
-    on_meta = not case.engine and any(parameter.is_meta for parameter in case.model.parameters())
-    refused = isinstance(trial.refusal, UnsupportedModelError)
+    refused = isinstance(trial.refusal, UnsupportedModelError) and not case.engine
+    on_meta = any(parameter.is_meta for parameter in case.model.parameters())
     return on_meta and refused and trial.method.replaces_attention
 
 

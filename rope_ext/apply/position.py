@@ -60,8 +60,12 @@ def _apply(
     decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
     beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
     label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
-    named, instead = _named(method.name, beside), _instead(method, beside)
-    axes = _several_axes(place, named, instead)
+    added = " and ".join(f"{option}=" for option in beside)
+    named, instead = method.name, "use a frequency method such as 'yarn'"
+    if isinstance(method, _Standing):
+        instead = f"patch with {method.name!r}"
+    if added:
+        named, instead = f"{named} with {added}", f"{instead} without {added}"
     if under is not None:
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     for each in (method, under):
@@ -79,8 +83,13 @@ def _apply(
     precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
     include_sliding = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
-    if encoding is not None and encoding.window_beside() is not None:
-        _refuse_windows(place, encoding.name)
+    windowed = any(site.local or site.shared for site in place.sites)
+    if windowed and encoding is not None and encoding.window_beside() is not None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has layers with a window already, and {encoding.name} "
+            f"chooses the window itself; to remove the positions of layers without one, patch "
+            f"with 'nope', and with layers= for some of them"
+        )
     position_map = PositionMap(
         method,
         rope,
@@ -97,9 +106,13 @@ def _apply(
     installed = Installed(decoder, position_map, changes)
     refuse_continuous_batching(place.model, installed.unbatched(), changes)
     saved = unsaved(place, length)
-    notes = [f"saving: {saved.note}", *installed.notes, *axes]
-    for note in axes:
-        _logger.warning("rope_ext: %s", note)
+    notes = [f"saving: {saved.note}", *installed.notes]
+    if any("mrope_section" in site.settings.parameters for site in place.scaled):
+        notes.append(
+            f"images: their positions have several axes, and {named} attends by one, so that "
+            f"inputs with images or videos will be refused; for these, {instead}"
+        )
+        _logger.warning("rope_ext: %s", notes[-1])
     methods = (method,) if under is None else (method, under)
     for site in place.scaled:
         notes += scale_softmax(site, methods, changes, installed.mapped)
@@ -107,9 +120,10 @@ def _apply(
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
     if reached < length:
-        note = f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
-        notes.append(note)
-        _logger.warning("rope_ext: %s", note)
+        notes.append(
+            f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
+        )
+        _logger.warning("rope_ext: %s", notes[-1])
     return Applied(
         method=method,
         target_length=length,
@@ -119,40 +133,6 @@ def _apply(
         precise=precise,
         notes=tuple(notes),
     )
-
-
-def _refuse_windows(place: PatchTarget, name: str) -> None:
-    """Raise if layers of the model have a window already, where ``name`` chooses the window."""
-    if any(site.local or site.shared for site in place.sites):
-        raise UnsupportedModelError(
-            f"{type(place.decoder).__name__} has layers with a window already, and {name} chooses "
-            f"the window itself; to remove the positions of layers without one, patch with 'nope', "
-            f"and with layers= for some of them"
-        )
-
-
-def _named(name: str, beside: list[str], word: str = "with") -> str:
-    """``name`` with, or without, the options ``beside`` it."""
-    options = " and ".join(f"{option}=" for option in beside)
-    return f"{name} {word} {options}" if options else name
-
-
-def _instead(method: PositionMethod, beside: list[str]) -> str:
-    """Advice: how to patch so that the model's own attention stays."""
-    if isinstance(method, _Standing):
-        return _named(f"patch with {method.name!r}", beside, "without")
-    return _named("use a frequency method such as 'yarn'", beside, "without")
-
-
-def _several_axes(place: PatchTarget, named: str, instead: str) -> tuple[str, ...]:
-    """A sentence for ``describe`` on a model whose images have positions on several axes."""
-    for site in place.scaled:
-        if "mrope_section" in site.settings.parameters:
-            return (
-                f"images: their positions have several axes, and {named} attends by one, so that "
-                f"inputs with images or videos will be refused; for these, {instead}",
-            )
-    return ()
 
 
 def _write(

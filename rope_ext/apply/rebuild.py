@@ -25,18 +25,8 @@ from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 
 # Fields of a scaled entry besides its base; a patch on top replaces all of them.
 SCALING_FIELDS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "long_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "rope_type",
-    "short_factor",
-    "truncate",
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
+    *("low_freq_factor", "mscale", "mscale_all_dim", "rope_type", "short_factor", "truncate"),
     "type",
 )
 UNSAVED = "no rope_type expresses it: load it with rope_ext.from_pretrained (plain {})"
@@ -78,7 +68,7 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
         dynamic = types == {"dynamic"}
         values["max_position_embeddings"] = scaled[0].rope.length if dynamic else target
         built = _built(place.decoder, config, values, sites)
-        if built is None or not _equal(built, sites, scaled, method, "dynamic" in types):
+        if built is None or not _equal(built, scaled, method, "dynamic" in types):
             continue
         exact = {} if method.is_dynamic else {site: built[site][0] for site in scaled}
         note = f"plain transformers reloads it (rope_type {', '.join(sorted(types))})"
@@ -105,19 +95,15 @@ def unsaved(place: PatchTarget, target: int) -> Written:
     for site in place.scaled:
         part_of(marked, site)["rope_type"] = CURE
 
-    def whole(trial: Any) -> None:
-        with torch.device("meta"):
-            type(place.model)(trial)
-
     def rotary(trial: Any) -> None:
         _rebuilt_modules(place.decoder, trial, place.sites)
 
     refused = {"rope_parameters": marked, **length}
-    if not _is_refused(config, refused, rotary):
-        refused = {**length, EXPERTS: CURE}
-        if not _is_refused(place.model.config, {EXPERTS: CURE}, whole):
-            return Written(length, False, {}, UNSAVED.format(UNPATCHED))
-    return Written(refused, False, {}, UNSAVED.format(REFUSED))
+    if _is_refused(config, refused, rotary):
+        return Written(refused, False, {}, UNSAVED.format(REFUSED))
+    if _is_refused(place.model.config, {EXPERTS: CURE}, type(place.model)):
+        return Written({**length, EXPERTS: CURE}, False, {}, UNSAVED.format(REFUSED))
+    return Written(length, False, {}, UNSAVED.format(UNPATCHED))
 
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
@@ -128,7 +114,8 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
         except Exception:  # rope_ext.from_pretrained has to read it
             return False
         try:
-            build(trial)
+            with torch.device("meta"):
+                build(trial)
         except Exception as error:
             return CURE in str(error)
     return False
@@ -231,24 +218,22 @@ def _rebuilt_modules(
 
 def _equal(
     built: dict[RotarySite, tuple[torch.Tensor, float]],
-    sites: list[RotarySite],
     scaled: list[RotarySite],
     method: FrequencyMethod,
     dynamic: bool,
 ) -> bool:
-    for site in sites:
+    """Whether transformers built what the patch computes, and left the other sites alone."""
+    for site, (got, got_scaling) in built.items():
         inv_freq, scaling = site.loaded.double(), site.scaling
-        if site in scaled and dynamic:  # the dynamic type does not scale cosine and sine
-            scaling = site.under(method)[1]
-        elif site in scaled:
+        if site in scaled:
             inv_freq, scaling = site.under(method)
-            if method.is_dynamic:  # a new module starts with the frequencies of the trained length
+            if dynamic:  # its modules start unscaled, as do its cosine and sine
+                inv_freq = site.loaded.double()
+            elif method.is_dynamic:  # a new module starts with those of the trained length
                 inv_freq = method.frequencies(site.rope, site.rope.length)
-        got, got_scaling = built[site]
-        if got.shape != inv_freq.shape:
-            return False
         # A frequency of zero is saved as one that rotates 1e-30 times as fast.
-        close = torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25)
-        if not close or abs(got_scaling - scaling) > 1e-9 * scaling:
+        if got.shape != inv_freq.shape or abs(got_scaling - scaling) > 1e-9 * scaling:
+            return False
+        if not torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25):
             return False
     return True

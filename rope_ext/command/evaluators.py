@@ -19,11 +19,7 @@ def find(module: str) -> ModuleType | None:
 
 
 def require(module: str) -> ModuleType:
-    """A module of ``rope_eval``.
-
-    Raises:
-        MeasureError: the package is not installed.
-    """
+    """A module of ``rope_eval``; raises MeasureError if that package is not installed."""
     found = find(module)
     if found is None:
         raise MeasureError(

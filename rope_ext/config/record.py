@@ -146,10 +146,8 @@ class Record:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_TOKENS:
                 raise ValueError(f"{name}={value!r} is not a number of tokens")
-        for name in ("native", "plain"):
-            value = getattr(self, name)
-            if type(value) is not bool:
-                raise ValueError(f"{name}={value!r} is not True or False")
+        if not isinstance(self.native, bool) or not isinstance(self.plain, bool):
+            raise ValueError(f"plain={self.plain!r} or native={self.native!r} is not True or False")
         for name, value in self.config.items():
             if name not in _KINDS:
                 raise ValueError(f"no patch writes {name!r} into a configuration")

@@ -82,24 +82,15 @@ class Encoding(PositionMethod):
         return cls.places is not Encoding.places
 
     def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
-        """The initial parameters of :meth:`places` in a layer, as in :meth:`initial`.
-
-        Args:
-            columns: the hidden size.
-            heads: number of key heads of the layer.
-        """
+        """The initial parameters of :meth:`places` in a layer with so many key heads."""
         return {}
 
     def places(self, x: torch.Tensor, t: torch.Tensor, learned: Learned) -> torch.Tensor:
         """Positions to rotate queries and keys by, ``[rows, key heads, tokens]``.
 
-        They depend on the token alone, so that keys are rotated before they are cached.
-
-        Args:
-            x: the input of the query and key projections, float32 or better, ``[rows, tokens,
-                columns]``.
-            t: positions in the sequence, in the same dtype, ``[rows or 1, tokens]``.
-            learned: the parameters of :meth:`initial_positions`, after training.
+        They depend on the token alone, so that keys are rotated before they are cached. ``x`` is
+        the input of the layer, float32 or better, ``[rows, tokens, columns]``; ``t`` the positions
+        in the sequence, in the same dtype, ``[rows or 1, tokens]``.
         """
         raise NotImplementedError
 
@@ -144,13 +135,7 @@ class Encoding(PositionMethod):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         """Parameters learned with other options, in the shape of ``initial``.
 
-        Args:
-            name: as in :meth:`initial`.
-            learned: parameters with another shape.
-            initial: the initial parameters with these options.
-
-        Returns:
-            None if there is no exact conversion; patching then raises an error.
+        None if there is no exact conversion; patching then raises an error.
         """
         return None
 
@@ -161,16 +146,10 @@ class Encoding(PositionMethod):
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor | None:
-        """The term that is added to the logits.
+        """The term that is added to the logits; None: no bias.
 
-        Args:
-            distance: from query to key, tokens: 0, 1, 2, ...; float32 or better, ``[n]``.
-            heads: number of query heads.
-            rope: the trained embedding, for its length.
-            learned: the parameters of :meth:`initial`, after training.
-
-        Returns:
-            ``[heads, n]``, in the dtype of ``distance``, -inf for hidden distances; None: no bias.
+        ``[heads, n]`` for ``distance``, tokens from query to key, 0, 1, 2, ..., float32 or better,
+        in its dtype; -inf for hidden distances.
         """
         return None
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
 from rope_ext.encodings.fire import FIREScores
-from rope_ext.encodings.layers import linear
-from rope_ext.encodings.scores import Block, Scores
+from rope_ext.encodings.scores import Block, Scores, linear
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.registry import build_method, register
 from rope_ext.methods.rope import Rope

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.layers import linear
-from rope_ext.encodings.scores import Block, Scores
+from rope_ext.encodings.scores import Block, Scores, linear
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 
@@ -79,30 +78,13 @@ class FIREScores(Scores):
 
     def bias(self, block: Block) -> torch.Tensor:
         """What is added to the logits: ``[heads, rows, keys]``."""
-        places = block.query_at.to(block.content)
-        return self.network(self.near(block.distance) / self.far(places)[:, None])
-
-    def near(self, distance: torch.Tensor) -> torch.Tensor:
-        """The numerator: ``ln(1 + |c| d)``."""
-        return torch.log1p(self.learned["c"].to(distance).abs() * distance)
-
-    def reach(self, like: torch.Tensor) -> torch.Tensor:
-        """``T``, the position up to which queries share one denominator: ``[1]``."""
-        return self.learned["multiplier"].to(like).abs() * self.threshold
-
-    def far(self, place: torch.Tensor) -> torch.Tensor:
-        """The denominator of queries at these positions: ``ln(1 + |c| max(i, T))``."""
-        c = self.learned["c"].to(place).abs()
-        return torch.log1p(c * torch.maximum(place, self.reach(place))) + _EPSILON
-
-    def layers(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Weight and bias of the hidden units, ``[hidden]``, and of the heads."""
-        names = ("first_weight", "first_bias", "second_weight", "second_bias")
-        weight, *others = (self.learned[name].to(like) for name in names)
-        return weight.flatten(), *others
-
-    def network(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Apply the network to numbers of any shape: ``[heads, *shape]``."""
-        weight, bias, weights, biases = self.layers(numbers)
-        inner = torch.addcmul(bias[:, None], weight[:, None], numbers.flatten()).relu()
-        return torch.addmm(biases[:, None], weights, inner).unflatten(1, numbers.shape)
+        learned = {name: value.to(block.content) for name, value in self.learned.items()}
+        c, place = learned["c"].abs(), block.query_at.to(block.content)
+        reach = learned["multiplier"].abs() * self.threshold
+        far = torch.log1p(c * torch.maximum(place, reach)) + _EPSILON
+        numbers = torch.log1p(c * block.distance) / far[:, None]
+        weight, bias = learned["first_weight"], learned["first_bias"][:, None]
+        inner = torch.addcmul(bias, weight, numbers.flatten()).relu()
+        biases = learned["second_bias"][:, None]
+        found = torch.addmm(biases, learned["second_weight"], inner)
+        return found.unflatten(1, numbers.shape)

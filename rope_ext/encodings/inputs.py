@@ -26,12 +26,9 @@ class InputEncoding(Encoding):
     tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        """The initial learned parameters by name: float32, reproducible by torch's seed.
+        """The initial learned parameters by name, as in :meth:`initial`.
 
-        Args:
-            columns: the hidden size.
-            size: root mean square of the input of the first layer.
-            rope: the trained embedding, for its length.
+        ``size`` is the root mean square of the input of the first layer.
         """
         return {}
 

@@ -66,3 +66,12 @@ class Scores:
         ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax.
         """
         return None
+
+
+def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torch.Tensor]:
+    """Weight and bias of a linear layer or convolution, with torch's default initialization."""
+    fan = inputs
+    for size in kernel:
+        fan *= size
+    shapes = {f"{name}_weight": (outputs, inputs, *kernel), f"{name}_bias": (outputs,)}
+    return {key: (2 * torch.rand(shape) - 1) / fan**0.5 for key, shape in shapes.items()}

@@ -21,17 +21,10 @@ STD = 0.02
 def lengthened(
     learned: torch.Tensor, initial: torch.Tensor, dim: int, *, repeat: bool
 ) -> torch.Tensor | None:
-    """A longer table that begins with the rows of a shorter one.
+    """A longer table that begins with the rows of a shorter one; None if it is not longer.
 
-    Args:
-        learned: the shorter one.
-        initial: a table with the target shape.
-        dim: dimension of the rows.
-        repeat: whether new rows copy the last one, which all larger distances shared, or are taken
-            from ``initial``.
-
-    Returns:
-        None if ``initial`` is not longer, or differs in another dimension.
+    With ``repeat``, new rows copy the last one, which all larger distances shared; else they are
+    those of ``initial``.
     """
     rows = learned.shape[dim]
     if initial.shape[dim] < rows or initial.narrow(dim, 0, rows).shape != learned.shape:

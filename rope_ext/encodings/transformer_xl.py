@@ -29,40 +29,23 @@ class BySinusoid(Scores):
     base: float
 
     def logits(self, block: Block) -> torch.Tensor:
-        query, key, content = block.query, block.key, block.content
-        of_query, of_key = (
-            sinusoid(at, self.width_of_sinusoid, self.base).to(query.dtype)
-            for at in (block.query_at, block.key_at)
-        )
-        more = self.learned["u"].to(key)[:, None] @ key.mT
-        more = more + self.rotated(query, of_query) @ of_key.mT
-        return content + block.scale * more
-
-    @property
-    def width_of_sinusoid(self) -> int:
-        """The size of the sinusoid."""
-        return self.learned["r"].shape[-1]
-
-    def rotated(self, query: torch.Tensor, of_query: torch.Tensor) -> torch.Tensor:
-        """Queries to multiply with the sinusoid of a key's position: ``[..., queries, width]``.
-
-        ``of_query``: the sinusoid of their own positions, ``[queries, width]``.
-        """
-        met = (query + self.learned["v"].to(query)[:, None]) @ self.learned["r"].to(query)
-        of_sine, of_cosine = met.chunk(2, -1)
-        sine, cosine = of_query.chunk(2, -1)
+        query, key = block.query, block.key
+        r = self.learned["r"].to(query)
+        (sine, cosine), of_key = (self._sinusoid(at, r) for at in (block.query_at, block.key_at))
+        of_sine, of_cosine = ((query + self.learned["v"].to(query)[:, None]) @ r).chunk(2, -1)
         # sin(i - j) and cos(i - j), split into terms in i and in j.
         to_sine = of_cosine * sine - of_sine * cosine
         to_cosine = of_sine * sine + of_cosine * cosine
-        return torch.cat((to_sine, to_cosine), -1)
+        more = torch.cat((to_sine, to_cosine), -1) @ torch.cat(of_key, -1).mT
+        more = more + self.learned["u"].to(key)[:, None] @ key.mT
+        return block.content + block.scale * more
 
-
-def sinusoid(at: torch.Tensor, width: int, base: float) -> torch.Tensor:
-    """Sines of every frequency, then cosines, of positions; float64, ``[tokens, width]``."""
-    pairs = width // 2
-    exponent = torch.arange(pairs, dtype=torch.float64, device=at.device) / pairs
-    angle = at.double()[:, None] * base**-exponent
-    return torch.cat((angle.sin(), angle.cos()), -1)
+    def _sinusoid(self, at: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sines and cosines of every frequency at positions, ``[tokens, width / 2]`` each."""
+        pairs = r.shape[-1] // 2
+        exponent = torch.arange(pairs, dtype=torch.float64, device=at.device) / pairs
+        angle = at.double()[:, None] * self.base**-exponent
+        return angle.sin().to(r.dtype), angle.cos().to(r.dtype)
 
 
 @register

@@ -34,21 +34,13 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Export:
-    """Settings with which an engine computes the same as a patch; ``print`` it.
-
-    Args:
-        engine: name of the engine.
-        settings: under the engine's names; lengths in tokens.
-        command: ready to paste, including the name of the model if it is known.
-        files: text by file name.
-        notes: limitations and instructions.
-    """
+    """Settings with which an engine computes the same as a patch; ``print`` it."""
 
     engine: str
-    settings: Mapping[str, Any]
-    command: str
-    files: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any]  # under the engine's names; lengths in tokens
+    command: str  # ready to paste, with the name of the model if it is known
+    files: Mapping[str, str] = field(default_factory=dict)  # text by file name
+    notes: tuple[str, ...] = ()  # limitations and instructions
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``files`` to a directory, replacing existing ones; it is created if missing.
@@ -86,11 +78,8 @@ class Engine:
     def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
         """Settings with which the engine computes ``state``; raises :class:`Refusal`.
 
-        Args:
-            model: under the patch.
-            state: the patch.
-            saved: the folder that already holds the patch; None: the engine loads the model as it
-                was before.
+        ``saved`` is the folder that already holds the patch; without one, the engine loads the
+        model as it was before.
         """
         raise NotImplementedError
 
@@ -120,13 +109,11 @@ def build_engine(name: str, **options: Any) -> Engine:
         known = ", ".join(map(repr, _REGISTRY))
         near = nearest(name, _REGISTRY) if isinstance(name, str) else ""
         raise ExportError(f"engine={brief(name)} is not known; choose one of {known}{near}")
-    cls = _REGISTRY[name]
-    known = [field.name for field in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            valid = f"its options are {', '.join(known)}" if known else "it has none"
-            raise ExportError(f"{name} has no option {option!r}; {valid}{nearest(option, known)}")
-    return cls(**options)
+    known = [field.name for field in dataclasses.fields(_REGISTRY[name])]
+    for option in options.keys() - known:
+        valid = f"its options are {', '.join(known)}" if known else "it has none"
+        raise ExportError(f"{name} has no option {option!r}; {valid}")
+    return _REGISTRY[name](**options)
 
 
 def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **options: Any) -> Export:
@@ -288,12 +275,8 @@ def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
 def refuse_positions(state: Patch, dynamic: bool = False) -> None:
     """Raise if ``state`` changes more than frequencies, or, unless ``dynamic``, by sequence."""
     method, options = state.method, state.options
-    start = getattr(method, "start_tokens", 0)
-    if start:
-        raise Refusal(
-            f"it rotates all tokens with the same frequencies, but start_tokens={start} keeps the "
-            f"trained ones for the first tokens; patch with start_tokens=0 to export"
-        )
+    if getattr(method, "start_tokens", 0):
+        raise Refusal("it rotates all tokens with the same frequencies; patch with start_tokens=0")
     if method.replaces_attention:
         raise Refusal("it has no setting that changes the positions of queries and keys")
     if options.bias is not None:
@@ -312,17 +295,13 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
 def refuse_tempered(state: Patch) -> None:
     """Raise if the patch scales queries."""
     temperature = state.method.tempered(state.scaled[0].rope)
-    if isinstance(temperature, SSMax):
-        raise Refusal(
-            "it has no setting that multiplies queries by a number learned for every head "
-            "(temperature='ssmax'); run the model with transformers (rope_ext.from_pretrained), or "
-            "patch with temperature=1 and calibrate attention_factor (rope_ext.calibrate)"
-        )
     if temperature is not None:
+        instead = "use attention_factor instead, whose square multiplies the logits that rotate"
+        if isinstance(temperature, SSMax):
+            instead = "run the model with transformers (rope_ext.from_pretrained)"
         raise Refusal(
             f"it has no setting that multiplies queries (temperature={state.method.temperature!r});"
-            f" use attention_factor instead, which multiplies cosine and sine, and so multiplies "
-            f"the logits of the rotated dimensions by its square"
+            f" {instead}"
         )
 
 

@@ -75,6 +75,10 @@ class Transformers(Engine):
         return Export(self.name, settings, command, files, (note, *others))
 
 
+_NEEDED = dict.fromkeys(("partial_rotary_factor", "num_experts"))
+"""Fields that released checkpoints have, and transformers does not save."""
+
+
 @register
 @dataclass(frozen=True)
 class MLX(Engine):
@@ -87,13 +91,21 @@ class MLX(Engine):
     title: ClassVar[str] = "mlx-lm"
 
     def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        refuse_unproven(state)
+        refuse_positions(state)
+        family = family_of(state, self.name)
+        refuse_unproven(state, family.sliding_base)
         if not state.native:
             raise Refusal("it builds frequencies by rope_type, and none matches these")
-        family, parameters = family_of(state, self.name), _parameters(Scaling.from_patch(state))
+        parameters = _parameters(Scaling.from_patch(state))
         refuse_kind(family, parameters["rope_type"])
         fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-        config = _with_fields(config_of(model).to_json_string(), fields)
+        own = config_of(model)
+        head = own.hidden_size // own.num_attention_heads
+        for name, value in (_NEEDED | {"head_dim": head}).items():
+            value = parameters.get(name, getattr(own, name, value))
+            if value is not None:
+                fields[name] = value
+        config = _with_fields(own.to_json_string(), fields)
         folder = "FOLDER" if saved is None else saved.name or "FOLDER"
         where = "FOLDER: written by model.save_pretrained, with this config.json in it"
         where = where if saved is None else "put this config.json into the folder"

@@ -38,6 +38,9 @@ from rope_ext.saving.folder import Saved
 
 DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 """Whose model files pass ``dual_chunk_attention_config`` on."""
+_DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
+_DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
+"""Whose checkpoints ship a head for speculative decoding (MTP), which rotates, too."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class _Server(Engine):
     names: ClassVar[tuple[str, str]]
     """Of its settings for configuration fields and for the context; its flags are called so."""
     version: ClassVar[str]
+    of_draft: ClassVar[str]
+    """What the head for speculative decoding is given of the overrides."""
 
     def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
         fields, notes = overrides(state, self.name), precise_note(state)
@@ -55,6 +60,8 @@ class _Server(Engine):
             del settings[self.names[0]]
             if not self.needs_length(text_config(state.decoder).rope_parameters):
                 settings = {}
+        elif text_config(state.decoder).model_type in _DRAFTS:
+            notes = (*notes, self.of_draft)
         return self.made(name, settings, f"as {self.title} {self.version} computes it", *notes)
 
     def settings(self, fields: dict[str, Any], length: int) -> dict[str, Any]:
@@ -86,6 +93,10 @@ class VLLM(_Server):
     launch: ClassVar[tuple[str, ...]] = ("vllm", "serve")
     names: ClassVar[tuple[str, str]] = ("hf_overrides", "max_model_len")
     version: ClassVar[str] = "0.33.0"
+    of_draft: ClassVar[str] = (  # compose_draft_hf_overrides in config/speculative.py
+        "the MTP head of --speculative-config is not given --hf-overrides: to use it, serve a copy "
+        "of the folder with the config.json of rope-ext export --engine transformers"
+    )
 
     dual_chunk: bool = False
 
@@ -155,6 +166,7 @@ class SGLang(_Server):
     launch: ClassVar[tuple[str, ...]] = ("python", "-m", "sglang.launch_server", "--model-path")
     names: ClassVar[tuple[str, str]] = ("json_model_override_args", "context_length")
     version: ClassVar[str] = "0.5.23"
+    of_draft: ClassVar[str] = "the MTP head of --speculative-algorithm is given the same overrides"
 
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:

@@ -25,11 +25,6 @@ def smallest_base(length: float) -> float:
     return 0.0424 * length**1.628
 
 
-def bounded_length(base: float) -> float:
-    """The number of tokens for which ``base`` is the smallest one, by the same fit."""
-    return (base / 0.0424) ** (1 / 1.628)
-
-
 @register
 @dataclass(frozen=True, kw_only=True)
 class ABF(FrequencyMethod):

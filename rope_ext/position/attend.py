@@ -271,10 +271,6 @@ def _seeing_ahead(layer: Layer, rotations: BandRotations, ahead: int) -> BandRot
     """The same where a mask shows queries up to ``ahead`` tokens after them, as within an image.
 
     Those keys have the rotations of the nearest keys before a query.
-
-    Raises:
-        UnsupportedModelError: they are further away than the nearest band reaches, or an encoding
-            counts distances from 0 on.
     """
     if ahead == 0:
         return rotations

@@ -66,16 +66,11 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
     filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
     if not filled:
         return
-    if keys is None:
+    if keys is None or keys.patch != patch.key:
         raise CacheError(
-            f"this cache was begun before the model was patched with {patch.method.name} (or by "
-            f"prefix tuning), so its keys carry other rotations; start with an empty cache, or use "
-            f"a frequency method such as 'yarn'"
-        )
-    if keys.patch != patch.key:
-        raise CacheError(
-            f"this cache was begun under another patch ({keys.patch[0]}) than the one in force "
-            f"({patch.key[0]}); start with an empty cache"
+            f"this cache was begun before the model was patched with {patch.key[0]} (or by prefix "
+            f"tuning), so its keys carry other rotations; start with an empty cache, or use a "
+            f"frequency method such as 'yarn'"
         )
     if keys.counted is not None and filled > keys.counted:
         raise CacheError(
@@ -129,11 +124,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens, as assisted decoding does.
-
-        Raises:
-            CacheError: the tokens before them are gone.
-        """
+        """Take back tokens, as assisted decoding does."""
         count = abs(tokens_to_remove)
         left = self.cumulative_length - count
         kept = 0 if self.keys is None else self.keys.shape[-2] - count
@@ -249,6 +240,11 @@ class PositionForward(ForwardContext):
 
     def _checked(self, positions: torch.Tensor) -> torch.Tensor:
         """Position ids on one axis, int64, ``[rows or 1, tokens]``."""
+        if positions.is_floating_point():
+            raise UnsupportedModelError(
+                f"{self.map.named} takes position ids that are integers, not {positions.dtype}; "
+                f"round them, or {self.map.instead}"
+            )
         if positions.ndim == 3:
             if not self.traced:  # traced only if none were given, and then all axes are equal
                 self.require(

@@ -36,12 +36,7 @@ _SAMPLE = 64
 
 
 def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> str:
-    """Install an input encoding on ``decoder``; returns a sentence for ``describe``.
-
-    Raises:
-        UnsupportedModelError: the input of its layers is unknown.
-        OptionError: it has fewer layers than the encoding enters.
-    """
+    """Install an input encoding on ``decoder``; returns a sentence for ``describe``."""
     encoding, layers = cast("InputEncoding", position_map.encoding), _layers(decoder)
     entered, where = layers if encoding.entered == "every" else layers[:1], encoding.entered
     if isinstance(where, int):
@@ -88,11 +83,7 @@ def _enter(
 def forward_of(
     position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
 ) -> PositionForward:
-    """The forward that a layer with these arguments is part of.
-
-    Raises:
-        UnsupportedModelError: it is not known.
-    """
+    """The forward that a layer with these arguments is part of."""
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
     forward = next((mask.owner for mask in masks if mask.owner is not None), current(position_map))
     if forward is None or not forward.located:
@@ -148,11 +139,7 @@ def enter_heads(
     layouts: Mapping[nn.Module, Layout],
     changes: Changes,
 ) -> None:
-    """Let attention modules compute positions, and prove that their keys can be rotated by them.
-
-    Raises:
-        UnsupportedModelError: a layer gets no hidden states, or caches something else.
-    """
+    """Let attention modules compute positions, and prove that their keys can be rotated by them."""
     encoding = cast("Encoding", position_map.encoding)
     for module, layout in layouts.items():
         if layout.inputs is None:

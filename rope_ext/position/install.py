@@ -38,10 +38,6 @@ class Installed:
     """A position map on a decoder: its hooks around a forward.
 
     ``mapped`` are the attention layers that it changes, ``notes`` sentences for ``describe``.
-
-    Raises:
-        OptionError: the configuration does not allow it.
-        UnsupportedModelError: the layers do not allow it.
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap, changes: Changes) -> None:
@@ -77,13 +73,10 @@ class Installed:
         self._names = calls.parameters(type(decoder))
         self.notes = self._notes(len(layouts), within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
-        handles = [
-            site.module.register_forward_hook(
-                _RotaryHook(position_map, site, bool(kept)), with_kwargs=True
-            )
-            for site in sites
-        ]
-        handles += hooks.keep_native(decoder, kept)
+        handles = hooks.keep_native(decoder, kept)
+        for site in sites:
+            hook = _RotaryHook(position_map, site, bool(kept))
+            handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         handles += [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
@@ -273,14 +266,7 @@ class Installed:
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: notes on a cache that the decoder created, too, what its keys are."""
-        if is_traced(self.map):
-            self._leave(output)
-        else:
-            self._end(output)
-
-    @run_eagerly(tensors.WHY)
-    def _end(self, output: Any) -> None:
-        self._leave(output)
+        (self._leave if is_traced(self.map) else self._leave_eagerly)(output)
 
     def _leave(self, output: Any) -> None:
         forward = current(self.map)
@@ -292,6 +278,8 @@ class Installed:
                 forward.note(cache)
                 self._shorten(cache)
 
+    _leave_eagerly = run_eagerly(tensors.WHY)(_leave)
+
     def _shorten(self, cache: Any) -> None:
         """Let a cache keep what layers with a window will attend to."""
         if self._short and self.map.window is not None:
@@ -301,12 +289,7 @@ class Installed:
 def _chosen(
     decoder: nn.Module, modules: list[nn.Module], position_map: PositionMap
 ) -> list[nn.Module]:
-    """The attention modules that ``layers=`` chooses, or the encoding by default.
-
-    Raises:
-        UnsupportedModelError: the layer number of a module is unknown.
-        OptionError: there are none, or a chosen layer is not among them.
-    """
+    """The attention modules that ``layers=`` chooses, or the encoding by default."""
     layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
     if layers is None and encoding is not None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)
@@ -327,20 +310,16 @@ def _chosen(
     else:
         wanted = set(layers)
     if not wanted or not wanted <= {*known}:
-        there = f"{family} has a rotation to change in layers {', '.join(map(str, known))}"
-        if position_map.layers is None and encoding is not None:
-            given = encoding.options()
-            named = f"layers {', '.join(map(str, layers))}" if layers else "none of its layers"
-            raise OptionError(
-                f"{encoding.name} with every={given['every']}, start={given['start']} takes the "
-                f"rotation of {named}, and {there}; choose every= and start= that meet only these, "
-                f"or patch with 'nope' and layers=, which has no windows"
-            )
         shown = layers if isinstance(layers, str) else list(layers)
         absent = ", ".join(map(str, sorted(wanted - {*known}))) or "none of them"
+        choose = "choose among these (sliding layers with sliding_layers='scale')"
+        if position_map.layers is None:
+            choose = (
+                "choose every= and start= that meet only these, or patch with 'nope' and layers="
+            )
         raise OptionError(
-            f"layers={shown!r}: {there}, and {absent} is asked for; choose among these (sliding "
-            f"layers with sliding_layers='scale')"
+            f"layers={shown!r}: {family} has a rotation to change in layers "
+            f"{', '.join(map(str, known))}, and {absent} is asked for; {choose}"
         )
     return [module for module in modules if _number(module) in wanted]
 
@@ -356,17 +335,10 @@ class _RotaryHook:
 
     def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
         self.map, self.site, self.native = position_map, site, native
-        inv_freq, scaling = position_map.frequencies[site]
-        # The module itself rotates by the values that were written to it.
-        self.written = scaling != site.scaling or not torch.equal(inv_freq.float(), site.loaded)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         rotate = self._rotated if is_traced(self.map) else self._rotated_eagerly
         return rotate(args, kwargs, output)
-
-    @run_eagerly(tensors.WHY)
-    def _rotated_eagerly(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        return self._rotated(args, kwargs, output)
 
     def _rotated(self, args: tuple, kwargs: dict, output: Any) -> Any:
         forward = current(self.map)
@@ -376,9 +348,9 @@ class _RotaryHook:
         forward.locate(positions)
         result = forward.embeddings(self.site, output)
         if self.native:
-            site, native = self.site, output
-            if self.written:
-                given = site.loaded, site.scaling, self.map.precise
-                native = hooks.rotation(site, positions, *given, output)
+            given = self.site.loaded, self.site.scaling, self.map.precise
+            native = hooks.rotation(self.site, positions, *given, output)
             result = hooks.with_native(result, native)
         return result
+
+    _rotated_eagerly = run_eagerly(tensors.WHY)(_rotated)

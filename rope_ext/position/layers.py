@@ -62,10 +62,6 @@ def find_layouts(
     """The layout of every attention layer of ``decoder``; None for layers that no site rotates.
 
     Layers that rotate alike share one object. ``instead`` is the advice at the end of an error.
-
-    Raises:
-        UnsupportedModelError: the rotation of a layer cannot be proven, or a layer does not use
-            transformers' attention interface.
     """
     layouts: dict[nn.Module, Layout | None] = {}
     known: dict[str, Layout] = {}
@@ -86,12 +82,7 @@ def find_layouts(
 
 
 def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
-    """The attention layers whose queries ``sites`` rotate in any layout, and whether each is local.
-
-    Raises:
-        UnsupportedModelError: there are none, or they do not go through transformers' attention
-            interface.
-    """
+    """The attention layers whose queries ``sites`` rotate, and whether each has a window."""
     advice = (
         "a temperature cannot be proven to reach them; leave temperature out, or give an "
         "attention_factor, which multiplies cosine and sine"
@@ -148,12 +139,7 @@ class KeyProjection:
 def find_key_projections(
     decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
 ) -> dict[nn.Module, KeyProjection]:
-    """The linear layers that make the keys of attention layers, found by what they return.
-
-    Raises:
-        UnsupportedModelError: the keys of a layer are not columns of what one linear layer in it
-            returns, as where they are normalized.
-    """
+    """The linear layers that make the keys of attention layers, found by what they return."""
     found: dict[nn.Module, KeyProjection] = {}
     for seen in (seen for site in sites for seen in _run(decoder, site)):
         for name, part in seen.module.named_children():

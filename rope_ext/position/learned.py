@@ -62,13 +62,11 @@ class Learning(nn.Module):
         super().__init__()
         self.encoding, self.bounds = encoding, dict(getattr(encoding, "bounds", {}))
         self._kept: tuple[Any, int, list[torch.Tensor], Any] | None = None
-        like = next((p for p in near.parameters() if p.is_floating_point()), torch.empty(0))
-        # Offloaded: no hook would ever load a new parameter from the meta device.
-        self.device, self.dtype = "cpu" if like.is_meta else like.device, like.dtype
+        like = _like(near)
         with torch.inference_mode(False):  # they outlive the mode, and may be trained
             for name, value in values.items():
                 value = value.clone() if value.is_inference() else value
-                self.register_parameter(name, nn.Parameter(value.to(self.device, self.dtype)))
+                self.register_parameter(name, nn.Parameter(value.to(like)))
 
     def clamp(self) -> None:
         """Clamp the stored values to their bounds.
@@ -127,6 +125,13 @@ class Learning(nn.Module):
                 copies = [value.detach().clone() for value in learned]
                 self._kept = kept = (where, room, copies, make(room))
         return kept[3]
+
+
+def _like(near: nn.Module) -> torch.Tensor:
+    """An empty tensor with the dtype and the device of the weights of a module."""
+    like = next((p for p in near.parameters() if p.is_floating_point()), torch.empty(0))
+    # Offloaded: no hook would ever load a new parameter from the meta device.
+    return torch.empty(0, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
 
 
 def _equal(one: list[torch.nn.Parameter], other: list[torch.Tensor]) -> bool:
@@ -238,7 +243,9 @@ class InputPositions(Learning):
             self.fixed_scale = getattr(encoding, "scale", None)
             if self.fixed_scale is None:
                 with torch.inference_mode(False):  # it outlives the mode
-                    self.register_buffer("scale", torch.tensor(size).float().to(self.device))
+                    self.register_buffer(
+                        "scale", torch.tensor(size, device=_like(near).device).float()
+                    )
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``[..., columns]`` in ``dtype`` at the positions ``t``, int64, ``[...]``."""
@@ -320,10 +327,6 @@ class Earlier:
         Returns:
             Names of parameters that do not exist under this patch: those of another encoding or
             temperature, or of layers that are no longer patched.
-
-        Raises:
-            OptionError: the same encoding or temperature now has a shape into which they do not
-                fit. Nothing is changed in that case.
         """
         held, dropped = {}, []
         for path, module in self.modules.items():

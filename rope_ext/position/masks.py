@@ -204,11 +204,7 @@ class BatchMask:
         return None if self.arguments is None else self.arguments.get("local_size")
 
     def runs(self, offset: int = 0) -> list[runs.Run]:
-        """The keys from ``offset`` on as runs of consecutive tokens.
-
-        Raises:
-            UnsupportedModelError: positions go back.
-        """
+        """The keys from ``offset`` on as runs of consecutive tokens."""
         if ("runs", offset) not in self.made:
             forward, documents = self.forward, self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents
@@ -219,11 +215,7 @@ class BatchMask:
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
-    """The visible keys of a mask, bool or additive.
-
-    Raises:
-        UnsupportedModelError: it is a bias, which does more than hide keys.
-    """
+    """The visible keys of a mask, bool or additive."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= -1e4

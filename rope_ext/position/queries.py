@@ -68,9 +68,6 @@ def install(
     """Put a temperature in force in the layers that ``place.scaled`` rotates.
 
     Returns sentences for ``describe``.
-
-    Raises:
-        UnsupportedModelError: there are no such layers, or it cannot be proven to reach them.
     """
     decoder, config = place.decoder, text_config(place.decoder)
     layers = rotated_layers(decoder, place.scaled)
@@ -128,13 +125,6 @@ def _attend(
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
-@run_eagerly()
-def _by_position_eagerly(
-    view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
-) -> torch.Tensor:
-    return _by_position(view, sequences, module, query)
-
-
 def _by_position(
     view: View, sequences: Sequences, module: nn.Module, query: torch.Tensor
 ) -> torch.Tensor:
@@ -156,4 +146,5 @@ def _by_position(
     return query if scale is None else (query * scale).to(query.dtype)
 
 
+_by_position_eagerly = run_eagerly()(_by_position)
 AttentionInterface.register(NAME, _attend)

@@ -14,7 +14,6 @@ Changes = list[Callable[[], Any]]
 """Calls that undo what was changed, in the order in which it was changed."""
 ABSENT = ...
 """The value of an attribute that is not there; the same object after pickling."""
-_PLAIN = "_rope_ext_plain"  # on a class made here: the original class
 
 
 def undo(changes: Changes) -> None:
@@ -44,6 +43,10 @@ def restore(holder: Any, own: dict[str, Any]) -> None:
             vars(holder)[name] = value
 
 
+class Swapped:
+    """The last base of a class that :func:`swap` made; the second is the original class."""
+
+
 def swap(instance: Any, parent: type) -> None:
     """Put the methods of ``parent``, a module-level class, before those of ``instance``.
 
@@ -60,7 +63,8 @@ def take_back(instance: Any) -> None:
 
 def plain(instance: Any) -> type:
     """The original class of an object."""
-    return getattr(type(instance), _PLAIN, type(instance))
+    cls = type(instance)
+    return cls.__bases__[1] if cls.__bases__[-1] is Swapped else cls
 
 
 @functools.cache
@@ -69,7 +73,7 @@ def _child(cls: type, parent: type) -> type:
         return _rebuild, (cls, parent), self.__dict__
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (parent, cls), {**names, "__reduce_ex__": reduce, _PLAIN: cls})
+    return type(cls.__name__, (parent, cls, Swapped), {**names, "__reduce_ex__": reduce})
 
 
 def _rebuild(cls: type, parent: type) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from rope_ext.config.record import SIDECAR, Record
@@ -21,8 +20,8 @@ from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
 
-Frequencies = Mapping[str, tuple[Sequence[float], float]]
-"""Frequencies (radians per token) and scaling of every rotary site, by path and layer type."""
+Frequencies = Mapping[str, list[float]]
+"""Frequencies (radians per token) and then the scaling of every rotary site, by path and type."""
 _SAME = 1e-5  # float32 pow may differ between this device and the training device
 
 
@@ -64,7 +63,7 @@ class Sidecar:
         """JSON-serializable values."""
         parts = {"before": self.before, "after": self.after}
         return self.record.to_json() | {
-            name: {k: {"inv_freq": v[0], "attention_scaling": v[1]} for k, v in part.items()}
+            name: {k: {"inv_freq": v[:-1], "attention_scaling": v[-1]} for k, v in part.items()}
             for name, part in parts.items()
         }
 
@@ -235,36 +234,30 @@ def require_peft() -> Any:
 
 
 def _patched(state: Patch) -> Frequencies:
-    return {_key(site): _values(*state.frequencies_of(site)) for site in state.sites}
+    found = {site: state.frequencies_of(site) for site in state.sites}
+    return {
+        _key(site): [*inv_freq.tolist(), scaling] for site, (inv_freq, scaling) in found.items()
+    }
 
 
 def _unpatched(sites: list[RotarySite]) -> Frequencies:
-    return {_key(site): _values(site.loaded, site.scaling) for site in sites}
+    return {_key(site): [*site.loaded.tolist(), site.scaling] for site in sites}
 
 
 def _key(site: RotarySite) -> str:
     return site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
 
 
-def _values(inv_freq: torch.Tensor, scaling: float) -> tuple[list[float], float]:
-    return inv_freq.tolist(), float(scaling)
-
-
 def _from_json(part: Any) -> Frequencies:
-    read = {k: (list(v["inv_freq"]), v["attention_scaling"]) for k, v in part.items()}
-    for inv_freq, scaling in read.values():
-        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in (*inv_freq, scaling)):
-            raise ValueError("frequencies that are not numbers")
+    read = {k: [*v["inv_freq"], v["attention_scaling"]] for k, v in part.items()}
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for v in read.values() for x in v):
+        raise ValueError("frequencies that are not numbers")
     return read
 
 
 def _same(one: Frequencies, other: Frequencies) -> bool:
     """Whether both are equal but for the rounding of a device."""
-    if {k: len(v[0]) for k, v in one.items()} != {k: len(v[0]) for k, v in other.items()}:
+    if {k: len(v) for k, v in one.items()} != {k: len(v) for k, v in other.items()}:
         return False
-    pairs = [(a, b) for k in one for a, b in zip(_flat(one[k]), _flat(other[k]), strict=True)]
+    pairs = [(a, b) for k in one for a, b in zip(one[k], other[k], strict=True)]
     return all(abs(a - b) <= _SAME * abs(b) + 1e-25 for a, b in pairs)
-
-
-def _flat(values: tuple[Sequence[float], float]) -> list[float]:
-    return [*values[0], values[1]]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import rope_ext
-from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, Family, logits
 
 
@@ -34,10 +33,3 @@ def test_layers_that_do_not_rotate_or_see_a_window_are_not_chosen() -> None:
     smollm = Family("smollm3").model()  # the second rotates nothing
     with pytest.raises(rope_ext.OptionError, match="in layers 0, and 1 is asked for"):
         rope_ext.patch(smollm, "alibi", layers=[1])
-
-
-@pytest.mark.parametrize("name", ["nope", "kerple_log", "sinusoidal"])
-def test_frequencies_under_what_turns_nothing_are_refused(name: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=f"{name} does not rotate"):
-        rope_ext.patch(tiny_llama(), name, frequency=rope_ext.NTK(factor=8))
-    rope_ext.patch(tiny_llama(), "xpos", frequency=rope_ext.NTK(factor=8))

@@ -268,6 +268,13 @@ def test_what_a_family_cannot_be_given_is_refused(engine: str) -> None:
                 rope_ext.export(model, engine)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", "llama"])
+def test_the_draft_of_a_checkpoint_is_not_forgotten(family: str) -> None:
+    model = rope_ext.patch(tiny_model(family), "yarn", factor=4)
+    for engine in ("vllm", "sglang"):
+        assert ("MTP head" in str(rope_ext.export(model, engine))) == (family != "llama")
+
+
 def by_dual_chunk(given: dict[str, int], i: int, j: int) -> int:
     """The distance that vLLM 0.10 rotates query ``i`` and key ``j`` by."""
     chunk = given["chunk_size"] - given["local_size"]

@@ -16,6 +16,7 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines import gguf_file, gguf_model, running
 from rope_ext.patching import current_patch
+from tests.families.zoo import tiny_model
 from tests.helpers.engines import FLAGS, TABLES, TOLERANCE, VOCABULARY, built, expected, prompts
 from tests.helpers.models import LENGTH
 
@@ -89,6 +90,24 @@ def test_mlx_reads_the_written_file(tmp_path: Path, family: str, case: str) -> N
     if case in ("yarn", "pi", "ntk", "llama3"):  # the older names are enough
         rope_ext.export(model, "transformers", legacy=True).write(tmp_path)
         close(running.mlx(tmp_path, prompts(4 * LENGTH)), expected(model, 4 * LENGTH))
+
+
+@pytest.mark.parametrize("method", ["ntk", "pi", "yarn", "llama3", "resonance"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next"])
+def test_mlx_runs_families_of_several_kinds_of_layers(
+    tmp_path: Path, family: str, method: str
+) -> None:
+    pytest.importorskip("mlx_lm")
+    more = {"sliding_window_pattern": 2} if family == "gemma3_text" else {}
+    model = tiny_model(family, **more)
+    if family == "qwen3_next":  # as released configurations say it
+        model.config.full_attention_interval = 2
+    rope_ext.patch(model, method, factor=4)
+    model.save_pretrained(tmp_path)
+    rope_ext.export(model, "mlx").write(tmp_path)
+    given = [[token % 110 + 4 for token in prompt] for prompt in prompts(4 * LENGTH)]
+    wanted = [model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in given]
+    close(running.mlx(tmp_path, given), torch.stack(wanted).detach())
 
 
 @pytest.mark.parametrize("method", ["yarn hotter", "ntk", "resonance", "dynamic_yarn"])

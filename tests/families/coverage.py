@@ -1,6 +1,6 @@
 """Every causal-LM and image-text family of transformers, patched and checked.
 
-    python -m tests.families.coverage                            the table
+    python -m tests.families.coverage                            all of them
     python -m tests.families.coverage llama gemma3               these families, check by check
     python -m tests.families.coverage --write docs/FAMILIES.md   and the page
     python -m tests.families.coverage --check docs/FAMILIES.md   exits with 1 if it is out of date
@@ -10,6 +10,7 @@ Each family is built tiny and random (``zoo``), patched, and run through ``check
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import logging
 import re
@@ -20,14 +21,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from transformers import PreTrainedModel
 
 import rope_ext
@@ -229,19 +226,6 @@ def _quiet() -> Iterator[None]:
         transformers.logging.enable_progress_bar()
 
 
-def check_all(families: list[str], console: Console) -> list[FamilyResult]:
-    """The results of ``families`` in order, with a progress bar on ``console``."""
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
-    results = []
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("families", total=len(families))
-        for model_type in families:
-            progress.update(task, description=model_type)
-            results.append(check_family(model_type))
-            progress.advance(task)
-    return results
-
-
 def share(results: list[FamilyResult]) -> float:
     """Supported families of all those that can be built and rotate."""
     rotary = _rotary(results)
@@ -372,36 +356,28 @@ def outdated(text: str, results: list[FamilyResult]) -> list[str]:
     ]
 
 
-def main(
-    families: Annotated[list[str] | None, typer.Argument(help="Only these model types.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
-    check: Annotated[Path | None, typer.Option(help="Compare the verdicts of this page.")] = None,
-) -> None:
-    """Patch and check every causal-LM and image-text family of transformers."""
-    if families and (write or check):
-        raise typer.BadParameter("a page is about all families; name none with --write or --check")
-    console = Console()
-    results = check_all(families or [*model_types(), *image_text_types()], console)
-    table = Table("model type", "verdict", "positions", "layout", "saves as", "remarks")
-    for result in results:
-        if families or result.rotary or result.verdict == NOT_BUILDABLE:
-            name, _, *cells = _row(result)
-            table.add_row(name.strip("`"), *cells)
-    console.print(table)
-    for result in results if families else ():
-        for made in result.checks:
+def main() -> str | None:
+    """Patch and check every causal-LM and image-text family of transformers, or those named."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", type=Path, help="write the page here")
+    parser.add_argument("--check", type=Path, help="compare the verdicts of this page")
+    given = parser.parse_args()
+    if given.families and (given.write or given.check):
+        parser.error("a page is about all families; name none with --write or --check")
+    results = []
+    for model_type in given.families or [*model_types(), *image_text_types()]:
+        results.append(check_family(model_type))
+        print(" | ".join(filter(None, _row(results[-1]))), flush=True)
+        for made in results[-1].checks if given.families else ():
             word = {True: "passed", False: "FAILED", None: "not made"}[made.passed]
-            console.print(f"{result.model_type}: {made.name}: {word}, {made.detail}", markup=False)
-    console.print(totals(results, "two mappings"), markup=False)
-    if write is not None:
-        write.write_text(page(results), encoding="utf-8")
-        console.print(f"wrote {write}", markup=False)
-    if check is not None:
-        wrong = outdated(check.read_text(encoding="utf-8"), results)
-        console.print("\n".join(wrong) or f"{check} is up to date", markup=False)
-        if wrong:
-            raise typer.Exit(1)
+            print(f"  {made.name}: {word}, {made.detail}")
+    print(totals(results, "two mappings"))
+    if given.write is not None:
+        given.write.write_text(page(results), encoding="utf-8")
+    wrong = outdated(given.check.read_text("utf-8"), results) if given.check else []
+    return "\n".join(wrong) or None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

@@ -1,42 +1,5 @@
-"""A tiny checkpoint, texts to train it on, and pictures drawn small."""
+"""Fixtures of the laboratory's tests."""
 
-from __future__ import annotations
+from tests.helpers.fixtures import checkpoint, own_cache, small_pictures, texts
 
-import json
-import random
-from collections.abc import Iterator
-from pathlib import Path
-
-import datasets
-import pytest
-
-from tests.helpers import pictures
-from tests.helpers.checkpoint import save_checkpoint
-from tests.helpers.recipe_runs import WORDS
-
-
-@pytest.fixture(scope="package")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="package")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve documents of some 350 tokens, one a line, in a file."""
-    rng = random.Random(0)
-    lines = [json.dumps({"text": " ".join(rng.choices(WORDS, k=100))}) for _ in range(12)]
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("\n".join(lines))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _small_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        pictures.draw_small(patched)
-        yield
+__all__ = ["checkpoint", "own_cache", "small_pictures", "texts"]

@@ -56,18 +56,6 @@ def test_a_clear_difference_is_told_with_its_sign_and_its_seeds() -> None:
     assert low < float(value) < high  # exp(0.1) - 1 is 10.5 %
 
 
-@pytest.mark.parametrize("best", [2e-3, 1e-3, 2.5e-4])
-def test_the_rate_is_moved_as_long_as_the_loss_falls(best: float) -> None:
-    tried = []
-
-    def loss(rate: float) -> float:
-        tried.append(rate)
-        return abs(rate - best)
-
-    assert positions.lowest(loss, 1e-3) == pytest.approx(best)
-    assert min(tried) < best < max(tried)  # neighbours on both sides are worse
-
-
 @pytest.mark.slow
 def test_a_cell_is_trained_once_and_measured(tmp_path: Path, monkeypatch, capsys) -> None:
     words = "--checkpoints tiny-512 --schemes random_floats,pose --steps 1 --seeds 1 --windows 1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tests.helpers import pictures
 from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.fixtures import small_pictures
 
-
-@pytest.fixture(scope="package", autouse=True)
-def _small_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched:
-        pictures.draw_small(patched)
-        yield
+__all__ = ["small_pictures"]
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import accelerate
 import pytest
-import torch
 
 from rope_eval import command
-from rope_eval.run import runner as run
-from rope_ext.errors import MeasureError
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,36 +61,3 @@ def test_processes_that_are_killed_go_on_to_the_bytes_of_one(
     assert whole.keys() >= {"cases.jsonl", "results.json", "table.md", "report.html"}
     for name in names:
         assert files(tmp_path / name) == whole, name
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, device: str, known: int) -> tuple[run.Ranks, bool]:
-    """Two processes of which accelerate knows so many, and whether it was told of CPUs."""
-    told = []
-
-    def state(cpu: bool, timeout: object) -> SimpleNamespace:
-        told.append(cpu)
-        device = torch.device("cpu" if cpu else "mps")
-        return SimpleNamespace(
-            device=device, num_processes=known, process_index=0, wait_for_everyone=None
-        )
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(accelerate, "PartialState", state)
-    monkeypatch.setattr(
-        run.models, "resolve_device", lambda name: "cpu" if name == "auto" else name
-    )
-    return run.Ranks.join(device), told[0]
-
-
-def test_processes_on_a_cpu_find_each_other_without_being_told_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a CPU accelerate looks for others only where it is told to stay there."""
-    found, told = ranks(monkeypatch, "auto", 2)
-    assert (told, found.count, found.device) == (True, 2, "cpu")
-
-
-def test_processes_that_find_no_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would do all of the work and write it into the log of the first."""
-    with pytest.raises(MeasureError, match=r"2 processes were launched.*--device cpu"):
-        ranks(monkeypatch, "mps", 1)

@@ -96,32 +96,3 @@ def test_every_command_that_measures_says_how_to_go_on(tmp_path: Path) -> None:
     for case, (status, said) in zip(expected, json.loads(done.stdout), strict=True):
         assert (status, said.endswith(case[3])) == (case[2], True), (case, status, said)
         assert "Traceback" not in said
-
-
-@pytest.mark.slow
-def test_processes_of_a_launcher_end_with_it(tmp_path: Path) -> None:
-    """One waits for the other, which measures: both end, and the first says how to go on."""
-    model, text = save_checkpoint(tmp_path / "tiny"), tmp_path / "text.txt"
-    text.write_text(written(20_000, 0))
-    words = ["perplexity", "--model", model, "--method", "yarn", "--lengths", 2 * TRAINED]
-    words += ["--windows", 2, "--batch-size", 1, "--text", text, "--output", tmp_path / "out"]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    helper = str(ROOT / "tests" / "helpers" / "stopped_ranks.py")
-    process = subprocess.Popen(
-        [sys.executable, *launch, helper, *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "measuring\n"
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert said.count(RESUME) == 1, said
-    assert (tmp_path / "out" / "cases.jsonl").exists()
-    ended = [text for text in said.split("Traceback")[1:] if "SignalException" not in text]
-    assert not ended, said  # the launcher's own is all there is

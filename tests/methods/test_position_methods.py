@@ -160,20 +160,6 @@ def test_the_reach_is_the_longest_text_of_trained_distances(method, length, fact
         assert length < target and method.name in str(error)
 
 
-@settings(max_examples=40, deadline=None)
-@given(length=st.integers(16, 5000))
-def test_string_names_the_largest_factor_and_takes_it(length: int) -> None:
-    rope = Rope.geometric(base=1e4, dim=16, length=length)
-    with pytest.raises(rope_ext.OptionError, match="rerope") as error:
-        rope_ext.STRING(factor=2).resolved(rope)
-    most = float(str(error.value).split("at most ")[1].split(",")[0])
-    method = rope_ext.STRING(factor=most).resolved(rope)
-    assert method.shift <= length and most < 2
-    with pytest.raises(rope_ext.OptionError):
-        rope_ext.STRING(factor=most + 0.01 + 1 / length).resolved(rope)
-    assert rope_ext.STRING(factor=2, shift=length).resolved(rope).shift == length  # said by hand
-
-
 # --- the temperature -----------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import rope_ext
 from rope_ext.methods import Method, Rope, all_methods, build_method
 from rope_ext.methods.temperature import as_temperature
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import EXACT, FAMILIES, METHODS, logits
+from tests.helpers.positions import EXACT, METHODS, logits
 
 ROPE = Rope.geometric(base=1e4, dim=16, length=LENGTH)
 T = torch.arange(300, dtype=torch.float64)
@@ -43,12 +43,6 @@ def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
     assert found.tolist() == pytest.approx([FORMULAS[name](i) for i in range(300)], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["log_n", "llama4"])
-def test_a_temperature_that_grows_is_one_within_the_trained_length(name: str) -> None:
-    found = rope_ext.NTK(factor=4, temperature=name).query_scaling(T, ROPE)
-    assert (found[:LENGTH] == 1).all() and (found[LENGTH:] > 1).all()
-
-
 def test_llama4_is_what_transformers_computes_in_ministral3() -> None:
     theirs = get_llama_4_attn_scale(T[None].long(), 0.1, LENGTH).flatten()
     torch.testing.assert_close(rope_ext.Llama4(length=LENGTH).at(T).float(), theirs)
@@ -58,11 +52,6 @@ def test_yarn_as_a_temperature_is_the_square_of_its_attention_factor() -> None:
     published = rope_ext.YaRN(factor=4).attention_scaling(ROPE)
     found = rope_ext.PI(factor=4, temperature="yarn").query_scaling(T, ROPE)
     assert (found == published**2).all()
-
-
-def test_the_share_of_the_growth_can_be_chosen() -> None:
-    half = rope_ext.LogN(scale=0.5, length=8).at(T)
-    assert half.tolist() == pytest.approx([1 + (log_n(i, 8) - 1) / 2 for i in range(300)])
 
 
 def test_a_temperature_comes_back_from_json() -> None:
@@ -113,16 +102,6 @@ def test_without_them_each_method_has_what_was_released_with_it(name: str) -> No
 # --- in a model ----------------------------------------------------------------------------------
 
 
-def test_a_constant_in_the_buffers_a_constant_on_queries_and_yarns_own_are_one(ids) -> None:
-    model, results = tiny_llama(), []
-    number = 0.1 * math.log(4) + 1
-    for given in ({}, {"attention_factor": number}, {"attention_factor": 1, "temperature": "yarn"}):
-        with rope_ext.patched(model, "yarn", factor=4, **given):
-            results.append(logits(model, ids))
-    assert torch.equal(results[0], results[1])
-    torch.testing.assert_close(results[2], results[0], **EXACT)
-
-
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:
     model = tiny_llama()
 
@@ -166,24 +145,6 @@ def test_a_record_from_before_the_released_numbers_stays_what_it_was() -> None:
     assert old.method.attention_scaling(ROPE) == 1
 
 
-def test_half_of_the_columns_rotate_and_those_alone_are_multiplied(ids) -> None:
-    """By the number on cosine and sine of a method: in a model whose other columns are zero."""
-    model = FAMILIES["stablelm"].model()
-    pairs = len(model.model.rotary_emb.inv_freq)
-    assert 0 < pairs < 8
-    whole, none = [], []
-    for keep in (whole, none):
-        for layer in model.model.layers:
-            for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                rows = linear.weight.data.unflatten(0, (-1, 16))
-                rows[:, : 2 * pairs] *= keep is whole
-        for number in (1.0, 1.5):
-            with rope_ext.patched(model, "rerope", factor=4, attention_factor=number):
-                keep.append(logits(model, ids))
-    assert (whole[0] - whole[1]).abs().max() > 0.01
-    assert torch.equal(none[0], none[1])
-
-
 # --- a number for every head, which is part of the model -----------------------------------------
 
 MADE: dict[str, dict[str, Any]] = {
@@ -204,15 +165,6 @@ def test_ssmax_begins_with_its_formula(scale: float) -> None:
     assert (1 + scale * made.growth(T)).tolist() == pytest.approx(right, rel=1e-12)
 
 
-def test_beyond_the_trained_length_ssmax_is_scalable_softmax() -> None:
-    """Of 2501.19399: ``n ** (s z)``, and with a bias ``exp((s ln n + b) z)``."""
-    for scale in (1.0, 1.7):
-        s, b = scale / math.log(LENGTH), 1 - scale
-        found = rope_ext.SSMax(length=LENGTH, scale=scale).at(T).tolist()
-        for n in (LENGTH, 100, 300):
-            assert found[n - 1] == pytest.approx(s * math.log(n) + b)
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_a_new_ssmax_is_log_n_and_leaves_the_trained_length_alone(name: str, ids) -> None:
     model, options = tiny_llama(), MADE[name]
@@ -229,16 +181,3 @@ def test_a_new_ssmax_is_log_n_and_leaves_the_trained_length_alone(name: str, ids
     with learned:
         short = logits(model, ids[:, :LENGTH])
     torch.testing.assert_close(short, none[:, :LENGTH], **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"scale": -1}, "scale=-1 is not valid; it must be a finite number of at least 0"),
-        ({"scale": 101}, "at most 100"),
-        ({"length": 1}, "length=1 is not valid"),
-    ],
-)
-def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(rope_ext.OptionError, match=message):
-        rope_ext.SSMax(**given)

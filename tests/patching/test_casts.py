@@ -95,17 +95,6 @@ def test_frequencies_that_the_checkpoint_scales_itself_are_built_again(ids, rope
     same(CASTS["bfloat16, float"], make, ids, method="pi", factor=2, compose=True)
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-def test_a_saved_model_reloads_to_the_same_logits(tmp_path, ids, patch: str) -> None:
-    method, more = PATCHES[patch]
-    if "frequency" in more:
-        more = {"frequency": rope_ext.NTK(factor=2)}
-    model = rope_ext.patch(tiny_llama().bfloat16().float(), method, factor=4, **more)
-    said = logits(model, ids)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(rope_ext.from_pretrained(tmp_path).eval(), ids), said)
-
-
 @pytest.mark.parametrize("method", ["yarn", "rerope"])
 @pytest.mark.parametrize("cast", ["bfloat16", "half, float"])
 def test_what_was_left_or_refused_comes_back_after_a_cast(method: str, cast: str) -> None:

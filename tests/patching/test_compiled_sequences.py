@@ -11,8 +11,6 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 import rope_ext
-from rope_ext.rotary.context import enter, forward_context
-from rope_ext.rotary.sequences import Sequences
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, logits, padded
 
@@ -29,33 +27,6 @@ def patch(name: str) -> nn.Module:
 
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_what_a_graph_holds_is_what_the_eager_path_computes(
-    name: str, ids, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run as it is, without waiting for dynamo: a batch that begins, and tokens that go on."""
-    model = patch(name)
-    tokens, mask, positions = padded([ids[0, :80], ids[1, :50]], "left")
-    given = {"attention_mask": mask, "position_ids": positions}
-    right = logits(model, tokens, **given)
-    one, other = (StaticCache(config=model.config, max_cache_len=160) for _ in range(2))
-    steps = ids[:, :80], ids[:, 80:81], ids[:, 81:82]
-    right_steps = [logits(model, step, past_key_values=one) for step in steps]
-
-    def understood(self: Sequences, decoder: nn.Module, args: tuple, given: dict) -> None:
-        traced = self._traced(decoder, given)
-        assert traced is not None
-        enter(traced)
-
-    monkeypatch.setattr(Sequences, "begin", understood)
-    model = patch(name)
-    said = logits(model, tokens, **given)
-    torch.testing.assert_close(said[mask.bool()], right[mask.bool()], **EXACT)
-    for step, expected in zip(steps, right_steps, strict=True):
-        torch.testing.assert_close(logits(model, step, past_key_values=other), expected, **EXACT)
-    assert forward_context.stack == []
 
 
 @pytest.mark.slow

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import rope_ext
-from recipes import finetune
 from rope_ext.patching import current_patch
 from tests.families.checks import changed, snapshot
-from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.models import tiny_llama
 
 # An extra of their own, since transformers loads torchao, which warns, wherever it is installed.
@@ -131,27 +127,3 @@ def test_an_adapter_on_a_quantised_base_comes_back(tmp_path, ids, base, kind, me
     assert same(logits(again, ids), said, kind)
     with pytest.raises(rope_ext.AdapterError, match="not patched"):
         rope_ext.load_adapter(load(), folder)
-
-
-@pytest.mark.parametrize("kind", ["nf4", "nf4 packed"])
-def test_the_recipe_of_qlora(tmp_path, monkeypatch: pytest.MonkeyPatch, kind) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    model = save_checkpoint(tmp_path / "model", **PACKABLE)
-    run, text = tmp_path / "run", tmp_path / "text.txt"
-    text.write_text("one two three four five six seven " * 100)
-    command = f"""
-        --model {model} --dataset {text} --output_dir {run} --quantize true --method rerope
-        --factor 4 --length 64 --pose_chunks 2 --max_steps 3 --learning_rate 0.01
-        --save_steps 1 --chunked_loss false --report_to none --use_cpu true --disable_tqdm true
-    """
-    finetune.main(command.split())
-    again = rope_ext.from_pretrained(run, **options(kind))
-    assert kind_of(again) == {"Params4bit"}
-    assert rope_ext.describe(again).target_length == 512
-    ids = torch.randint(2, 400, (1, 200), generator=torch.Generator().manual_seed(0))
-    state = json.loads((run / "checkpoint-3" / "trainer_state.json").read_text())
-    first = rope_ext.from_pretrained(run / "checkpoint-1", **options(kind))
-    assert state["global_step"] == 3 and not torch.equal(logits(first, ids), logits(again, ids))
-    own = AutoModelForCausalLM.from_pretrained(model, **options(kind))
-    own = rope_ext.load_adapter(rope_ext.patch(own, "rerope", factor=4), run)
-    assert same(logits(own, ids), logits(again, ids), kind)

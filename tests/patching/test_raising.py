@@ -78,18 +78,6 @@ def test_a_raised_factor_is_the_one_that_transformers_computes(tmp_path, ids, na
     assert not changed(before, snapshot(rope_ext.unpatch(model)))
 
 
-def test_a_temperature_that_followed_from_the_factor_follows_the_new_one(tmp_path) -> None:
-    """As ``save_pretrained`` of a model that was patched with yarn writes it."""
-    model = tiny_llama()
-    rope_ext.patch(model, "yarn", factor=2)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    rope_ext.patch(again, "yarn", factor=8, compose="raise")
-    rope_ext.patch(model, "yarn", factor=8, replace=True)
-    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    assert again.model.rotary_emb.attention_scaling == model.model.rotary_emb.attention_scaling
-
-
 def test_a_raised_dynamic_checkpoint_computes_as_transformers_and_reloads(tmp_path, ids) -> None:
     model = shipped("llama", {**LINEAR, "rope_type": "dynamic"})
     other = shipped("llama", {**LINEAR, "rope_type": "dynamic", "factor": 4.0})
@@ -119,15 +107,3 @@ def test_gpt_oss_raised_to_262144_tokens_is_not_yarn_on_yarn() -> None:
     different = (ratio - 1).abs() > 0.01
     assert int(different.sum()) == 15
     assert float(torch.maximum(ratio, 1 / ratio).max()) == pytest.approx(1.9, abs=0.1)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx"])
-def test_engines_get_the_checkpoints_own_entry_with_the_new_factor(engine: str) -> None:
-    model = shipped(*SHIPPED["deepseek_v3"][:2])
-    rope_ext.patch(model, "yarn", factor=8, compose="raise")
-    settings = rope_ext.export(model, engine).settings
-    entry = settings["rope_scaling"] if engine == "mlx" else next(iter(settings.values()))
-    entry = entry.get("rope_parameters", entry)
-    wanted = {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.0}
-    assert entry | wanted == entry
-    assert entry["original_max_position_embeddings"] == 32

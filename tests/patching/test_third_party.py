@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Callable
@@ -77,18 +76,6 @@ def on_every_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{PATH}.by_a_table in place of LlamaAttention.forward"
 
 
-def by_a_partial(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    for layer in model.model.layers:
-        layer.self_attn.forward = functools.partial(by_a_table, layer.self_attn)
-    return f"{PATH}.by_a_table in place of LlamaAttention.forward"
-
-
-def under_its_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    wrapper = functools.wraps(llama.LlamaAttention.forward)(lambda *a, **k: by_a_table(*a, **k))
-    monkeypatch.setattr(llama.LlamaAttention, "forward", wrapper)
-    return "in place of LlamaAttention.forward"
-
-
 def the_rotary_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     model.model.rotary_emb = Table(model.model.rotary_emb)
     return f"{PATH}.Table in place of the rotary embedding"
@@ -115,12 +102,10 @@ def the_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         on_the_class(by_a_table),
         on_every_layer,
-        by_a_partial,
-        under_its_name,
         the_rotary_module,
         the_decoder,
     ],
-    ids=["class", "layers", "partial", "name", "rotary", "decoder"],
+    ids=["class", "layers", "rotary", "decoder"],
 )
 def test_a_rotation_of_another_package_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, put: Callable, method: str, options: dict[str, Any]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
@@ -69,20 +68,6 @@ def test_positions_that_do_not_count_are_refused_when_the_graph_runs(tokens, ids
 
 
 # --- with dynamo ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_prefill_and_decoding_compile_whole(ids) -> None:
-    model = patch(tiny_llama(num_hidden_layers=1), "dual_chunk")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    right = logits(model, ids)
-    torch.testing.assert_close(logits(compiled, ids), right, **EXACT)
-    for graphs_by_then in (4, 4):  # an empty cache of the model's, of one's own, a chunk, a token
-        steps = [40, 30, *[1] * 20]
-        said = decoded(compiled, ids, steps, static(model))
-        torch.testing.assert_close(said, right, **EXACT)
-        assert graphs() == graphs_by_then
-    assert not counters["graph_break"]
 
 
 @pytest.mark.slow

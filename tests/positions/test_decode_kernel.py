@@ -13,7 +13,6 @@ import rope_ext
 from rope_ext.attention import bands as plain
 from rope_ext.attention import decode, reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.attention.extent import positions_seen
 from rope_ext.attention.reference import Places
 from tests.helpers.bands import HALVES, INTERLEAVED, METHODS, PERMUTED, method_bands
 from tests.helpers.graphs import static
@@ -31,17 +30,6 @@ needs_triton = pytest.mark.skipif(
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "runs_on", lambda device: True)
     monkeypatch.setattr(decode, "SPLITS", 4)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_query_sees_one_range_of_each_band(method: str) -> None:
-    query, key = torch.arange(-3, 60), torch.arange(60)
-    for band in method_bands(method, 7, 4, query, key):
-        first, end = positions_seen(band.geometry, query)
-        first = torch.as_tensor(first).expand_as(end)
-        found = (key >= first[:, None]) & (key < end[:, None])
-        expected = band.geometry.sees(query[:, None], key) & (query[:, None] >= key)
-        assert torch.equal(found, expected)
 
 
 def ranges(

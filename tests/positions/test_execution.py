@@ -32,30 +32,6 @@ def test_bfloat16_is_as_close_to_float32_as_unpatched(name: str, ids) -> None:
         assert (said.float() - right).pow(2).mean().sqrt() < 2 * lost
 
 
-class ByColumns(nn.Linear):
-    """A linear layer whose output lies in memory column by column."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight @ x.mT).mT
-
-
-@pytest.mark.parametrize("name", ["self_extend", "alibi", "fire"])
-@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
-def test_projections_may_lay_out_memory_as_they_like(name: str, projection: str, ids) -> None:
-    model = rope_ext.patch(tiny_llama(), name, factor=4)
-    right = logits(model, ids)
-    for layer in model.model.layers:
-        getattr(layer.self_attn, projection).__class__ = ByColumns
-    torch.testing.assert_close(logits(model, ids), right, **EXACT)
-    torch.testing.assert_close(logits(model, ids, use_cache=False), right, **EXACT)
-    steps = [1] * 3, [40, *[1] * 3]  # the very first key is not copied behind others
-    for count in steps:
-        part = ids[:, : sum(count)]
-        torch.testing.assert_close(
-            decoded(model, part, list(count)), right[:, : sum(count)], **EXACT
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "when"), [("rerope", "before"), ("dpe", "after")])
 def test_torch_compile_before_or_after(name: str, when: str, ids) -> None:

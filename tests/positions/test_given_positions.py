@@ -39,13 +39,6 @@ def test_packed_documents_are_kept_apart(kind: str, name: str, ids) -> None:
     torch.testing.assert_close(one[0], together[0], **EXACT)
 
 
-def test_packed_documents_under_a_mask_are_refused_with_the_cure(ids) -> None:
-    model = patch(tiny_llama())
-    positions = torch.cat((torch.arange(40), torch.arange(50)))[None]
-    with pytest.raises(rope_ext.UnsupportedModelError, match="no attention mask"):
-        logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_tokens_at_the_same_position_do_not_see_those_after_them(name: str, ids) -> None:
     model, positions = tiny_llama(), (torch.arange(90) // 3)[None]
@@ -118,21 +111,6 @@ def test_masks_of_ones_own_are_followed_by_layers_that_stay(ids) -> None:
     patch(model, "rerope", **WIDE["rerope"], **TOLD)
     for given in (mask, mask == 0):
         torch.testing.assert_close(logits(model, ids, attention_mask=given), plain, **EXACT)
-
-
-def test_a_bias_in_the_mask_is_added_or_refused(model, ids) -> None:
-    hidden = torch.ones(90, 90, dtype=torch.bool).triu(1)
-    bias = -0.02 * (torch.arange(90)[:, None] - torch.arange(90)).float()  # as ALiBi has it
-    mask = bias.masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
-    mask = mask.expand(2, -1, -1, -1)
-    plain = logits(model, ids, attention_mask=mask)
-    patch(model, "rerope", **WIDE["rerope"], **TOLD)
-    try:
-        said = logits(model, ids, attention_mask=mask)
-    except rope_ext.RopeExtError as error:
-        assert "mask" in str(error)
-        return
-    torch.testing.assert_close(said, plain, **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,6 @@ def test_continuous_batching_is_refused_with_advice_that_works(kind: str, ids) -
     assert type(manager).__name__ == "ContinuousBatchingManager"
 
 
-def test_what_cannot_be_exported_is_refused_with_the_cure(ids) -> None:
-    model = rope_ext.patch(tiny_llama(), "shaw")
-    with pytest.raises(rope_ext.UnsupportedModelError, match="'yarn'"):
-        torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
-
-
 def test_prefix_tuning_is_refused_with_the_cure(ids) -> None:
     from peft import PrefixTuningConfig, get_peft_model
 

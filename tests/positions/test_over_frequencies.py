@@ -31,11 +31,3 @@ def test_a_position_map_goes_over_a_frequency_map(under, kind: str, ids) -> None
         cached = decoded(model, ids, [40, 45, *[1] * 5])
         torch.testing.assert_close(cached, right, **EXACT)
     assert changed(before, snapshot(model)) == set()
-
-
-def test_defaults_over_a_frequency_map_count_from_the_length_that_it_reaches(model) -> None:
-    rope_ext.patch(model, "rerope", factor=4, frequency=rope_ext.NTK(factor=2))
-    description = rope_ext.describe(model)
-    assert description.options["window"] == 2 * LENGTH // 2
-    assert description.target_length == 8 * LENGTH == model.config.max_position_embeddings
-    assert description.sites[0].inv_freq_after != description.sites[0].inv_freq_before

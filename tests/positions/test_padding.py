@@ -14,24 +14,10 @@ from tests.helpers.positions import (
     KINDS,
     TOLD,
     WIDE,
-    by_geometry,
     logits,
     padded,
     patch,
 )
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("kind", "name"), by_geometry(*KINDS))
-def test_a_row_of_a_batch_gives_what_it_gives_alone(kind: str, name: str, side: str, ids) -> None:
-    family = FAMILIES[kind]
-    model = patch(family.model(), name, **family.options)
-    rows = [ids[0], ids[1, :61], ids[0, 3:4]]
-    batch, mask, positions = padded(rows, side)
-    alone = torch.cat([logits(model, row[None])[0] for row in rows])
-    for given in ({}, {"position_ids": positions}):  # by default, positions count the padding
-        together = logits(model, batch, attention_mask=mask, **given)[mask.bool()]
-        torch.testing.assert_close(together, alone, **EXACT)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -77,7 +77,7 @@ def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) 
     losses = [float(score(model, [row["input_ids"].tolist()], 99)[0].mean()) for row in held]
     # float32 sums in another order
     assert logged[-1]["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert {len(case.ids) for case in plan.passkeys} == {100}
+    assert all(88 < len(case.ids) <= 100 for case in plan.passkeys)
     assert logged[-1]["eval_passkey"] == evaluation.found(model, plan.passkeys)
 
     shown = json.loads((run / "evaluation.json").read_text())

@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 import pickle
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,18 +21,12 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaModel,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Phi3Config,
-    Trainer,
-    TrainerCallback,
 )
-from transformers import TrainingArguments as Arguments
 
 import rope_ext
-from rope_ext.apply import rebuild
 from rope_ext.command.method_options import checked_methods
 from rope_ext.config.record import ARGUMENTS, OLDER, Record
 from rope_ext.methods import build_method
@@ -90,11 +80,7 @@ def base(tmp_path: Path) -> Path:
 # --- models ------------------------------------------------------------------------------------
 
 
-def test_every_method_is_among_the_cases() -> None:
-    assert {info.name for info in rope_ext.methods()} == {name for name, _ in PATCHES.values()}
-
-
-@pytest.mark.parametrize("case", PATCHES)
+@pytest.mark.parametrize("case", ["yarn", "dynamic_yarn", "dynamic_ntk growing", "rerope on ntk"])
 def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
     model = patched(AutoModelForCausalLM.from_pretrained(base), case)
     model.save_pretrained(tmp_path / "saved")
@@ -160,17 +146,7 @@ def as_subfolder(model: Any, folder: Path) -> dict[str, Any]:
     return {"subfolder": "step-3"}
 
 
-def as_snapshot(model: Any, folder: Path) -> dict[str, Any]:
-    """As huggingface_hub keeps what it has downloaded: links to files named by their content."""
-    model.save_pretrained(folder / "blobs")
-    for i, path in enumerate(sorted((folder / "blobs").iterdir())):
-        (folder / "snapshots").mkdir(exist_ok=True)
-        path.rename(folder / "blobs" / f"{i:040x}")
-        (folder / "snapshots" / path.name).symlink_to(Path("..", "blobs", f"{i:040x}"))
-    return {"subfolder": "snapshots"}
-
-
-LAYOUTS = [as_shards, as_subfolder, as_snapshot]
+LAYOUTS = [as_shards, as_subfolder]
 
 
 @pytest.mark.parametrize("save_as", LAYOUTS)
@@ -192,39 +168,6 @@ def trained(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("case", ["yarn", "rerope"])
-@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification])
-def test_other_heads_come_back(tmp_path, ids, cls: type, case: str) -> None:
-    torch.manual_seed(1)
-    model = patched(cls(tiny_llama().config).eval(), case)
-    model.save_pretrained(tmp_path)
-    again = rope_ext.from_pretrained(tmp_path)
-    assert type(again) is cls
-    with torch.no_grad():
-        assert torch.equal(again(ids)[0], model(ids)[0])
-
-
-@pytest.mark.parametrize("task", ["SEQ_CLS", None])
-def test_an_adapter_of_another_head_comes_back(tmp_path, ids, task: str | None) -> None:
-    LlamaForSequenceClassification(tiny_llama().config).save_pretrained(tmp_path / "base")
-    base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base")
-    model = lora(patched(base, "rerope"), task_type=task)
-    save(model, tmp_path / "adapter")
-    again = rope_ext.from_pretrained(tmp_path / "adapter")
-    assert type(again.get_base_model()) is LlamaForSequenceClassification
-    assert torch.equal(logits(again, ids), logits(model, ids))
-
-
-def test_the_class_that_a_configuration_names_must_be_of_its_kind(tmp_path, ids) -> None:
-    model = patched(tiny_llama(), "rerope")
-    model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    for names in (["MistralForCausalLM"], ["MyLlama"], ["pipeline"], None):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": names}))
-        again = rope_ext.from_pretrained(tmp_path)
-        assert type(again) is type(model) and torch.equal(logits(again, ids), logits(model, ids))
-
-
 def test_bfloat16_comes_back(tmp_path, ids) -> None:
     tiny_llama().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
@@ -234,57 +177,6 @@ def test_bfloat16_comes_back(tmp_path, ids) -> None:
         again = rope_ext.from_pretrained(tmp_path / case)
         assert again.dtype == torch.bfloat16
         assert torch.equal(logits(again, ids), logits(model, ids))
-
-
-_ELSEWHERE = """
-import json, sys, torch, rope_ext
-for name, kwargs in json.loads(sys.argv[2]):
-    model = rope_ext.from_pretrained(name, **kwargs)
-    with torch.no_grad():
-        said = model(torch.load(sys.argv[1] + "/ids.pt")).logits
-    torch.save(said, sys.argv[1] + "/" + name.split("/")[-1] + ".pt")
-"""
-
-
-@pytest.mark.slow
-def test_models_and_adapters_come_back_in_another_process(tmp_path, ids, base: Path) -> None:
-    """Some from folders, and some from the cache of the Hub, without a network."""
-    hub = tmp_path / "home" / "hub"
-    expected, calls = {}, []
-
-    def to_hub(folder: Path) -> str:
-        commit, repository = "a" * 40, hub / f"models--org--{folder.name}"
-        (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text(commit)
-        shutil.copytree(folder, repository / "snapshots" / commit)
-        return f"org/{folder.name}"
-
-    for case in ("yarn", "dynamic_yarn", "rerope on ntk"):
-        model = patched(AutoModelForCausalLM.from_pretrained(base), case)
-        expected[case] = logits(model, ids)
-        model.save_pretrained(tmp_path / case, max_shard_size="100KB")
-        calls.append((str(tmp_path / case), {}))
-        model = lora(model)
-        expected[f"{case} adapter"] = logits(model, ids)
-        save(model, tmp_path / f"{case} adapter")
-        calls.append((str(tmp_path / f"{case} adapter"), {}))
-    for case in ("string", "llama3"):
-        model = patched(AutoModelForCausalLM.from_pretrained(base), case)
-        expected[case] = logits(model, ids)
-        model.save_pretrained(tmp_path / case)
-        calls.append((to_hub(tmp_path / case), {}))
-        model = lora(model)
-        expected[f"{case}-adapter"] = logits(model, ids)
-        save(model, tmp_path / f"{case}-adapter")
-        named = tmp_path / f"{case}-adapter" / "adapter_config.json"
-        named.write_text(named.read_text().replace(str(base), "org/base"))
-        calls.append((to_hub(tmp_path / f"{case}-adapter"), {}))
-    to_hub(base)
-    torch.save(ids, tmp_path / "ids.pt")
-    command = [sys.executable, "-c", _ELSEWHERE, str(tmp_path), json.dumps(calls)]
-    subprocess.run(command, check=True, env=os.environ | {"HF_HOME": str(tmp_path / "home")})
-    for name, said in expected.items():
-        assert torch.equal(torch.load(tmp_path / f"{name}.pt"), said), name
 
 
 # --- the record --------------------------------------------------------------------------------
@@ -313,17 +205,11 @@ def test_the_arguments_of_a_record_are_those_of_patch() -> None:
     ("change", "message"),
     [
         ({"version": 4}, "install a newer rope_ext"),
-        ({"version": None}, "its version is None"),
         ({"method": {"name": "yarm", "factor": 4}}, "did you mean 'yarn'"),
-        ({"method": {"name": "rerope", "factor": 4, "windows": 3}}, "no option 'windows'"),
         ({"method": {"factor": 4}}, "'name' is missing"),
-        ({"method": 3}, "cannot be read"),
         ({"arguments": {"kernel": "auto"}}, "its arguments are"),
         ({"trained_length": "64"}, "trained_length='64' is not a number of tokens"),
-        ({"trained_length": 10**30}, "is not a number of tokens"),
-        ({"target_length": 0}, "is not a number of tokens"),
-        ({"plain": None}, "plain=None is not True or False"),
-        ({"native": 1}, "native=1 is not True or False"),
+        ({"plain": None}, "plain=None .* is not True or False"),
     ],
 )
 def test_records_that_cannot_be_read_say_what_to_do(tmp_path, change, message) -> None:
@@ -460,28 +346,6 @@ def test_a_language_model_that_sees_is_refused_and_comes_back(tmp_path, ids, tex
         assert one.config.text_config.rope_parameters == unpatched
 
 
-def test_a_family_that_plain_transformers_cannot_be_made_to_refuse(
-    tmp_path, caplog, ids, monkeypatch
-) -> None:
-    monkeypatch.setattr(rebuild, "EXPERTS", "no_such_thing")
-    model = rope_ext.patch(tiny_model("phi3"), "rerope", factor=4, sliding_layers="scale")
-    assert "plain transformers loads it unpatched" in caplog.text
-    assert model.config.rope_parameters["rope_type"] == "default"
-    model.save_pretrained(tmp_path)
-    again = rope_ext.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
-
-
-def test_plainly_loaded_a_patch_in_the_configuration_counts(tmp_path) -> None:
-    rope_ext.patch(tiny_llama(), "yarn", factor=4, precise=True).save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    description = rope_ext.describe(again)
-    assert (description.length, description.target_length) == (LENGTH, 4 * LENGTH)
-    assert "only in part in force" in str(description)
-    rope_ext.patch(again, "pi", factor=2, compose=True)
-    assert rope_ext.describe(again).target_length == 8 * LENGTH
-
-
 @pytest.mark.parametrize("case", ["ntk", "abf", "dynamic_ntk fixed"])
 def test_a_larger_base_is_known_for_an_extension(tmp_path, ids, case: str) -> None:
     model = patched(tiny_llama(), case)
@@ -500,17 +364,6 @@ def test_a_larger_base_is_known_for_an_extension(tmp_path, ids, case: str) -> No
     assert rope_ext.describe(again).target_length == 2 * length
     rope_ext.unpatch(again)
     assert config_of(again) == config_of(AutoModelForCausalLM.from_pretrained(tmp_path))
-
-
-def test_a_patch_on_a_larger_base_keeps_both(tmp_path, ids) -> None:
-    patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")
-    on_ntk = rope_ext.from_pretrained(tmp_path / "ntk")
-    before = config_of(on_ntk)
-    rope_ext.patch(on_ntk, "rerope", factor=2)
-    on_ntk.save_pretrained(tmp_path / "both")
-    again = rope_ext.from_pretrained(tmp_path / "both")
-    assert torch.equal(logits(again, ids), logits(on_ntk, ids))
-    assert config_of(rope_ext.unpatch(again)) == before
 
 
 # --- adapters ----------------------------------------------------------------------------------
@@ -534,18 +387,7 @@ def save(model: PeftModel, directory: Path) -> Path:
     return directory
 
 
-# One of each kind of patch: an adapter's file records any of them in the same way as a model's.
-USUAL = {"yarn", "dynamic_ntk", "longrope", "resonance", "rerope", "dual_chunk"}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case in USUAL else pytest.mark.slow)
-        for case in PATCHES
-        if " " not in case
-    ],
-)
+@pytest.mark.parametrize("case", ["yarn", "dynamic_ntk", "longrope", "rerope"])
 def test_an_adapter_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
     model = lora(patched(AutoModelForCausalLM.from_pretrained(base), case))
     save(model, tmp_path / "adapter")
@@ -560,45 +402,6 @@ def test_an_adapter_comes_back_with_its_patch(tmp_path, ids, base: Path, case: s
         rope_ext.unpatch(again)
         true = AutoModelForCausalLM.from_pretrained(base)
         assert torch.equal(logits(again, ids), logits(true, ids))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_modules_saved_whole_and_tied_weights_come_back(tmp_path, ids, tied: bool) -> None:
-    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
-    model = patched(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "rerope")
-    whole = ["embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"]
-    model = lora(model, modules_to_save=whole, ensure_weight_tying=tied)
-    save(model, tmp_path / "adapter")
-    again = rope_ext.from_pretrained(tmp_path / "adapter")
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    inside = again.get_base_model()
-    embedding, head = inside.get_input_embeddings().weight, inside.get_output_embeddings().weight
-    assert torch.equal(embedding, head) is tied
-
-
-def test_a_trainers_checkpoint_comes_back(tmp_path, ids, base: Path) -> None:
-    class Carry(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            rope_ext.save_sidecar(model, folder)
-
-    model = lora(patched(AutoModelForCausalLM.from_pretrained(base), "dynamic_yarn"))
-    rows = [{"input_ids": row, "labels": row} for row in ids[:, :100]]
-    arguments = Arguments(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        save_steps=1,
-        learning_rate=1e-2,
-        per_device_train_batch_size=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Carry()]).train()
-    again = rope_ext.from_pretrained(tmp_path / "checkpoint-2")
-    assert torch.equal(logits(again, ids), logits(model.eval(), ids))
-    first = rope_ext.from_pretrained(tmp_path / "checkpoint-1")
-    assert not torch.equal(logits(first, ids), logits(model, ids))
 
 
 def test_an_adapter_trained_on_a_saved_extension_comes_back(tmp_path, ids, base: Path) -> None:
@@ -646,12 +449,6 @@ def test_an_adapter_goes_only_on_the_base_it_was_trained_on(tmp_path, wrong: str
     assert f"rope_ext.from_pretrained({str(tmp_path)!r})" in said
 
 
-def test_an_equal_patch_is_good_enough(tmp_path) -> None:
-    save(lora(rope_ext.patch(tiny_llama(), "rerope", factor=4)), tmp_path)
-    same = rope_ext.patch(tiny_llama(), "rerope", factor=4.0, window=32, kernel="reference")
-    assert isinstance(rope_ext.load_adapter(same, tmp_path), PeftModel)
-
-
 def test_a_wrong_base_is_refused_before_it_is_patched(tmp_path, base: Path) -> None:
     save(lora(patched(AutoModelForCausalLM.from_pretrained(base), "yarn")), tmp_path / "adapter")
     patched(tiny_llama(), "ntk").save_pretrained(tmp_path / "ntk")
@@ -680,33 +477,6 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
         rope_ext.load_adapter(model, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "its version is None"),
-        ('{"version": 4}', "install a newer rope_ext"),
-        ("before", "does not contain the frequencies"),
-    ],
-)
-def test_a_sidecar_that_cannot_be_read_says_what_to_do(tmp_path, text: str, message: str) -> None:
-    path = save(lora(patched(tiny_llama(), "yarn")), tmp_path) / "rope_ext.json"
-    if text == "before":
-        data = json.loads(path.read_text())
-        del data["before"]
-        text = json.dumps(data)
-    path.write_text(text)
-    with pytest.raises(rope_ext.RecordError, match=message):
-        rope_ext.from_pretrained(tmp_path)
-
-
-def test_without_peft_the_error_says_what_to_install(tmp_path, monkeypatch) -> None:
-    save(lora(patched(tiny_llama(), "yarn")), tmp_path)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(rope_ext.AdapterError, match='pip install "peft"'):
-        rope_ext.load_adapter(patched(tiny_llama(), "yarn"), tmp_path)
-
-
 # --- measuring an adapter ----------------------------------------------------------------------
 
 
@@ -729,13 +499,6 @@ def test_an_adapter_is_measured_under_its_own_patch(tmp_path) -> None:
         checked_methods(["adapter"], 4.0, {})
     with pytest.raises(rope_ext.OptionError, match="remove the others"):
         checked_methods(["adapter"], 4.0, {"adapter": {"window": 3}}, folder)
-
-
-def test_the_name_of_the_adapters_method_will_do(tmp_path) -> None:
-    folder = str(save(lora(patched(tiny_llama(), "dual_chunk")), tmp_path))
-    assert checked_methods(["none", "dca"], 4.0, {}, folder) == {"dual_chunk": {"factor": 4.0}}
-    with pytest.raises(rope_ext.OptionError, match=r"factor=4.*not with DualChunk\(factor=8"):
-        checked_methods(["dual_chunk"], 8.0, {}, folder)
 
 
 # --- sequences in parts ------------------------------------------------------------------------
@@ -770,18 +533,6 @@ def test_a_configuration_without_the_record_is_refused(tmp_path) -> None:
         rope_ext.from_pretrained(tmp_path / "saved", config=config)
     tiny_llama().save_pretrained(tmp_path / "plain")
     rope_ext.from_pretrained(tmp_path / "plain", config=config)
-
-
-@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "rerope"])
-def test_what_plain_transformers_does_otherwise_is_told_at_once(caplog, method: str) -> None:
-    with caplog.at_level("INFO", "rope_ext"):
-        patched(tiny_llama(), method)
-    assert "rope_ext.from_pretrained" in caplog.text
-    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing is lost
-    caplog.clear()
-    with caplog.at_level("INFO", "rope_ext"):
-        patched(tiny_llama(), "yarn")
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])

@@ -18,7 +18,7 @@ from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
 from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
-from rope_eval.systems import System, beyond, without_before
+from rope_eval.systems import System, beyond
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.method_options import (
@@ -163,7 +163,7 @@ def prepare(
             has all mistakes that show without the tokenizer.
     """
     mistakes = mistakes or Mistakes()
-    names = without_before(settings.methods, mistakes)
+    names = tuple(name for name in settings.methods if name != BEFORE)
     methods = mistakes.check(
         checked_methods,
         *(names, settings.factor, settings.options, settings.adapter, settings.force),
@@ -246,6 +246,9 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
         "no length to measure; give --lengths, such as 512,1024,2048": not settings.lengths,
         "--resume and --overwrite contradict each other; give one of them": (
             settings.resume and settings.overwrite
+        ),
+        f"--method {BEFORE} needs {ADAPTER} beside it; give --method {BEFORE},{ADAPTER}": (
+            BEFORE in settings.methods and ADAPTER not in settings.methods
         ),
     }
     for fault, found in faults.items():

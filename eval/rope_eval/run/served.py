@@ -35,7 +35,6 @@ def require_server(settings: Settings) -> None:
     Raises:
         MeasureError: the package ``openai`` is not installed.
     """
-    names = settings.served_model_name
     if settings.url is None:
         for name in ("served_model_name", "tokenizer"):
             if getattr(settings, name) is not None:
@@ -43,39 +42,36 @@ def require_server(settings: Settings) -> None:
                 raise OptionError(f"--{flag} is for a server; give --url its address")
         return
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
-    for url in urls:
-        address = urlsplit(url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise OptionError(
-                f"--url {url!r} is not valid; give an address such as http://HOST:PORT/v1"
-            )
-        if address.username or address.password:
-            raise OptionError(
-                f"--url holds a password, which reports would show; set it as {KEY} in the "
-                f"environment"
-            )
-    if names is None:
-        raise OptionError(
-            "--url needs the name of the model on the server; give --served-model-name NAME"
-        )
+    names = settings.served_model_name or ()
     count = 1 if isinstance(names, str) else len(names)
-    if count not in (1, len(urls)):
-        raise OptionError(
-            f"--served-model-name gives {count} names for {len(urls)} addresses; give one, or one "
-            f"for every --url, as NAME,NAME"
-        )
-    if len(set(settings.servers)) < len(urls):
-        raise OptionError("a server is given twice; give --url each just once, or other names")
-    if not settings.models:
-        raise OptionError(
-            "--url needs the tokenizer of the served model, with which prompts are made; give "
-            "--tokenizer a directory or Hub ID"
-        )
+    addresses = [urlsplit(url) for url in urls]
+    hosts = [a.hostname if a.scheme in ("http", "https") else None for a in addresses]
+    faults = {
+        f"--url {urls!r} is not valid; give an address such as http://HOST:PORT/v1": (
+            not all(hosts)
+        ),
+        f"--url holds a password, which reports would show; set it as {KEY} in the environment": (
+            any(address.username or address.password for address in addresses)
+        ),
+        "--url needs the name of the model on the server; give --served-model-name NAME": not count,
+        f"--served-model-name gives {count} names for {len(urls)} addresses; give one, or one for "
+        f"every --url, as NAME,NAME": count not in (1, len(urls)),
+        "a server is given twice; give --url each just once, or other names": (
+            len(set(settings.servers)) < len(urls)
+        ),
+        "--url needs the tokenizer of the served model, with which prompts are made; give "
+        "--tokenizer a directory or Hub ID": not settings.models,
+        "--retries must be at least 0, and --timeout a number of seconds above 0": (
+            settings.retries < 0 or not settings.timeout > 0
+        ),
+        "--batch-size is for a model in this process; give --concurrency": (
+            settings.batch_size is not None
+        ),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise OptionError(fault)
     require_positive(concurrency=settings.concurrency)
-    if settings.retries < 0 or not settings.timeout > 0:
-        raise OptionError("--retries must be at least 0, and --timeout a number of seconds above 0")
-    if settings.batch_size is not None:
-        raise OptionError("--batch-size is for a model in this process; give --concurrency")
     _openai()
 
 

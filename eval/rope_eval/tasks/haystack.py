@@ -154,16 +154,12 @@ class Needles(Prompts):
         if self.haystack == "noise":
             return lambda units: [NOISE] * units
         if self.haystack == "needles":
-            lines: list[str] = []
-            keys, values = list(dict.fromkeys(owner.values())), list(owner)
+            seed, taken = rng.getrandbits(64), list(dict.fromkeys(owner.values()))
 
             def others(units: int) -> list[str]:
-                nonlocal keys, values
-                if (more := units - len(lines)) > 0:
-                    keys = distinct(self.key_kind, more, rng, keys)
-                    values = distinct(self.value_kind, more, rng, values)
-                    lines.extend(map(self._needle, keys[-more:], values[-more:]))
-                return lines[:units]
+                keys = distinct(self.key_kind, units, random.Random(seed), taken)
+                values = distinct(self.value_kind, units, random.Random(seed + 1), owner)
+                return list(map(self._needle, keys[len(taken) :], values[len(owner) :]))
 
             return others
         stock = self._stock

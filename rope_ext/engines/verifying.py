@@ -28,6 +28,7 @@ from rope_ext.engines import gguf_file, gguf_model, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, export, refuse_unproven
 from rope_ext.engines.families import miniatures
 from rope_ext.engines.llama_cpp import planned
+from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import FrequencyMethod, Rope
 from rope_ext.methods.checked import not_none
@@ -153,7 +154,7 @@ class Miniature:
     model: PreTrainedModel  # patched
     plain: PreTrainedModel  # the same weights without the patch
     state: Patch
-    scaling: Scaling
+    scaling: Scaling | None  # None: a position method, which the plugin of vLLM serves
     as_saved: bool  # whether the configuration that it was made of has the patch
 
     @classmethod
@@ -189,15 +190,22 @@ class Miniature:
         if target is not None:
             note_target(model, target)
         state = not_none(current_patch(model))
+        if state.method.name in PLUGIN_METHODS:
+            return cls(model, plain, state, None, method is None)
         try:
             refuse_unproven(state)
         except Refusal as refusal:
             raise ExportError(f"nothing to verify: {refusal}") from None
         return cls(model, plain, state, Scaling.from_patch(state), method is None)
 
+    def under(self, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+        """A copy under the same patch with other options."""
+        arguments = {**self.state.record.arguments, **changes}
+        return patch(copy.deepcopy(self.plain).to(dtype), self.state.record.method, **arguments)
+
     def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
         """Prompt lengths in tokens, up to the end of the context or ``longest``."""
-        last = min(self.scaling.target - 1, longest)
+        last = min(self.state.target_length - 1, longest)
         return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
 
     def prompts(self, longest: int = LENGTH) -> list[list[int]]:
@@ -214,20 +222,29 @@ class Miniature:
     ) -> dict[str, torch.Tensor]:
         """Log-probabilities as patched and under known mistakes, ``[prompts, vocabulary]`` each."""
         rows = {PATCHED: log_probs_of(self.model, prompts)}
-        model = copy.deepcopy(self.plain)
-        for name, (inv_freq, number) in self._errors(factor_error).items():
+        model, factor = copy.deepcopy(self.plain), self.state.method.factor
+        if self.scaling is None:
+            rows["unextended"] = log_probs_of(model, prompts)
+            wrong = {"wrong factor (twice)": {"factor": 2 * factor}}
+            wrong["temperature missing"] = {"temperature": 1.0, "attention_factor": 1.0}
+            for name, changes in wrong.items():
+                with suppress(RopeExtError):  # string reaches twice the length at most
+                    row = log_probs_of(self.under(**changes), prompts)
+                    if (row - rows[PATCHED]).abs().max() > _FLOOR:  # not every method has both
+                        rows[name] = row
+            return rows
+        for name, (inv_freq, number) in self._errors(self.scaling, factor_error).items():
             rows[name] = log_probs_of(_scaled(model, inv_freq, number), prompts)
         return rows
 
     def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
         """Root mean square error of transformers in bfloat16; ``exact`` is in float32."""
-        model, made = copy.deepcopy(self.plain).bfloat16(), self.scaling
-        rounded = _scaled(model, made.inv_freq, made.scaling)
+        rounded = self.under(torch.bfloat16)
         return float((log_probs_of(rounded, prompts) - exact).square().mean().sqrt())
 
-    def _errors(self, factor_error: float) -> dict[str, tuple[torch.Tensor, float]]:
+    def _errors(self, made: Scaling, factor_error: float) -> dict[str, tuple[torch.Tensor, float]]:
         """Frequencies and scaling of each mistake that engines are known to make."""
-        made, rope, number = self.scaling, self.scaling.rope, self.scaling.scaling
+        rope, number = made.rope, made.scaling
         method, factor = cast(FrequencyMethod, self.state.method), made.target / made.rope.length
         usual, short = yarn_factor(factor), getattr(self.state.method, "short_factor", None)
         found = {"": (made.inv_freq, number)}
@@ -362,7 +379,7 @@ def verify(
     rows = miniature.expected(prompts, factor_error)
     if tolerance is None:
         tolerance = max(TOLERANCE, _ROUNDED * miniature.rounding(prompts, rows[PATCHED]))
-    returned, trained = float(known.sum(-1).float().mean()), miniature.scaling.rope.length
+    returned, trained = float(known.sum(-1).float().mean()), miniature.state.length
     verdict, candidates, differences = judge(got, rows, tolerance)
     lengths, notes = tuple(dict.fromkeys(map(len, prompts))), []
     if verdict == "cannot tell":
@@ -395,17 +412,20 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder} is not empty; give --write a new directory")
     folder.mkdir(parents=True, exist_ok=True)
-    (miniature.model if miniature.as_saved else miniature.plain).save_pretrained(folder)
+    by_plugin = miniature.scaling is None
+    whole = miniature.as_saved or by_plugin
+    (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     commands, refusals = {}, []
-    for engine in SERVERS:
+    for engine in ["vllm"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"
         config_of(miniature.model)._name_or_path = str(folder)
         try:
             if inside:
                 gguf_model.write_model(miniature.plain, folder / "MODEL.gguf")
             where = folder.absolute() if inside else folder
-            made = export(where if miniature.as_saved else miniature.model, engine)
+            options = {"plugin": True} if by_plugin else {}
+            made = export(where if whole else miniature.model, engine, **options)
             if made.files:
                 made.write(folder)
             enter = f"cd {shlex.quote(str(folder))} && " if inside else ""
@@ -433,6 +453,11 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     runs the folder as ``save_pretrained`` writes it if they are ``""``.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if miniature.scaling is None:
+        raise ExportError(
+            f"{engine} does not run {miniature.state.method.name}; for vLLM on CPUs, run with "
+            f"--engine vllm --write FOLDER"
+        )
     if engine == "llama.cpp":
         file = folder / "MODEL.gguf"
         gguf_model.write_model(miniature.plain, file)

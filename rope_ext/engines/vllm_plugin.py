@@ -27,6 +27,7 @@ from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 from rope_ext.config.record import record_of
 from rope_ext.encodings import Encoding
+from rope_ext.engines.servers import PLUGIN_FAMILIES
 from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import Map, PositionMethod, Rope
 from rope_ext.methods.temperature import SSMax
@@ -35,8 +36,6 @@ from rope_ext.position.map import RotationTable
 from rope_ext.saving.folder import read_saved
 
 TESTED = "0.32"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Every layer of these rotates the halves of whole heads, and has no window."""
 _get_rope = rotary_embedding.get_rope
 
 
@@ -128,10 +127,10 @@ def _read(config: str) -> Served | None:
             f"rope_ext serves no encodings, bias=, layers= or learned temperatures in vLLM, and "
             f"this folder holds {state.record}; load it with rope_ext.from_pretrained"
         )
-    if family not in FAMILIES:
+    if family not in PLUGIN_FAMILIES:
         raise ExportError(
-            f"rope_ext serves {name} in vLLM for {', '.join(FAMILIES)}, not for {family}; load it "
-            f"with rope_ext.from_pretrained"
+            f"rope_ext serves {name} in vLLM for {', '.join(PLUGIN_FAMILIES)}, not for {family}; "
+            f"load it with rope_ext.from_pretrained"
         )
     under, rope = state.frequencies, site.rope
     if under is not None:

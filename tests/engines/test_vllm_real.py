@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines.families import VLLM
+from rope_ext.engines.servers import PLUGIN_METHODS
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 from tests.helpers import pretrained
 from tests.helpers.servers import running
@@ -54,7 +55,6 @@ RELEASED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
 """Fields that the engine needs, released checkpoints have, and transformers does not save."""
-POSITION_METHODS = ("rerope", "leaky_rerope", "self_extend", "dual_chunk", "string")
 CLOSE = 1e-3  # both compute in float32; 2e-5 was seen
 ROUNDED = {"apertus": 1e-2}  # its activation is computed in another way: 1e-3 unpatched, too
 
@@ -215,7 +215,7 @@ def options_of(method: str, trained: int) -> dict[str, int]:
     return {"shift": 3 * trained // 4} if method == "string" else {}
 
 
-@pytest.mark.parametrize("method", POSITION_METHODS)
+@pytest.mark.parametrize("method", PLUGIN_METHODS)
 def test_a_folder_under_a_position_method_is_served(
     engine: Engine, tmp_path: Path, method: str
 ) -> None:
@@ -237,7 +237,7 @@ def test_a_folder_under_a_position_method_is_served(
     assert min(counted) > 0, counted
 
 
-@pytest.mark.parametrize("method", POSITION_METHODS)
+@pytest.mark.parametrize("method", PLUGIN_METHODS)
 def test_a_pretrained_model_is_served_under_a_position_method(
     engine: Engine, smollm2: Any, tmp_path: Path, method: str
 ) -> None:
@@ -269,17 +269,21 @@ def test_without_the_plugin_a_folder_fails_at_load(tmp_path: Path) -> None:
     assert "Unknown RoPE scaling type rope_ext: unknown to plain" in found["error"]
 
 
-def test_verify_asks_a_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "other"), [("yarn", "yarn --factor 2"), ("self_extend", "rerope --factor 4")]
+)
+def test_verify_asks_a_server(tmp_path: Path, method: str, other: str) -> None:
     model, small = str(ROOT / "checkpoints" / "tiny-512"), tmp_path / "small"
-    verify = ["verify", model, "--engine", "vllm", "--method", "yarn", "--factor"]
-    made = CliRunner().invoke(app, [*verify, "4", "--write", str(small)])
-    (command,) = (line for line in made.stdout.splitlines() if line.startswith("vllm "))
+    verify = ["verify", model, "--engine", "vllm", "--method"]
+    right = [*verify, method, "--factor", "4"]
+    made = CliRunner().invoke(app, [*right, "--write", str(small)])
+    (command,) = (x for x in made.stdout.splitlines() if x.startswith(("vllm ", "python -m vllm")))
     words = shlex.split(command)
-    assert words[:2] == ["vllm", "serve"]
-    started = [python(), *SERVE, *words[2:], "--dtype", "float32", "--enforce-eager"]
+    words = words[2:] if words[0] == "vllm" else words[words.index("--model") + 1 :]
+    started = [python(), *SERVE, *words, "--dtype", "float32", "--enforce-eager"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with running(started, tmp_path / "log", **environment) as address:
-        found = CliRunner().invoke(app, [*verify, "4", "--url", address])
+        found = CliRunner().invoke(app, [*right, "--url", address])
         assert found.exit_code == 0 and f"{address}: as patched" in found.stdout, found.output
-        found = CliRunner().invoke(app, [*verify, "2", "--url", address])
+        found = CliRunner().invoke(app, [*verify, *other.split(), "--url", address])
         assert found.exit_code == 1, found.output

@@ -27,7 +27,7 @@ from rope_ext.command.cli_arguments import (
     Target,
     TrainedLength,
 )
-from rope_ext.command.terminal import quiet, stoppable, tell, tell_next, unused
+from rope_ext.command.terminal import stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError, OptionError, RopeExtError
 from rope_ext.version import __version__
 
@@ -97,7 +97,6 @@ class _Asked:
         from rope_ext.saving.checkpoints import load_config
         from rope_ext.saving.folder import patch_without_weights
 
-        quiet()
         if not self.methods():
             return self.model
         for note in saved_otherwise({self.model: load_config(self.model)}):
@@ -174,7 +173,6 @@ def recommend(
     import rope_ext
     from rope_ext.config.record import option_texts
 
-    quiet()
     found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
     print(found.full() if everything else found)
     name, factor, compose = found.method.name, found.method.factor, found.compose
@@ -219,7 +217,6 @@ def memory(
 
     from rope_ext.advice import memory
 
-    quiet()
     options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
     tokens = None if chunk is None else parse_length(chunk)
     print(memory.memory(model, parse_length(length), chunk=tokens, **options))
@@ -295,7 +292,6 @@ def card(
     """Write a model card (README.md) into the directory of a saved or merged model."""
     from rope_ext.advice.card import write_card
 
-    quiet()
     tell(f"wrote {write_card(model, base, report)}")
     tell_next(["hf", "upload", "USER/NAME", model])
 
@@ -406,7 +402,6 @@ def verify(
     from rope_ext.engines import verifying
     from rope_ext.saving.checkpoints import load_config
 
-    quiet()
     longest, server, engine = parse_length(length), engine, engine or "llama.cpp"
     if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
         raise OptionError(

@@ -23,7 +23,7 @@ from rope_ext.command.cli_arguments import (
     Text,
     TrainText,
 )
-from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell, tell_next
+from rope_ext.command.terminal import quiet, stoppable, tell, tell_next
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -37,8 +37,7 @@ class Evaluation(ModelCommand):
         """The context of the command with these options."""
         from rope_eval import command
 
-        with clean_errors():
-            made = command.command_for(str(self.name), args)
+        made = command.command_for(str(self.name), args)
         return made.make_context(info_name, args, parent, **extra)
 
 
@@ -66,7 +65,7 @@ def search(
     **options: Any,
 ) -> None:
     """Search LongRoPE factors by evolution. Resumes if interrupted."""
-    with clean_errors(), stoppable("run the same command to continue"):
+    with stoppable("run the same command to continue"):
         import rope_ext
         from rope_eval.data.text import python_library, read_texts
         from rope_eval.tune.search import check_output, summary
@@ -127,7 +126,7 @@ def calibrate(
     One half of the text selects values, the other half tests them. An option keeps its published
     value unless another value is significantly better.
     """
-    with clean_errors(), stoppable():
+    with stoppable():
         import rope_ext
         from rope_eval.data.text import read_texts
         from rope_eval.tune.calibrate import RESULT, require_free
@@ -196,30 +195,29 @@ def plot(
     effective distances of position methods. On a text: attention: attention of the last 256 tokens
     by distance.
     """
-    with clean_errors():
-        from rope_eval.plots import pictures
-        from rope_ext.command.method_options import checked_methods
-        from rope_ext.methods import build_method, reach
-        from rope_ext.saving.checkpoints import load_config, trained_length
+    from rope_eval.plots import pictures
+    from rope_ext.command.method_options import checked_methods
+    from rope_ext.methods import build_method, reach
+    from rope_ext.saving.checkpoints import load_config, trained_length
 
-        quiet()
-        names = split(method)
-        options = checked_methods(names, factor, parse_options(option, names))
-        methods = [build_method(name, **values) for name, values in options.items()]
-        pictures.draw(
-            kind,
-            model,
-            methods,
-            output,
-            length=None if length is None else parse_length(length),
-            compose=compose,
-            text=text,
-            windows=windows,
-            device=device,
-        )
-        tell(f"wrote {output}")
-        trained = trained_length(load_config(model))
-        target = parse_length(length) if length else reach(factor, trained)
-        patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
-        if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
-            tell_next(command_words("compare", model, **patch, lengths=f"{trained},{target}"))
+    quiet()
+    names = split(method)
+    options = checked_methods(names, factor, parse_options(option, names))
+    methods = [build_method(name, **values) for name, values in options.items()]
+    pictures.draw(
+        kind,
+        model,
+        methods,
+        output,
+        length=None if length is None else parse_length(length),
+        compose=compose,
+        text=text,
+        windows=windows,
+        device=device,
+    )
+    tell(f"wrote {output}")
+    trained = trained_length(load_config(model))
+    target = parse_length(length) if length else reach(factor, trained)
+    patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
+    if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
+        tell_next(command_words("compare", model, **patch, lengths=f"{trained},{target}"))

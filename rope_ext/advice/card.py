@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
-
-from huggingface_hub import ModelCard, ModelCardData
 
 from rope_ext.advice.describe import call_text, describe
 from rope_ext.engines import serving_commands
@@ -20,8 +17,6 @@ from rope_ext.version import __version__
 
 _MARK = "<!-- written by rope-ext card; sha256 "
 """What ends a card, before the digest of the text above it: a card that was edited is kept."""
-_PEFT = re.compile(r"(## Training procedure\n[^#]*)?### Framework versions\s+- PEFT \S+\s*")
-"""What PEFT adds to the template of huggingface_hub."""
 _TABLE = "table.md"
 """What ``rope-ext compare`` and ``rope-ext eval`` write for a model card."""
 
@@ -69,7 +64,7 @@ def write_card(
 ) -> Path:
     """Write a model card to ``README.md`` in the folder.
 
-    An existing file is replaced only if nobody edited it: an earlier card, or PEFT's template.
+    An earlier card is replaced if nobody edited it.
 
     Args:
         folder: of a saved or merged model; its configuration is read, not its weights.
@@ -83,22 +78,14 @@ def write_card(
         MeasureError: the folder has no configuration.
     """
     path, text = Path(folder) / "README.md", model_card(folder, base, report)
-    if path.exists() and not _is_untouched(path.read_text(encoding="utf-8", errors="replace")):
-        raise ExportError(
-            f"{path} exists, and is neither an unedited card of rope_ext nor PEFT's empty "
-            f"template; move it away to write a new card"
-        )
+    if path.exists():
+        before, mark, end = path.read_text(encoding="utf-8", errors="replace").rpartition(_MARK)
+        if not mark or _end(before) != mark + end:
+            raise ExportError(
+                f"{path} exists, and is no unedited card of rope_ext; move it away to write one"
+            )
     write_whole(path, f"{text}{_end(text)}")
     return path
-
-
-def _is_untouched(card: str) -> bool:
-    text, mark, end = card.rpartition(_MARK)
-    if mark:
-        return _end(text) == mark + end
-    template = ModelCard.from_template(ModelCardData()).text.strip()
-    _, found, rest = card.partition(template)
-    return bool(found and _PEFT.fullmatch(rest.strip()))
 
 
 def _end(text: str) -> str:

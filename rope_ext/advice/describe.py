@@ -40,25 +40,17 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class SiteDescription:
-    """One set of rotary frequencies.
+    """One set of rotary frequencies."""
 
-    Args:
-        name: path of its module.
-        layer_type: the layers that use it.
-        base: ``rope_theta`` of the checkpoint.
-        inv_freq_before, inv_freq_after: radians per token, fastest pair first.
-        attention_scaling: number on cosine and sine, now.
-        status: ``"extended"``, ``"extended per sequence"``, ``"positions changed"``,
-            ``"as trained"`` (with a bias or a temperature) or ``"unchanged"``.
-    """
-
-    name: str
-    layer_type: str
-    base: float
-    inv_freq_before: tuple[float, ...]
+    name: str  # path of its module
+    layer_type: str  # the layers that use it
+    base: float  # `rope_theta` of the checkpoint
+    inv_freq_before: tuple[float, ...]  # radians per token, fastest pair first
     inv_freq_after: tuple[float, ...]
-    attention_scaling: float
+    attention_scaling: float  # on cosine and sine, now
     status: str
+    """``"extended"``, ``"extended per sequence"``, ``"positions changed"``, ``"as trained"`` (with
+    a bias or a temperature) or ``"unchanged"``."""
 
     def __str__(self) -> str:
         pairs = len(self.inv_freq_before)
@@ -78,29 +70,17 @@ class SiteDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """A model's rotary embedding; ``print`` it.
+    """A model's rotary embedding; ``print`` it."""
 
-    Args:
-        model: class of the decoder.
-        method: name of the active method; None: unpatched.
-        options: of the method, with defaults filled in.
-        length: trained length, tokens.
-        target_length: tokens after the patch, or after the scaling in the configuration.
-        sites: one for each set of rotary frequencies.
-        notes: how the patch is saved, and other remarks.
-        configured: the scaling in the configuration of an unpatched model; None: none.
-        serve: commands that serve a saved model.
-    """
-
-    model: str
-    method: str | None
-    options: dict[str, Any]
-    length: int
-    target_length: int
+    model: str  # class of the decoder
+    method: str | None  # name of the active method; None: unpatched
+    options: dict[str, Any]  # of the method, with defaults filled in
+    length: int  # trained, tokens
+    target_length: int  # after the patch, or after the scaling in the configuration
     sites: tuple[SiteDescription, ...]
-    notes: tuple[str, ...]
-    configured: str | None = None
-    serve: tuple[str, ...] = ()
+    notes: tuple[str, ...]  # how the patch is saved, and other remarks
+    configured: str | None = None  # the scaling in the configuration of an unpatched model
+    serve: tuple[str, ...] = ()  # commands that serve a saved model
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

@@ -22,20 +22,13 @@ _EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bi
 
 @dataclass(frozen=True)
 class PairDiagnosis:
-    """One rotary pair before and after the patch.
+    """One rotary pair before and after the patch."""
 
-    Args:
-        wavelength_before, wavelength_after: tokens per full rotation; infinite: it does not rotate.
-        rotations: full rotations within the trained length.
-        trained_angle: radians from the first token to the end of the trained length.
-        angle_before, angle_after: the same for the largest distance used at the length diagnosed.
-    """
-
-    wavelength_before: float
+    wavelength_before: float  # tokens per full rotation; infinite: it does not rotate
     wavelength_after: float
-    rotations: float
-    trained_angle: float
-    angle_before: float
+    rotations: float  # within the trained length
+    trained_angle: float  # radians from the first token to the end of the trained length
+    angle_before: float  # the same for the largest distance used at the length diagnosed
     angle_after: float
 
     def _status(self, angle: float) -> str:
@@ -59,47 +52,31 @@ class PairDiagnosis:
 
 @dataclass(frozen=True)
 class SiteDiagnosis:
-    """One set of rotary frequencies at a length.
+    """One set of rotary frequencies at a length."""
 
-    Args:
-        name: path of its module.
-        layer_type: the layers that use it.
-        base: ``rope_theta`` of the checkpoint.
-        critical_dimension: columns of the pairs that make a full rotation within the trained
-            length (arXiv 2310.05209: ``2 ceil(d / 2 log_base(L / 2 pi))``).
-        distances_before, distances_after: number of distances in use, which a sliding window or a
-            position method limits; the largest if every pair has its own.
-        pairs: fastest first.
-    """
-
-    name: str
-    layer_type: str
-    base: float
+    name: str  # path of its module
+    layer_type: str  # the layers that use it
+    base: float  # `rope_theta` of the checkpoint
     critical_dimension: int
+    """Columns of the pairs that make a full rotation within the trained length (arXiv 2310.05209:
+    ``2 ceil(d / 2 log_base(L / 2 pi))``)."""
     distances_before: float
+    """Number of distances in use, which a sliding window or a position method limits; the largest
+    if every pair has its own."""
     distances_after: float
-    pairs: tuple[PairDiagnosis, ...]
+    pairs: tuple[PairDiagnosis, ...]  # fastest first
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a length does to every rotary pair; ``print`` it.
+    """What a length does to every rotary pair; ``print`` it."""
 
-    Args:
-        model: class of the decoder.
-        method: the patch in force, with its options; None: unpatched.
-        length: diagnosed, tokens.
-        trained_length: tokens.
-        sites: one for each set of rotary frequencies.
-        notes: remarks, as in :func:`rope_ext.describe`.
-    """
-
-    model: str
-    method: str | None
-    length: int
+    model: str  # class of the decoder
+    method: str | None  # the patch in force, with its options; None: unpatched
+    length: int  # diagnosed, tokens
     trained_length: int
     sites: tuple[SiteDiagnosis, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # as in `rope_ext.describe`
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

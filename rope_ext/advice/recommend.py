@@ -25,8 +25,8 @@ from rope_ext.config.recommendation import Recommendation
 from rope_ext.engines import build_engine, engines_for, export, serving_commands
 from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
+from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
-from rope_ext.methods.retrained import smallest_base
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.rotary.sites import text_config, text_decoder, unwrap

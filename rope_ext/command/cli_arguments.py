@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext.command.arguments import parse_compose, take
 from rope_ext.command.evaluators import find
-from rope_ext.command.terminal import clean_errors, tell
+from rope_ext.command.terminal import clean_errors, quiet, tell
 
 Model = Annotated[
     str,
@@ -98,6 +98,11 @@ class Commands(TyperGroup):
 
 class ModelCommand(TyperCommand):
     """A command whose positional ``model`` may also be given as ``--model``, as in `compare`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it, without the log lines of transformers."""
+        quiet()
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put ``--model`` where the argument is expected, and a value after ``--compose``."""

@@ -7,11 +7,11 @@ the factor. The value counts from which transformers builds the frequencies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rope_ext.config.record import record_of
+from rope_ext.config.record import FIELD, record_of
 from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
 from rope_ext.methods.rope import plain_number, reach, whole_number
 from rope_ext.methods.temperature import yarn_factor
@@ -136,3 +136,38 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
         usual = cls is YaRN and math.isclose(given, yarn_factor(factor))
         options["attention_factor"] = None if usual else given
     return cls(factor=factor, **options)
+
+
+def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on what ``saved``, a ``config.json``, says twice and differently, and what counts.
+
+    ``config``: as transformers loaded it.
+    """
+    for name in path_to_text(config):
+        saved = saved.get(name) or {}
+    if FIELD in saved:  # what a patch wrote fits
+        return
+    settings = rope_settings(config.get_text_config(decoder=True))
+    styles = ("rope_parameters", "rope_scaling")
+    entries = {name: saved[name] for name in styles if isinstance(saved.get(name), dict)}
+    for fact in ("rope_type", "rope_theta", "factor", ORIGINAL, "partial_rotary_factor"):
+        counts = settings.rope_type if fact == "rope_type" else settings.parameters.get(fact)
+        given = {"the top level": saved.get(fact)}
+        given |= {style: entry.get(fact) for style, entry in entries.items()}
+        if fact == "rope_type":
+            kinds = {f"type of {style}": entry.get("type") for style, entry in entries.items()}
+            given |= {k: {"su": "longrope", "mrope": "default"}.get(v, v) for k, v in kinds.items()}
+        others = {place: x for place, x in given.items() if x is not None and x != counts}
+        ours = any(str(x).startswith("rope_ext:") for x in others.values())
+        if others and counts is not None and not ours:
+            told = " and ".join(f"{value!r} ({place})" for place, value in others.items())
+            yield f"{fact} is given as {told}, but transformers uses {counts!r}"
+    longest, target = getattr(config.get_text_config(decoder=True), LONGEST, None), settings.target
+    if settings.rope_type == "yarn" and target not in (None, longest):
+        told = f"{ORIGINAL}={settings.length}"
+        if not any(ORIGINAL in part for part in (saved, *entries.values())):
+            told = f"{LONGEST} for the missing {ORIGINAL}"
+        yield (
+            f"{LONGEST}={longest} does not fit factor={settings.factor:g}: transformers uses the "
+            f"factor, and {told}, which together reach {target} tokens"
+        )

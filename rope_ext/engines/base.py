@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.apply.configuration import part_of
-from rope_ext.engines.families import ENGINES, Family, everywhere
-from rope_ext.errors import ExportError, MeasureError, NotPatchedError, brief, nearest
+from rope_ext.engines.families import ENGINES, Family
+from rope_ext.errors import ExportError, MeasureError, NotPatchedError, nearest
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch, current_patch
@@ -46,15 +46,13 @@ class Export:
         """Write ``files`` to a directory, replacing existing ones; it is created if missing.
 
         Raises:
-            ExportError: there are no files, or the path is a file.
+            ExportError: there are no files.
         """
         folder = Path(folder)
         if not self.files:
             raise ExportError(
                 f"{self.engine} reads no file of this patch; its settings are in the command"
             )
-        if folder.exists() and not folder.is_dir():
-            raise ExportError(f"{folder} is a file; give the name of a folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             write_whole(folder / name, text)
@@ -105,10 +103,9 @@ def build_engine(name: str, **options: Any) -> Engine:
     Raises:
         ExportError: there is no such engine, or it has no such option.
     """
-    if not isinstance(name, str) or name not in _REGISTRY:
-        known = ", ".join(map(repr, _REGISTRY))
-        near = nearest(name, _REGISTRY) if isinstance(name, str) else ""
-        raise ExportError(f"engine={brief(name)} is not known; choose one of {known}{near}")
+    if name not in _REGISTRY:
+        known, near = ", ".join(map(repr, _REGISTRY)), nearest(str(name), _REGISTRY)
+        raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
     known = [field.name for field in dataclasses.fields(_REGISTRY[name])]
     for option in options.keys() - known:
         valid = f"its options are {', '.join(known)}" if known else "it has none"
@@ -154,13 +151,10 @@ def _export(chosen: Engine, model: nn.Module, saved: Saved | None) -> Export:
     try:
         made = _made(chosen, model, state, saved)
     except Refusal as refusal:
-        others = [e for e in _REGISTRY if e != engine and _runs(model, state, e, saved)]
-        instead = f"{' and '.join(map(repr, others))} can run it"
-        raise ExportError(
-            f"{engine} cannot run {state.method.name}: {refusal}; "
-            f"{instead if others else 'no supported engine can run this patch'}. Every engine runs "
-            f"'yarn', 'pi' and 'ntk' on {', '.join(everywhere())}"
-        ) from None
+        others = [repr(e) for e in _REGISTRY if e != engine and _runs(model, state, e, saved)]
+        instead = f"{' and '.join(others) or 'no supported engine'} can run this patch"
+        message = f"{engine} cannot run {state.method.name}: {refusal}; {instead}"
+        raise ExportError(message) from None
     if saved is not None and saved.source == "adapter":
         note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
         return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))

@@ -52,13 +52,6 @@ _NO_MINIATURE = (
 )
 
 
-def everywhere() -> list[str]:
-    """Families for which every engine computes YaRN, linear scaling and another base."""
-    needed, none = {"default", "linear", "yarn"}, Family(kinds=())
-    tables = ENGINES.values()
-    return [n for n in VLLM if all(needed <= {*table.get(n, none).kinds} for table in tables)]
-
-
 def miniatures() -> list[str]:
     """Families that ``verify`` supports: those with a single, flat set of RoPE parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +15,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import Record, record_of
-from rope_ext.config.settings import all_settings
+from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import (
     MeasureError,
@@ -54,7 +56,17 @@ def load_config(model: str) -> Any:
 def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
-    return AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
+    told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
+    if told:
+        _warn(f"rope_ext: {model}: {told}")
+    return config
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Warn once, however often a configuration is read."""
+    logging.getLogger("rope_ext").warning(sentence)
 
 
 def load_tokenizer(model: str) -> Any:

@@ -87,7 +87,7 @@ def from_pretrained(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         _patch(model, record)
-        _load_learned(model, path, where)
+        _load_learned(model, path, kwargs.get("variant"), where)
         state = current_patch(model)
         assert state is not None
         if not record.same(state.record):
@@ -265,7 +265,9 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
         setattr(PreTrainedModel, _IGNORED, before)
 
 
-def _load_learned(model: nn.Module, path: str, where: Mapping[str, Any]) -> None:
+def _load_learned(
+    model: nn.Module, path: str, variant: str | None, where: Mapping[str, Any]
+) -> None:
     """Load a patch's learned parameters, which transformers ignores.
 
     Raises:
@@ -278,7 +280,7 @@ def _load_learned(model: nn.Module, path: str, where: Mapping[str, Any]) -> None
         return
     missing = set(wanted)
     with hub.loading("weights", path), torch.no_grad():
-        for key, value in _stored(path, where):
+        for key, value in _stored(path, variant, where):
             for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
                 wanted[name].copy_(value)
                 missing.discard(name)
@@ -292,9 +294,18 @@ def _load_learned(model: nn.Module, path: str, where: Mapping[str, Any]) -> None
         )
 
 
-def _stored(path: str, where: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(
+    path: str, variant: str | None, where: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a folder that a patch may have learned, by name."""
-    files, index = {SAFE_WEIGHTS_NAME}, hub.find(path, SAFE_WEIGHTS_INDEX_NAME, **where)
+
+    def named(name: str) -> str:
+        """As transformers names the files of a variant."""
+        stem, _, ending = name.rpartition(".")
+        return name if variant is None else f"{stem}.{variant}.{ending}"
+
+    files = {named(SAFE_WEIGHTS_NAME)}
+    index = hub.find(path, named(SAFE_WEIGHTS_INDEX_NAME), **where)
     if index is not None:
         shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         files |= {file for key, file in shards.items() if "rope_ext_" in key}

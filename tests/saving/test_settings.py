@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +30,44 @@ def folder(path: Path, fields: dict[str, Any]) -> Path:
     return path
 
 
-CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+CASES: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
     "both styles": (
         {"rope_parameters": PLAIN, "rope_scaling": YARN, "max_position_embeddings": 4 * LENGTH},
         (LENGTH, 4 * LENGTH),
+        "rope_type is given as 'default' (rope_parameters), but transformers uses 'yarn'",
     ),
     "two names of the type": (
         {"rope_parameters": {**YARN, "type": "linear"}, "max_position_embeddings": 4 * LENGTH},
         (LENGTH, 4 * LENGTH),
+        "rope_type is given as 'linear' (type of rope_parameters), but transformers uses 'yarn'",
     ),
     "two bases": (
         {"rope_parameters": {**PLAIN, "rope_theta": 5e5}, "rope_theta": 1e4},
         (LENGTH, LENGTH),
+        "rope_theta is given as 10000.0 (the top level), but transformers uses 500000.0",
     ),
     "a length that does not fit the factor": (
         {"rope_scaling": YARN, "max_position_embeddings": LENGTH},
         (LENGTH, 4 * LENGTH),
+        f"max_position_embeddings={LENGTH} does not fit factor=4",
     ),
     "no original length": (
         {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 4 * LENGTH},
         (4 * LENGTH, 16 * LENGTH),
+        "max_position_embeddings for the missing original_max_position_embeddings",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_everything_gives_the_numbers_of_transformers(tmp_path, case) -> None:
-    fields, (trained, target) = CASES[case]
+def test_everything_gives_the_numbers_of_transformers_and_says_why(tmp_path, caplog, case) -> None:
+    fields, (trained, target), told = CASES[case]
     place = folder(tmp_path / case.replace(" ", "-"), fields)
-    described = rope_ext.describe(place)
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        described = rope_ext.describe(place)
+    warnings = [record.getMessage() for record in caplog.records if record.name == "rope_ext"]
+    assert len(warnings) == 1 and told in warnings[0] and str(place) in warnings[0]
+    assert "\n" not in warnings[0]
     assert (described.length, described.target_length) == (trained, target)
     assert rope_ext.diagnose(place, 8 * LENGTH).trained_length == trained
     model = AutoModelForCausalLM.from_pretrained(place)
@@ -81,8 +91,18 @@ def test_everything_gives_the_numbers_of_transformers(tmp_path, case) -> None:
     assert rope_ext.describe(rope_ext.patch(model, found)).target_length == 4 * target
 
 
+@pytest.mark.parametrize(
+    "method", ["yarn", "pi", "ntk", "llama3", "resonance", "rerope", "dynamic_ntk"]
+)
+def test_what_a_patch_saves_does_not_contradict_itself(tmp_path, caplog, method: str) -> None:
+    rope_ext.patch(tiny_llama(), method, factor=4).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        rope_ext.describe(tmp_path)
+    assert [record for record in caplog.records if record.name == "rope_ext"] == []
+
+
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_llama3_has_one_length_for_every_factor(tmp_path, factor: float) -> None:
+def test_llama3_is_no_contradiction(tmp_path, caplog, factor: float) -> None:
     """Llama 3.1 and 3.2 have one length and the factors 8 and 32."""
     rope = {
         "rope_type": "llama3",
@@ -92,7 +112,9 @@ def test_llama3_has_one_length_for_every_factor(tmp_path, factor: float) -> None
     }
     rope |= {"original_max_position_embeddings": LENGTH, "rope_theta": 5e5}
     place = folder(tmp_path, {"rope_scaling": rope, "max_position_embeddings": 16 * LENGTH})
-    assert rope_ext.describe(place).target_length == 16 * LENGTH
+    with caplog.at_level(logging.WARNING, "rope_ext"):
+        assert rope_ext.describe(place).target_length == 16 * LENGTH
+    assert [record for record in caplog.records if record.name == "rope_ext"] == []
     assert AutoConfig.from_pretrained(place).max_position_embeddings == 16 * LENGTH
 
 

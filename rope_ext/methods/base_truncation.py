@@ -1,0 +1,60 @@
+"""Truncated basis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class BaseTruncation(FrequencyMethod):
+    """Keeps fast pairs and freezes slow ones: at a small constant, and the slowest at zero.
+
+    ``h = theta`` for ``theta >= upper``, ``constant`` between ``lower`` and ``upper``, 0 at or
+    below ``lower``. For fine-tuning studies: hardly any angle is new at any length, so perplexity
+    stays low, but retrieval loses the slow pairs, which distinguish large distances.
+
+    Args:
+        upper: radians per token; None is ``2 pi / length``.
+        lower: radians per token; None is ``upper / 8``.
+        constant: radians per token; None is ``upper / 16``.
+
+    Pal et al. 2023 ("Giraffe"), arXiv 2308.10882, section 4.3; the defaults are the released ones.
+    """
+
+    name = "base_truncation"
+    aliases = ("truncated_basis", "giraffe")
+    paper = "arXiv 2308.10882"
+    summary = "fine-tuning studies: good perplexity at any length, but weaker retrieval"
+
+    upper: float | None = None
+    lower: float | None = None
+    constant: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("upper", "lower", "constant"):
+            if getattr(self, option) is not None:
+                self.require_number(option, minimum=0)
+        if self.upper is not None and self.lower is not None:
+            self.require("lower", self.lower <= self.upper, f"at most upper={self.upper}")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        upper = 2 * math.pi / rope.length
+        return {**super().grids(rope), "upper": (upper / 2, upper, 2 * upper)}
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        upper = 2 * math.pi / rope.length if self.upper is None else self.upper
+        lower = upper / 8 if self.lower is None else self.lower
+        constant = upper / 16 if self.constant is None else self.constant
+        theta = rope.inv_freq
+        slow = torch.full_like(theta, constant).where(theta > lower, 0.0)
+        return torch.where(theta >= upper, theta, slow)

@@ -1,0 +1,54 @@
+"""Clipped RoPE."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+_SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Clipped(FrequencyMethod):
+    """Slows down the slowest pairs along a half cosine, the slowest to zero (CoPE).
+
+    The first of the ``pairs`` slowest keeps its frequency, and the last no longer rotates. For
+    training studies: the authors raise the base of Llama 3 8B to 10,000,000, clip, and train on
+    65,536 tokens. The factor only sets the target length.
+
+    Args:
+        pairs: number of pairs; None is 20 of 64, as released for Llama-3-8B, and at least 2.
+
+    Li et al. 2026, arXiv 2602.05258; the formula and the number are those of its code.
+    """
+
+    name = "clipped"
+    paper = "arXiv 2602.05258"
+    summary = "training studies: slows the slowest pairs gradually, down to zero"
+
+    pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("pairs")
+
+    def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
+        pairs = tuple(round(share * rope.dim / 2) for share in (0.2, 0.3, 0.4, 0.5))
+        return {**super().grids(rope), "pairs": pairs}
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        count = rope.dim // 2
+        clipped = max(round(_SHARE * count), 2) if self.pairs is None else self.pairs
+        clipped = min(clipped, count)
+        angle = torch.linspace(0, math.pi, clipped, dtype=torch.float64, device="cpu")
+        kept = torch.ones(count, dtype=torch.float64, device="cpu")
+        kept[count - clipped :] = (1 + angle.cos()) / 2
+        return rope.inv_freq * kept

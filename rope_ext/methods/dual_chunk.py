@@ -1,0 +1,78 @@
+"""Dual chunk attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.geometry import ChunkGap
+from rope_ext.methods.kinds import Band, PositionMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DualChunk(PositionMethod):
+    """Restarts positions in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
+
+    Use it without fine-tuning for large models and many times the trained length; Qwen2.5-1M is
+    served with it, on top of YaRN (``frequency=``). Within a chunk, keys and queries use their
+    positions in it. For keys of the previous chunk, queries use a position one chunk further, but
+    at most ``chunk``; for all earlier keys, they use ``chunk``. Tokens less than ``local`` apart
+    keep their distance across chunk boundaries. Cosine and sine are multiplied by
+    ``0.05 ln(s) + 1``, as in the authors' code, but with ``s = factor`` for every token, so that
+    cached decoding equals recomputation. The paper's numbers were measured without it:
+    ``attention_factor=1``.
+
+    Args:
+        chunk: largest position used, tokens; three quarters of the trained length by default.
+        local: tokens; an eighth of the trained length by default.
+
+    An et al. 2024, arXiv 2402.17463; the defaults are those of the authors' code.
+    """
+
+    name = "dual_chunk"
+    aliases = ("dca", "chunkllama")
+    paper = "arXiv 2402.17463"
+    summary = "no fine-tuning, any length; Qwen2.5-1M is served with it"
+    candidate_shares = MappingProxyType(
+        {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
+    )
+
+    valid_options = "a chunk of at most the trained length"
+
+    chunk: int | None = None
+    local: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("chunk", minimum=2)
+        self.require_tokens("local")
+
+    def resolved(self, rope: Rope) -> DualChunk:
+        chunk = self.chunk or max(2, 3 * rope.length // 4)
+        local = self.local or max(1, rope.length // 8)
+        full = replace(self, chunk=chunk, local=local)
+        full.require_resolved("local", local < chunk, f"smaller than chunk={chunk}", rope)
+        return full
+
+    def own_scaling(self, rope: Rope) -> float:
+        return 0.05 * math.log(self.factor) + 1.0
+
+    def bands(self) -> tuple[Band, ...]:
+        largest = not_none(self.chunk)
+        c = largest - not_none(self.local)
+
+        def within(t: torch.Tensor) -> torch.Tensor:
+            return t % c
+
+        return (
+            Band(ChunkGap(c, 0, 0), within, within),
+            Band(ChunkGap(c, 1, 1), lambda m: (m % c + c).clamp(max=largest), within),
+            Band(ChunkGap(c, 2, None), float(largest), within),
+        )

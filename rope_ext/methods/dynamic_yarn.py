@@ -1,0 +1,60 @@
+"""Dynamic YaRN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rope_ext.methods.kinds import DynamicMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+from rope_ext.methods.yarn import BETAS, YaRN
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class DynamicYaRN(DynamicMethod):
+    """YaRN whose factor follows the sequence length: ``s = max(1, l / L)`` for ``l`` tokens.
+
+    Use it without fine-tuning if prompts differ in length: short ones give the outputs of the
+    unpatched model. Every sequence keeps the frequencies it starts with, under ``generate`` those
+    of the prompt plus ``max_new_tokens``. Other engines use one set for all sequences: pass
+    ``length=``.
+
+    Args:
+        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_slow: pairs with fewer rotations are divided by ``s``.
+        truncate: round the ends of the ramp outwards.
+
+    YaRN, arXiv 2309.00071, section 3.3 ("Dynamic Scaling").
+    """
+
+    name = "dynamic_yarn"
+    paper = "arXiv 2309.00071"
+    summary = "YaRN for mixed lengths; outputs for short prompts do not change"
+    candidates = BETAS
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._yarn()  # checks the shared options
+
+    def _yarn(self) -> YaRN:
+        return YaRN(
+            factor=self.factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            truncate=self.truncate,
+        )
+
+    def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        kept = self._yarn().kept(rope)  # the ramp does not depend on the factor
+        factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
+        return rope.interpolated(kept, factor)
+
+    def own_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
+        return 0.1 * (lengths / rope.length).clamp(min=1).log() + 1.0

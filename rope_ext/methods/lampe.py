@@ -1,0 +1,105 @@
+"""Length-aware multi-grained positional encoding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, PositionMethod, identity
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+# Fitted by the authors to Llama-3-8B (8192 tokens): M(l) = c / (1 + exp(-(a l + b))), here in
+# trained lengths, and the constant that they use within the trained length.
+_SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LaMPE(PositionMethod):
+    """Keeps the nearest and farthest distances exact and maps those in between to fewer positions.
+
+    For texts of one length: the authors map each text by its length, along a sigmoid that they
+    fitted to Llama-3-8B. Here ``length`` fixes the map, so that cached keys keep their positions;
+    pass the length of your texts. With ``c = mapped / (length - 1)``, distances from ``head`` on
+    are ``floor(c m) - floor(c n)``, shifted to continue at ``head - 1``, and about the last
+    ``tail`` before ``length`` grow by one per token again. Cosine and sine are multiplied by
+    ``0.1 ln(2) + 1``, as in the authors' code.
+
+    Args:
+        length: tokens of the text for which the map is made; the extended context by default.
+        head: tokens that keep their exact distances; an eighth of the trained length by default.
+            The paper recommends 1/8 to 1/16.
+        mapped: M, the number of positions for the whole text; by default from the authors' sigmoid,
+            in trained lengths.
+        tail: 200 of 8192 tokens by default; moved to the end of the tokens that share a position.
+
+    Zhang et al. 2025, arXiv 2508.02308. Formulas and defaults are those of its code, where decoding
+    keeps the map of the prompt.
+    """
+
+    name = "lampe"
+    paper = "arXiv 2508.02308"
+    summary = "no fine-tuning, one text length; exact for nearest and farthest tokens"
+    allows_factor_one = True
+    candidate_shares = MappingProxyType({"head": (1 / 16, 1 / 8, 1 / 4)})
+
+    valid_options = "fewer positions mapped than there are tokens"
+
+    length: int | None = None
+    head: int | None = None
+    mapped: int | None = None
+    tail: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("length", minimum=2)
+        for option in ("head", "mapped", "tail"):
+            self.require_tokens(option)
+
+    def resolved(self, rope: Rope) -> LaMPE:
+        trained = rope.length
+        length = self.length or max(2, self.target_length(rope))
+        share = _WITHIN
+        if length >= trained:
+            share = _MOST / (1 + math.exp(-(_SLOPE * length / trained + _SHIFT)))
+        mapped = self.mapped or max(1, int(share * trained))
+        full = replace(
+            self,
+            length=length,
+            head=self.head or max(1, trained // 8),
+            mapped=mapped,
+            tail=self.tail or max(1, round(trained * 200 / 8192)),
+        )
+        full.require_resolved("mapped", mapped < length, f"below length={length}", rope)
+        return full
+
+    def own_scaling(self, rope: Rope) -> float:
+        return 0.1 * math.log(2) + 1.0
+
+    def bands(self) -> tuple[Band, ...]:
+        head, length = not_none(self.head), not_none(self.length)
+        count, tail, last = not_none(self.mapped), not_none(self.tail), length - 1
+
+        def mapped(t: torch.Tensor) -> torch.Tensor:
+            return (t * count / last).floor()
+
+        def place(t: int) -> int:
+            return t * count // last
+
+        near = head - 1 - place(head)
+        far = min(((place(min(tail, last)) + 1) * last - 1) // count, last)
+        shift = last - far - place(last - far) - near
+        border = length - far
+        if border <= head:
+            return (Band(Distance(0, None), identity, identity),)
+        return (
+            Band(Distance(0, head), identity, identity),
+            Band(Distance(border, None), lambda m: m - shift, identity),
+            Band(Distance(head, border), lambda m: mapped(m) + near, mapped),
+        )

@@ -1,0 +1,62 @@
+"""Leaky ReRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, LogScaled, identity
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LeakyReRoPE(LogScaled):
+    """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
+
+    Like ``rerope``, but distant tokens keep their order. Distances reach the trained length at
+    ``factor`` times it, so choose the factor for your longest text.
+
+    Args:
+        window: tokens; an eighth of the trained length by default (512 of 4096, as published).
+        k: by default chosen so that the largest distance of the extended context becomes that of
+            the trained one, ``(factor L - w) / (L - w)``.
+        log_n: scale queries by the logarithm of the length, as published.
+
+    Su 2023, kexue.fm/archives/9708.
+    """
+
+    name = "leaky_rerope"
+    paper = "Su 2023, kexue.fm/archives/9708"
+    summary = "like rerope, but distant tokens keep their order"
+    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 1 / 2)})
+
+    valid_options = "a window below the trained length, and k above 1"
+
+    window: int | None = None
+    k: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        if self.k is not None:
+            self.require_number("k", minimum=1)
+
+    def resolved(self, rope: Rope) -> LeakyReRoPE:
+        window = self.window or max(1, rope.length // 8)
+        k = self.k
+        if k is None:
+            valid = "smaller than the trained length, or k given"
+            self.require_resolved("window", window < rope.length, valid, rope)
+            k = (self.target_length(rope) - window) / (rope.length - window)
+        return replace(self, window=window, k=float(k))
+
+    def bands(self) -> tuple[Band, ...]:
+        w, k = not_none(self.window), not_none(self.k)
+        return (
+            Band(Distance(0, w), identity, identity),
+            Band(Distance(w, None), lambda m: m / k + w - w / k, lambda n: n / k),
+        )

@@ -1,0 +1,62 @@
+"""Llama 3.1's scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Llama3(FrequencyMethod):
+    """Divides long wavelengths by ``factor`` and keeps short ones, without a temperature.
+
+    A pair keeps its frequency if its wavelength is below ``length / high_freq_factor``, and is
+    divided by ``factor`` if it is above ``length / low_freq_factor``, with a smooth transition in
+    between. Use it to train like Llama 3.1. Checkpoints that already have it take
+    ``compose="raise"`` to raise their factor.
+
+    Args:
+        low_freq_factor: pairs with fewer rotations within the trained context are divided by
+            ``factor``.
+        high_freq_factor: pairs with more rotations keep their frequency.
+
+    Llama 3.1 release (July 2024), ``apply_scaling``; factor 8, length 8192 there.
+    """
+
+    name = "llama3"
+    aliases = ("llama31", "llama3.1")
+    paper = "Llama 3.1 release"
+    summary = "the scaling of Llama 3.1: a narrow ramp and no temperature"
+    candidates = MappingProxyType(
+        {"low_freq_factor": (1.0, 2.0), "high_freq_factor": (4.0, 8.0, 16.0)}
+    )
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("low_freq_factor", above=0)
+        self.require_number("high_freq_factor", above=self.low_freq_factor)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        kept = rope.rotation_ramp(self.low_freq_factor, self.high_freq_factor)
+        return rope.interpolated(kept, self.factor)
+
+    def rope_parameters(self, rope: Rope) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "factor": float(self.factor),
+            "low_freq_factor": float(self.low_freq_factor),
+            "high_freq_factor": float(self.high_freq_factor),
+            "original_max_position_embeddings": rope.length,
+        }

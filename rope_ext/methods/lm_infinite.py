@@ -1,0 +1,55 @@
+"""LM-Infinite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.geometry import Distance, Sinks
+from rope_ext.methods.kinds import Band, PositionMethod, identity
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LMInfinite(PositionMethod):
+    """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
+
+    For endless text that does not need old tokens, such as a stream. Any length stays fluent, but
+    the usable context is not extended: tokens outside the window cannot be recalled. They stay in
+    the cache. Sinks outside the window get a distance of ``window``.
+
+    Args:
+        window: tokens; the trained length by default.
+        sinks: first tokens of the sequence that stay visible; 10, the fewest that the paper
+            recommends (StreamingLLM, arXiv 2309.17453, uses 4).
+
+    Han et al. 2023, arXiv 2308.16137.
+    """
+
+    name = "lm_infinite"
+    aliases = ("streaming",)
+    paper = "arXiv 2308.16137"
+    summary = "fluent text of any length; forgets tokens outside the window"
+
+    valid_options = "a window of at most the trained length"
+
+    window: int | None = None
+    sinks: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        self.require_tokens("sinks", minimum=0, optional=False)
+
+    def resolved(self, rope: Rope) -> LMInfinite:
+        return replace(self, window=self.window or rope.length)
+
+    def bands(self) -> tuple[Band, ...]:
+        window = not_none(self.window)
+        near = Band(Distance(0, window), identity, identity)
+        if not self.sinks:
+            return (near,)
+        sinks = Band(Sinks(self.sinks, window), float(window), 0.0)
+        return (sinks, near)

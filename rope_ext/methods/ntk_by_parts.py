@@ -1,0 +1,48 @@
+"""NTK-by-parts interpolation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from rope_ext.methods.kinds import FrequencyMethod
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class NTKByParts(FrequencyMethod):
+    """Divides slow pairs by ``factor`` and keeps fast ones, with a linear ramp in rotations.
+
+    With ``r_i`` rotations of a pair within the trained context,
+    ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``. This
+    is YaRN with the ramp of its paper and without the temperature: use it to measure what that
+    adds.
+
+    Args:
+        alpha: pairs with fewer rotations are divided by ``factor``.
+        beta: pairs with more rotations keep their frequency.
+
+    YaRN, arXiv 2309.00071, section 3.2, definition 2.
+    """
+
+    name = "ntk_by_parts"
+    aliases = ("by_parts",)
+    paper = "arXiv 2309.00071"
+    summary = "ablations of YaRN: the same ramp without the temperature"
+    candidates = MappingProxyType({"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)})
+
+    alpha: float = 1.0
+    beta: float = 32.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_number("alpha", minimum=0)
+        self.require_number("beta", above=self.alpha)
+
+    def inv_freq(self, rope: Rope) -> torch.Tensor:
+        kept = rope.rotation_ramp(self.alpha, self.beta)
+        return rope.interpolated(kept, self.factor)

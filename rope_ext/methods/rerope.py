@@ -1,0 +1,61 @@
+"""ReRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, LogScaled, identity
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ReRoPE(LogScaled):
+    """Clips distances at ``window``: ``min(m - n, window)``.
+
+    Use it without fine-tuning, for any length. All tokens beyond the window have the same distance:
+    the model finds and uses them, but does not know their order; ``leaky_rerope`` and
+    ``self_extend`` keep it. For keys beyond the window, the query is rotated to position ``window``
+    and the key is not rotated. A window of at least the text and ``log_n=False`` give the unpatched
+    model.
+
+    Args:
+        window: tokens; half of the trained length by default.
+        log_n: scale queries by the logarithm of the length, as published.
+        published: the default window is a quarter of the trained length, as the author used for
+            Llama 2 (1024 of 4096); docs/evidence.md compares both.
+
+    Su 2023, kexue.fm/archives/9708.
+    """
+
+    name = "rerope"
+    paper = "Su 2023, kexue.fm/archives/9708"
+    summary = "no fine-tuning, any length; distances are clipped at the window"
+    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)})
+
+    valid_options = "a window of at most the trained length"
+
+    window: int | None = None
+    published: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        self.require("published", isinstance(self.published, bool), "True or False")
+        if self.window is not None:  # so that equal settings compare equal
+            self.set("published", False)
+
+    def resolved(self, rope: Rope) -> ReRoPE:
+        share = 4 if self.published else 2
+        return replace(self, window=self.window or max(1, rope.length // share))
+
+    def bands(self) -> tuple[Band, ...]:
+        window = not_none(self.window)
+        return (
+            Band(Distance(0, window), identity, identity),
+            Band(Distance(window, None), float(window), 0.0),
+        )

@@ -1,0 +1,67 @@
+"""Self-Extend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from rope_ext.methods.checked import not_none
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import Band, Tempered, identity
+from rope_ext.methods.registry import register
+from rope_ext.methods.rope import Rope
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(Tempered):
+    """Beyond ``window``, groups of tokens share a position.
+
+    The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. Use it without fine-tuning,
+    up to factor 26: beyond that, the default group exceeds the 64 that the authors call reasonable.
+    llama.cpp's ``--grp-attn-n`` is another method, under which neighbors lose their distances, too.
+
+    Args:
+        window: tokens that keep their exact distances; a quarter of the trained length by default.
+        group: tokens that share a position; by default the smallest number with which the largest
+            distance is within two thirds of the trained length, as the authors recommend
+            (``w + (N - w) / G < 2/3 L``).
+        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
+            better on both bundled checkpoints (docs/temperature.md).
+
+    Jin et al. 2024, arXiv 2401.01325; the rule for ``group`` is from the authors' repository.
+    """
+
+    name = "self_extend"
+    aliases = ("group_attention",)
+    paper = "arXiv 2401.01325"
+    summary = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
+    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 3 / 8)})
+
+    valid_options = "a window below the trained length, and a group of at least 2"
+
+    window: int | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_tokens("window")
+        self.require_tokens("group")
+
+    def resolved(self, rope: Rope) -> SelfExtend:
+        window = self.window or max(1, rope.length // 4)
+        group = self.group
+        if group is None:
+            room = 2 * rope.length / 3 - window
+            valid = "smaller than two thirds of the trained length, or group given"
+            self.require_resolved("window", room > 0, valid, rope)
+            group = math.floor((self.target_length(rope) - window) / room) + 1
+        return replace(self, window=window, group=group)
+
+    def bands(self) -> tuple[Band, ...]:
+        w, g = not_none(self.window), not_none(self.group)
+        return (
+            Band(Distance(0, w), identity, identity),
+            Band(Distance(w, None), lambda m: m // g + w - w // g, lambda n: n // g),
+        )

@@ -458,7 +458,7 @@ def test_the_operator_keeps_its_promises(queries, fused):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "operator", lambda *given: asked.append(given) or tensors)
         call = Call(bands, HALVES, 0.3, 0, None, None if fused else 2.0, tensors[3], bias)
-        attention._operator(*tensors[:3], call, [], "flash" if fused else "reference")
+        attention.attend_placed(*tensors[:3], call, (), "flash" if fused else "reference")
     torch.library.opcheck(attention.operator, *asked, rtol=1e-4, atol=1e-4)
 
 

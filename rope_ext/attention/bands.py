@@ -18,6 +18,7 @@ from rope_ext.attention.call import (
     Call,
     Places,
     RotatedBand,
+    by_distance,
     each_table,
     part_of,
     wide,
@@ -147,7 +148,11 @@ def _block(
             with without_autocast(query):
                 logits = scores.logits(block)
         if bias is not None:
-            logits = logits + _biased(bias, places, rows, keys, counted)
+            if counted is None:
+                logits = logits + places.biased(bias, rows, keys)
+            else:
+                size = keys.stop - keys.start
+                logits = logits + by_distance(bias, counted - count - keys.start, count, size)
         # The lowest finite number, not -inf: a row without any key gets no NaN.
         lowest = torch.finfo(logits.dtype).min
         found.append(logits if seen is None else logits.masked_fill(~seen, lowest))
@@ -171,18 +176,6 @@ def _block(
         some = [seen.any(-1, keepdim=True) for _, (_, seen) in parts if seen is not None]
         out = out * torch.stack(torch.broadcast_tensors(*some)).any(0)
     return out
-
-
-def _biased(
-    bias: torch.Tensor, places: Places, rows: slice, keys: slice, counted: int | None
-) -> torch.Tensor:
-    """The bias of these queries and keys, ``[heads, queries, keys]``, or by row."""
-    if counted is None:
-        return places.biased(bias, rows, keys)
-    # Every query has the same numbers as the one before, moved on by one key: copied, not looked up
-    first, last = counted - (rows.stop - rows.start) - keys.stop + 1, counted - 1 - keys.start
-    apart = torch.arange(last, first - 1, -1, device=bias.device).clamp(0, bias.shape[1] - 1)
-    return bias[:, apart].unfold(1, keys.stop - keys.start, 1).flip(1)
 
 
 def _logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -155,6 +155,16 @@ def wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def by_distance(bias: torch.Tensor, first: int, queries: int, keys: int) -> torch.Tensor:
+    """The bias of tokens that count one by one, ``[heads, queries, keys]``.
+
+    ``first``: distance from the first query to the first key. Every query has the numbers of the
+    one before it, moved on by one key: they are copied and not looked up.
+    """
+    apart = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
+    return bias[:, apart.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)
+
+
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Autocast would round the operands and the result to half precision."""
     device = x.device.type

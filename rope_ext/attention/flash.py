@@ -8,15 +8,19 @@ composition serves the kernels of CPUs and of CUDA.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, wide
+from rope_ext.attention.call import Call, RotatedBand, by_distance, wide
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
 WHOLE, CAUSAL, REVERSED = range(3)
+ROWS = 256
+"""Queries of a tile with a bias."""
 
 
 class Tile(NamedTuple):
@@ -117,6 +121,34 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
     return found
 
 
+def _short(tile: Tile) -> Iterator[Tile]:
+    """The same in tiles of few queries, since a bias is a number for each query and key."""
+    for block, first in itertools.product(range(tile.blocks), range(0, tile.rows, ROWS)):
+        rows = tile.row + block * tile.rows + first, min(ROWS, tile.rows - first)
+        low, high = tile.key + block * tile.keys, tile.key + (block + 1) * tile.keys
+        if tile.shape != WHOLE:
+            square = low + first
+            yield Tile(tile.shape, *rows, square, rows[1])
+            low, high = (low, square) if tile.shape == CAUSAL else (square + rows[1], high)
+        if high > low:
+            yield Tile(WHOLE, *rows, low, high - low)
+
+
+def _tiles(
+    call: Call, band: RotatedBand, query: torch.Tensor, key: torch.Tensor
+) -> Iterator[tuple[Tile, torch.Tensor | None]]:
+    """The tiles of a band, and what is added to their logits."""
+    queries, keys = query.shape[2], key.shape[2]
+    for tile in tiles(band.geometry, queries, keys, call.start):
+        if call.bias is None:
+            yield tile, None
+            continue
+        for part in _short(tile):
+            first = keys - queries + part.row - part.key
+            mask = by_distance(call.bias.to(wide(query)), first, part.rows, part.keys)
+            yield part, (mask.flip(1, 2) if part.shape == REVERSED else mask)[None]
+
+
 def refusal(
     query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
@@ -124,8 +156,10 @@ def refusal(
     columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
     if call.softcap is not None:
         return "it has no soft cap"
-    if call.bias is not None:
-        return "it has no bias"
+    if call.bias is not None and device != "cpu":
+        return "it has no bias on a GPU"
+    if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
+        return "it has no gradient of a bias"
     if card is None:
         return None if device == "cpu" else "it is for CPUs and for NVIDIA GPUs"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -138,7 +172,12 @@ def refusal(
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, ``[batch, heads, queries, columns]``, and log-sum-exp, without columns.
 
@@ -146,7 +185,7 @@ def forward(
     """
     if query.device.type == "cpu":  # the function has less overhead than torch.ops
         kernel = torch._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, 0.0, causal, scale=scale)
+        return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = q.shape[1], k.shape[1]
     out, lse = torch.ops.aten._flash_attention_forward(
@@ -164,12 +203,13 @@ def backward(
     lse: torch.Tensor,
     causal: bool,
     scale: float,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; ``out`` and ``lse`` are over the keys of all calls."""
     ops = torch.ops.aten
     if query.device.type == "cpu":
         return ops._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, query, key, value, out, lse, 0.0, causal, scale=scale
+            grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
     g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
@@ -192,9 +232,9 @@ def compute(
         lse = lse.maximum(call.sinks[:, None].to(lse))
     for band in call.bands:
         q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
-        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
+        for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(q), tile.among(k), tile.among(value)
-            out, new = map(tile.back, forward(*given, tile.shape != WHOLE, call.scale))
+            out, new = map(tile.back, forward(*given, tile.shape != WHOLE, call.scale, mask))
             old, there = (x.narrow(2, tile.row, new.shape[2]) for x in (lse, total))
             there.lerp_(out.to(total.dtype), torch.sigmoid(new - old)[..., None])
             old.copy_(torch.logaddexp(old, new))
@@ -216,10 +256,10 @@ def differentiate(
     for band in call.bands:
         q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
         found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
-        for tile in tiles(band.geometry, query.shape[2], key.shape[2], call.start):
+        for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
             more = tile.queries(out), tile.queries(lse).contiguous()
-            made = backward(*given, *more, tile.shape != WHOLE, call.scale)
+            made = backward(*given, *more, tile.shape != WHOLE, call.scale, mask)
             firsts = tile.row, tile.key, tile.key
             for into, first, x in zip((*found, total[2]), firsts, made, strict=True):
                 x = tile.back(x)

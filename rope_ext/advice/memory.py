@@ -28,8 +28,8 @@ class Memory:
     cache: float  # keys and values of the whole prompt
     prefill: float  # peak of the prompt's forward beside weights and cache
     position_method: float
-    """What a position method adds at most: in one layer, queries and keys rotated for two more
-    bands, and outputs in float32."""
+    """What a position method adds at most: in one layer, queries and keys rotated for two bands and
+    cut into tiles, and outputs in float32."""
 
     def __str__(self) -> str:
         total = self.weights + self.cache + self.prefill
@@ -135,7 +135,7 @@ def memory(
     text = model.config.get_text_config()
     queries, keys = text.num_attention_heads, text.num_key_value_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // queries
-    in_bands = batch * length * size * (2 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
+    in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
     return Memory(weights, stored, prefill, in_bands)
 

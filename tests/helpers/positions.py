@@ -39,7 +39,7 @@ WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if tr
     "rerope": {"window": 999, "log_n": False},
     "leaky_rerope": {"window": 999, "k": 3.0, "log_n": False},
     "self_extend": {"window": 999, "group": 3, "published": True},
-    "jet_long": {"window": 7, "step": 1999},
+    "jet_long": {"window": 999, "step": 1999},
     "dual_chunk": {"chunk": 999, "local": 7},
     "dpe": {"window": 999, "scales": (2, 3), "published": True},
     "lampe": {"length": 7996, "head": 999, "mapped": 500},

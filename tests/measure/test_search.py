@@ -243,7 +243,7 @@ def test_tables_with_start_tokens_are_not_exported(model, tokenizer) -> None:
     method = found(model, tokenizer, iterations=1, start_tokens=(4,))
     assert method.start_tokens == 4
     rope_ext.patch(model, method)
-    with pytest.raises(rope_ext.ExportError, match=r"start_tokens=4 .* patch with start_tok"):
+    with pytest.raises(rope_ext.ExportError, match="patch with start_tokens=0"):
         rope_ext.export(model, "vllm")
 
 

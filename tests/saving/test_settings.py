@@ -140,7 +140,7 @@ def test_a_folder_with_tables_of_its_own_is_extended_already(tmp_path: Path) -> 
     made = rope_ext.export(place, "vllm")
     assert made.command == found.serve[0] and made.settings == {"max_model_len": 32 * LENGTH}
     assert "hf upload" in rope_ext.export(place, "transformers").command
-    with pytest.raises(rope_ext.ExportError, match="'vllm' and 'transformers' can run it"):
+    with pytest.raises(rope_ext.ExportError, match="'vllm' and 'transformers' can run this patch"):
         rope_ext.export(place, "mlx")
     with pytest.raises(rope_ext.OptionError, match=f"{32 * LENGTH} tokens that .* vllm serve"):
         rope_ext.recommend(place, 16 * LENGTH)

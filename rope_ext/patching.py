@@ -32,7 +32,7 @@ from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
 from rope_ext.rotary import buffers
 from rope_ext.rotary.hooks import PRECISE_BEYOND
-from rope_ext.rotary.limits import warn_beyond
+from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -426,6 +426,7 @@ def _patch(
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         warn_beyond(place, applied.method, applied.target_length, changes)
+        warn_of_adapters(place, record, changes)
     except BaseException:
         undo(changes)
         raise

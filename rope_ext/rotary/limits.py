@@ -1,18 +1,24 @@
-"""Warns once where a forward has more tokens than its patch reaches."""
+"""Warns once where a model, or a draft or an adapter beside it, does not fit its extension."""
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import math
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from rope_ext.config.record import SIDECAR, Record
+from rope_ext.errors import RecordError
 from rope_ext.methods import Method
 from rope_ext.rotary.calls import parameters
 from rope_ext.rotary.context import cache_among
-from rope_ext.rotary.sites import PatchTarget
-from rope_ext.rotary.swapping import Changes
+from rope_ext.rotary.sites import PatchTarget, text_config
+from rope_ext.rotary.swapping import Changes, wrap
 
 _logger = logging.getLogger("rope_ext")
 
@@ -21,7 +27,8 @@ class Limit:
     """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
 
     def __init__(self, method: str, trained: int, target: int) -> None:
-        self.method, self.trained, self.target, self.told = method, trained, target, False
+        self.method, self.trained, self.target = method, trained, target
+        self.told = self.told_of_draft = False
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or self.told:
@@ -44,9 +51,46 @@ class Limit:
                 *(tokens, self.target, self.method, math.ceil(tokens / self.trained * 100) / 100),
             )
 
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate``, after a look at the draft model of assisted generation."""
+        draft = kwargs.get("assistant_model")
+        if isinstance(draft, nn.Module) and not self.told_of_draft:
+            reach = getattr(text_config(draft), "max_position_embeddings", None)
+            if isinstance(reach, int) and reach < self.target:
+                self.told_of_draft = True
+                _logger.warning(
+                    "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond "
+                    "that its drafts are rejected and only cost time; extend it too: "
+                    "rope_ext.patch(assistant_model, ..., factor=%g)",
+                    *(reach, self.target, math.ceil(self.target / reach * 100) / 100),
+                )
+        return original(*args, **kwargs)
+
 
 def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Changes) -> None:
     """Warn once if the patch is used beyond ``target`` tokens, unless it follows the sequence."""
     if not method.is_dynamic and method.kind in ("frequency", "position"):
         limit = Limit(method.name, place.scaled[0].rope.length, target)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
+        wrap(place.model, "generate", limit.generate, changes)
+
+
+def warn_of_adapters(place: PatchTarget, record: Record, changes: Changes) -> None:
+    """Warn where ``model.load_adapter`` loads an adapter that was trained under another patch."""
+    wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
+
+
+def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
+    folder = kwargs.get("peft_model_id", args[0] if args else None)
+    file = Path(str(folder)) / SIDECAR
+    try:
+        trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, ValueError, RecordError):  # on the Hub, or of a model without a patch
+        trained = record
+    if not trained.same(record):
+        _logger.warning(
+            "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
+            "patch it like that (replace=True)",
+            *(folder, trained.call(), record.call()),
+        )
+    return original(*args, **kwargs)

@@ -42,7 +42,7 @@ from rope_ext.rotary.context import (
     run_eagerly,
 )
 from rope_ext.rotary.sites import RotarySite
-from rope_ext.rotary.swapping import Changes, set_attribute
+from rope_ext.rotary.swapping import Changes, wrap
 from rope_ext.rotary.third_party import refuse_presses
 
 _STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
@@ -470,8 +470,5 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
     begin = decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True)
     end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
     changes += [begin.remove, end.remove]
-    if sequences.method.is_dynamic and hasattr(type(model), "generate"):
-        original: Any = model.generate
-        call: Any = functools.partial(sequences.generate, model, original)
-        call.__wrapped__ = original  # transformers inspects its signature
-        set_attribute(model, "generate", call, changes)
+    if sequences.method.is_dynamic:
+        wrap(model, "generate", functools.partial(sequences.generate, model), changes)

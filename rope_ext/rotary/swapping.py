@@ -43,6 +43,15 @@ def restore(holder: Any, own: dict[str, Any]) -> None:
             vars(holder)[name] = value
 
 
+def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes) -> None:
+    """Call ``function(original, ...)`` in place of a method, if there is one."""
+    if hasattr(type(holder), name):
+        original = getattr(holder, name)
+        call: Any = functools.partial(function, original)
+        call.__wrapped__ = original  # transformers inspects its signature
+        set_attribute(holder, name, call, changes)
+
+
 class Swapped:
     """The last base of a class that :func:`swap` made; the second is the original class."""
 

@@ -1,4 +1,4 @@
-"""Texts that are longer than an extension are named once."""
+"""What does not fit an extension is named: long texts, short drafts, adapters of other patches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import rope_ext
 from tests.helpers.models import tiny_llama  # which was trained on 64 tokens
@@ -46,3 +47,31 @@ def test_a_cache_counts(caplog: pytest.LogCaptureFixture) -> None:
 def test_methods_that_follow_the_sequence_have_no_limit(caplog: pytest.LogCaptureFixture) -> None:
     rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4)(LONG)
     assert not caplog.records
+
+
+def test_a_draft_that_reaches_less_far_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, draft = rope_ext.patch(tiny_llama(), "yarn", factor=4), tiny_llama()
+    given = {"max_new_tokens": 2, "assistant_model": draft}
+    for _ in range(2):
+        model.generate(SHORT[:, :20], **given)
+    [message] = [r.getMessage() for r in caplog.records if r.name == "rope_ext"]
+    assert "assistant_model reaches 64 tokens and this model 256" in message
+    assert "factor=4" in message
+    caplog.clear()
+    rope_ext.patch(draft, "yarn", factor=4)
+    rope_ext.patch(model, "yarn", factor=4, replace=True).generate(SHORT[:, :20], **given)
+    assert not [r for r in caplog.records if r.name == "rope_ext"]
+    assert "generate" not in rope_ext.unpatch(model).__dict__
+
+
+@pytest.mark.parametrize("factor", [4, 8])
+def test_an_adapter_of_another_patch_is_named(tmp_path, caplog, factor: int) -> None:
+    trained = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    adapted = get_peft_model(trained, LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    rope_ext.save_sidecar(adapted, tmp_path)
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=factor)
+    model.load_adapter(str(tmp_path))
+    told = [r.getMessage() for r in caplog.records if r.name == "rope_ext"]
+    assert len(told) == (factor == 8) and all("'yarn', factor=4)" in one for one in told)
+    assert "load_adapter" not in rope_ext.unpatch(model).__dict__

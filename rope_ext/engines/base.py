@@ -122,7 +122,8 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
-            readers, ``dual_chunk=True`` of ``"vllm"`` is for its versions that run Dual Chunk.
+            readers, ``dual_chunk=True`` of ``"vllm"`` is for its versions that run Dual Chunk,
+            ``plugin=True`` for a folder under a position method, which version 0.32 serves on CPUs.
 
     Returns:
         Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder

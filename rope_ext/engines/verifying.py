@@ -461,7 +461,10 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if engine == "llama.cpp":
         file = folder / "MODEL.gguf"
         gguf_model.write_model(miniature.plain, file)
-        words = shlex.split(flags or "")
+        try:
+            words = shlex.split(flags or "")
+        except ValueError as error:
+            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
         if flags is None:
             try:
                 made = planned(miniature.state, in_file=False)

@@ -198,10 +198,11 @@ class Miniature:
             raise ExportError(f"nothing to verify: {refusal}") from None
         return cls(model, plain, state, Scaling.from_patch(state), method is None)
 
-    def under(self, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    def under(self, changes: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
         """A copy under the same patch with other options."""
+        model: Any = copy.deepcopy(self.plain)
         arguments = {**self.state.record.arguments, **changes}
-        return patch(copy.deepcopy(self.plain).to(dtype), self.state.record.method, **arguments)
+        return patch(model.to(dtype), self.state.record.method, **arguments)
 
     def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
         """Prompt lengths in tokens, up to the end of the context or ``longest``."""
@@ -229,7 +230,7 @@ class Miniature:
             wrong["temperature missing"] = {"temperature": 1.0, "attention_factor": 1.0}
             for name, changes in wrong.items():
                 with suppress(RopeExtError):  # string reaches twice the length at most
-                    row = log_probs_of(self.under(**changes), prompts)
+                    row = log_probs_of(self.under(changes), prompts)
                     if (row - rows[PATCHED]).abs().max() > _FLOOR:  # not every method has both
                         rows[name] = row
             return rows
@@ -239,7 +240,7 @@ class Miniature:
 
     def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
         """Root mean square error of transformers in bfloat16; ``exact`` is in float32."""
-        rounded = self.under(torch.bfloat16)
+        rounded = self.under({}, torch.bfloat16)
         return float((log_probs_of(rounded, prompts) - exact).square().mean().sqrt())
 
     def _errors(self, made: Scaling, factor_error: float) -> dict[str, tuple[torch.Tensor, float]]:

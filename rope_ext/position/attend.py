@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch, runs
-from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, wide
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import inputs, learned
@@ -28,7 +28,7 @@ from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
-from rope_ext.position.tensors import WHY, Dense, Step, dtype_of
+from rope_ext.position.tensors import WHY, Dense, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
 
@@ -64,7 +64,7 @@ class Layer:
         if self.biased is None:
             return call
         module = getattr(self.biased, learned.BIAS)  # looked up each time: peft may have wrapped it
-        return replace(call, **module(distances, like.device, dtype_of(like), self.biased))
+        return replace(call, **module(distances, like.device, wide(like), self.biased))
 
 
 Look = Callable[[nn.Module, Dense, int | None], None]
@@ -227,7 +227,7 @@ def _prepared(
         key, value = key[:, :, :count], value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:
-        t, name = forward.query, ("growth", dtype_of(query))
+        t, name = forward.query, ("growth", wide(query))
         growth = forward.shared(name, lambda: temperature.growth(t.double().clamp(min=0)))
         growth = growth[:, None, :, None].to(name[1])
         query = getattr(asked.module, learned.TEMPERATURE)(query, growth)
@@ -298,7 +298,7 @@ def _in_runs(
     value: torch.Tensor,
 ) -> torch.Tensor:
     """Every run of consecutive tokens by a kernel."""
-    mask, offset, dtype = asked.mask, _offset(asked, layer, forward), dtype_of(query)
+    mask, offset, dtype = asked.mask, _offset(asked, layer, forward), wide(query)
     found, name = mask.runs(offset), (layer.number, offset, query.device, dtype)
     if name not in mask.made:
         rotations = clipped(layer.rotations, mask.window)

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rope_ext.attention.call import wide
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position.layers import rotated_layers
 from rope_ext.position.learned import TEMPERATURE, HeadScales, put
-from rope_ext.position.tensors import dtype_of
 from rope_ext.rotary.context import is_traced, run_eagerly
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, evaluating, input_device, text_config
@@ -135,7 +135,7 @@ def _by_position(
             f"an attention layer with temperature={view.temperature!r} was run by itself, and its "
             f"positions are not known; run the whole model, or give temperature= a number"
         )
-    scale = forward.query_scale(view.temperature, query.device, dtype_of(query))
+    scale = forward.query_scale(view.temperature, query.device, wide(query))
     if scale is not None and scale.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"an attention layer has {query.shape[2]} queries for {scale.shape[2]} positions, so "

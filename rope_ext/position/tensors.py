@@ -16,7 +16,7 @@ from torch import nn
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import decode, dispatch, reference
-from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of
+from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of, wide
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.position.forward import BACK, FEW, PositionForward, in_cache, once
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
@@ -132,7 +132,7 @@ class Step:
         """Attention of many queries in a graph."""
         forward = self.forward
         query = self._scaled(query)
-        call = replace(call, bands=self._bands(dtype_of(query)))
+        call = replace(call, bands=self._bands(wide(query)))
         if forward.regular:  # tokens 0, 1, 2, ...
             return dispatch.attend(query, key, value, call, forward.map.kernel)
         if call.bias is not None and forward.begins and call.bias.shape[1] >= forward.room:
@@ -145,7 +145,7 @@ class Step:
 
     def dense(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> Dense:
         """The call by plain operations."""
-        dtype, reach = dtype_of(query), self.forward.map.reach
+        dtype, reach = wide(query), self.forward.map.reach
         if reach is not None and self.forward.tokens > reach:
             query, key, dtype = query.double(), key.double(), torch.float64
         call = replace(call, bands=self._bands(dtype, apart=True))
@@ -206,7 +206,7 @@ class Step:
 
     def _scaled(self, query: torch.Tensor) -> torch.Tensor:
         """The queries times their temperature."""
-        name = "temperature", dtype_of(query)
+        name = "temperature", wide(query)
         if name not in self.made:
             made = self._temperature(name[1])
             self.made[name] = None if made is None else made[:, None, :, None]
@@ -255,8 +255,3 @@ class Step:
             query, key = (x[0] if len(x) == 1 else x for x in (query, key))
             self.made["places"] = Places(query, key, seen, made={})
         return self.made["places"]
-
-
-def dtype_of(query: torch.Tensor) -> torch.dtype:
-    """The dtype of tables."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32

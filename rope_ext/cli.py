@@ -144,7 +144,8 @@ def describe(
             rope_ext.export(patched, "vllm")
             tell_next(asked.words("export", engine="vllm"))
         except ExportError:  # then it is for Python, where it can be compared
-            tell_next(asked.words("compare", lengths=f"{found.length},{found.target_length}"))
+            lengths = f"{found.length},{found.target_length}"
+            tell_next(asked.words("compare", lengths=lengths, output=unused("compared")))
 
 
 @command()
@@ -238,7 +239,8 @@ def diagnose(
     found = rope_ext.diagnose(asked.patched(), tokens)
     print(found)
     if method is not None:
-        tell_next(asked.words("compare", lengths=f"{found.trained_length},{tokens}"))
+        lengths = f"{found.trained_length},{tokens}"
+        tell_next(asked.words("compare", lengths=lengths, output=unused("compared")))
     elif tokens > found.trained_length:
         tell_next(command_words("recommend", model, length=tokens))
 
@@ -403,6 +405,8 @@ def verify(
     from rope_ext.saving.checkpoints import load_config
 
     longest, server, engine = parse_length(length), engine, engine or "llama.cpp"
+    if longest < 2:
+        raise OptionError(f"--length {length} is not valid; it must be at least 2")
     if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
         raise OptionError(
             f"--url {url!r} must be http://HOST:PORT, without --write: run with --write, serve the "
@@ -446,7 +450,9 @@ def verify(
         served = "serve the model with the same options"
         if trained_length is None and (server or url is None):
             with suppress(RopeExtError):  # of a model that is not extended
-                served = f"use it: {rope_ext.export(asked.patched(), engine).command}"
+                made = rope_ext.export(asked.patched(), engine)
+                words = shlex.join(asked.words("export", engine=engine, output="FOLDER"))
+                served = f"use it: {words if made.files else made.command}"
         tell(f"done: {served}")
     sys.exit(found.exit_code)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -48,6 +50,19 @@ Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
 _REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
+_lock = threading.RLock()  # one for all models: they may share a configuration
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _one_at_a_time(function: Function) -> Function:
+    """Let threads patch one after the other, since a patch probes the model before it marks it."""
+
+    @functools.wraps(function)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return cast("Function", waiting)
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,7 @@ class Patch:
         return site.under(self.frequencies)[0], site.factors(self.frequencies, self.method)[0]
 
 
+@_one_at_a_time
 def patch(
     model: Model,
     method: str | Method | Recommendation = "yarn",
@@ -234,6 +250,7 @@ def patch(
     return model
 
 
+@_one_at_a_time
 def unpatch(model: Model) -> Model:
     """Undo a patch and restore every buffer, scalar and configuration value bit for bit.
 
@@ -278,15 +295,16 @@ def patched(
         RopeExtError: as :func:`patch`.
     """
     decoder = text_decoder(model)
-    with configuration.quieted(_logger, logging.ERROR):  # warnings about saving do not apply
+    with _lock, configuration.quieted(_logger, logging.ERROR):  # warnings about saving do not apply
         interrupted = _Interrupted.from_decoder(decoder)
         patch(model, method, **kwargs)
     try:
         yield model
     finally:
-        if _STATE in decoder.__dict__:
-            unpatch(model)
-        interrupted.go_on(model)
+        with _lock:
+            if _STATE in decoder.__dict__:
+                unpatch(model)
+            interrupted.go_on(model)
 
 
 @contextmanager
@@ -307,14 +325,14 @@ def unpatched(model: Model) -> Iterator[Model]:
         RopeExtError: ``model`` is not a supported model.
     """
     decoder = text_decoder(model)
-    with configuration.quieted(_logger, logging.ERROR):
+    with _lock, configuration.quieted(_logger, logging.ERROR):
         interrupted = _Interrupted.from_decoder(decoder)
         if interrupted.patch is not None:
             unpatch(model)
     try:
         yield model
     finally:
-        with configuration.quieted(_logger, logging.ERROR):
+        with _lock, configuration.quieted(_logger, logging.ERROR):
             if _STATE in decoder.__dict__:
                 unpatch(model)
             interrupted.go_on(model)
@@ -446,6 +464,7 @@ def _patch(
     )
 
 
+@_one_at_a_time
 def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
@@ -490,6 +509,7 @@ def note_target(model: nn.Module, target: int) -> None:
     decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
+@_one_at_a_time
 def first_site(
     model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
 ) -> RotarySite:

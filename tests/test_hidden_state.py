@@ -72,6 +72,7 @@ def test_classes_are_swapped_in_one_place() -> None:
     assert {file for file, node in parsed() if assigns_class(node)} == {
         "rotary/swapping.py",
         "__init__.py",  # of the package itself
+        "position/forward.py",  # a layer of a cache that is emptied
     }
     given = [
         part.id

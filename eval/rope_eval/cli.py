@@ -23,7 +23,7 @@ from rope_ext.command.cli_arguments import (
     Text,
     TrainText,
 )
-from rope_ext.command.terminal import quiet, stoppable, tell, tell_next
+from rope_ext.command.terminal import quiet, stoppable, tell, tell_next, unused
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -96,6 +96,7 @@ def search(
                 dtype=dtype,
                 device=device,
                 trained_length=trained,
+                output=unused("compared"),
             )
         )
 
@@ -220,4 +221,5 @@ def plot(
     target = parse_length(length) if length else reach(factor, trained)
     patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
     if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
-        tell_next(command_words("compare", model, **patch, lengths=f"{trained},{target}"))
+        more = {"lengths": f"{trained},{target}", "output": unused("compared")}
+        tell_next(command_words("compare", model, **patch, **more))

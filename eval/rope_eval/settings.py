@@ -100,7 +100,7 @@ class Settings:
     attn: str | None = option(
         None, "attention implementation, such as sdpa, eager, flash_attention_2"
     )
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, mps ...")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     seed: int = option(0, "random seed")
     batch_size: int | None = option(None, "rows per forward, or auto", batch_size)
     chat: Chat = option("auto", "use the chat template")  # noqa: RUF009

@@ -91,7 +91,7 @@ def attend(
         x is not None and x.requires_grad for x in (*tensors, call.sinks)
     )
     if (fused and grads) or (torch.compiler.is_compiling() and call.scores is None):
-        out = _operator(query, key, value, call, [], "flash" if fused else "reference")
+        out = _operator(query, key, value, call, None, "flash" if fused else "reference")
     else:  # the operator would add overhead to each step of decoding
         out = _compute(query, key, value, call, fused)[0]
     return out[..., :value_columns]
@@ -201,7 +201,7 @@ def _operator(
     key: torch.Tensor,
     value: torch.Tensor,
     call: Call,
-    at: list[torch.Tensor],
+    at: list[torch.Tensor] | None,
     kernel: str,
 ) -> torch.Tensor:
     """``call`` as integers and tensors, since a custom operator takes nothing else."""
@@ -266,11 +266,12 @@ _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias"
 @torch.library.custom_op(
     "rope_ext::bands",
     mutates_args=(),
-    schema=f"({_TENSORS}, {_CALL.format('Tensor[] at, ')}, str kernel) -> (Tensor, Tensor)",
+    # AOTInductor gives None in place of an empty list.
+    schema=f"({_TENSORS}, {_CALL.format('Tensor[]? at, ')}, str kernel) -> (Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN202
-    """Output and log-sum-exp; ``at`` is empty where tokens count one by one."""
+    """Output and log-sum-exp; ``at`` is None where tokens count one by one."""
     *numbers, kernel = rest
     call = _unpacked(sinks, bias, tables, plan, *numbers)
     if not at:
@@ -370,7 +371,7 @@ def _differentiate(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
     grads = _backward(grad, *saved[:7], learns, tables, *numbers)
     more = iter(grads[3:])
     of_learned = [next(more) if learned else None for learned in learns]
-    return *grads[:3], *of_learned, [None] * len(tables), [], None, None, None, None, None
+    return *grads[:3], *of_learned, [None] * len(tables), None, None, None, None, None, None
 
 
 operator.register_autograd(_differentiate, setup_context=_setup)

@@ -87,7 +87,9 @@ def parse_length(text: str, option: str = "--length") -> int:
 def take(option: str, words: Sequence[str]) -> tuple[list[str], str | None]:
     """Take ``OPTION VALUE`` or ``OPTION=VALUE`` out of the words of a command."""
     for place, word in enumerate(words):
-        if word == option and place + 1 < len(words):
+        if word == option:
+            if place + 1 == len(words):
+                raise OptionError(f"{option} needs a value")
             return [*words[:place], *words[place + 2 :]], words[place + 1]
         if word.startswith(f"{option}="):
             return [*words[:place], *words[place + 1 :]], word.partition("=")[2]

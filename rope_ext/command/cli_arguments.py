@@ -89,7 +89,7 @@ class Commands(TyperGroup):
                 raise
             context = getattr(error, "ctx", None)
             path = "" if context is None else context.command_path
-            message = " ".join(described().split()).rstrip(".")
+            message = " ".join(described().split()).rstrip(".").replace("Value error, ", "")
             name = f"rope-ext {path.partition(' ')[2]}".rstrip()
             tell(f"error: {message}; see {name} --help", "red")
             status = 2

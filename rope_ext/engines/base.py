@@ -53,6 +53,8 @@ class Export:
             raise ExportError(
                 f"{self.engine} reads no file of this patch; its settings are in the command"
             )
+        if folder.exists() and not folder.is_dir():
+            raise ExportError(f"{folder} is a file; give the name of a folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             write_whole(folder / name, text)
@@ -103,7 +105,7 @@ def build_engine(name: str, **options: Any) -> Engine:
     Raises:
         ExportError: there is no such engine, or it has no such option.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         known, near = ", ".join(map(repr, _REGISTRY)), nearest(str(name), _REGISTRY)
         raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
     known = [field.name for field in dataclasses.fields(_REGISTRY[name])]

@@ -123,6 +123,11 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
         return keys, values
 
+    def reset(self) -> None:
+        """An empty cache may be used with any model, so the layer keeps every token again."""
+        super().reset()
+        self.__class__ = DynamicLayer  # type: ignore[assignment]
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens, as assisted decoding does."""
         count = abs(tokens_to_remove)

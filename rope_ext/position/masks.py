@@ -200,8 +200,8 @@ class BatchMask:
 
     @functools.cached_property
     def window(self) -> int | None:
-        """Window to which the mask limits every token."""
-        return None if self.arguments is None else self.arguments.get("local_size")
+        """Window to which the mask limits every token; None: the mask shows some beyond it."""
+        return self.arguments.get("local_size") if self.arguments and self.causal else None
 
     def runs(self, offset: int = 0) -> list[runs.Run]:
         """The keys from ``offset`` on as runs of consecutive tokens."""

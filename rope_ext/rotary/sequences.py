@@ -73,6 +73,17 @@ class Started:
     made: dict[tuple, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class Request:
+    """A call of ``generate`` in progress."""
+
+    sequences: Any
+    room: int | None
+    guided: bool
+    due: bool  # whether the next forward is its own, not one of a streamer or a criterion
+    lengths: Any = None  # of the rows of its first forward
+
+
 class SequenceForward(ForwardContext):
     """One forward of a decoder under a method that follows sequences.
 
@@ -94,11 +105,11 @@ class SequenceForward(ForwardContext):
         cache: Any = None,
         traced: bool = False,
         started: Started | None = None,
-        room: int | None = None,
+        request: Request | None = None,
         mask: Any = None,
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.started, self.room, self.mask = started, room, mask
+        self.started, self.request, self.mask = started, request, mask
         self.lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
         self.first: torch.Tensor | None = None  # their first positions, same shape
         self.positions: torch.Tensor | None = None  # position ids of the model
@@ -130,9 +141,13 @@ class SequenceForward(ForwardContext):
             [x[:, -1] for x in (lengths, first, start, number)]
         ).cpu()
         room = max(filled + self.tokens, int(of_row.max()))
-        if self.room is not None:
-            room = self.room
+        if self.request is not None and self.request.room is not None:
+            room = self.request.room
             of_row = torch.where(first_of_row >= 0, room - filled - place, 0)
+            if self.request.lengths is None:
+                self.request.lengths = of_row
+            elif self.request.guided:  # both branches are subtracted from each other
+                of_row = self.request.lengths
         elif old is None and int(count.max()) > 1:
             self.lengths, self.first = lengths, first
         if old is not None:  # rows that had only padding so far begin here
@@ -340,7 +355,7 @@ class Sequences:
                 if tokens > 1:  # perhaps the first tokens of a cache that was reset
                     return None
                 torch._assert_async(filled > 0, _FILLED)
-        elif any(one is self for one, _ in forward_context.requests):
+        elif self._request() is not None:
             return None  # how long its sequences will be has to be read
         mask = given.get("attention_mask")
         return SequenceForward(self, rows, tokens, traced=True, started=stored, mask=mask)
@@ -364,9 +379,22 @@ class Sequences:
         stored = self._stored(cache, rows) if filled else None
         if stored is not None and self.method.is_dynamic:
             self._warn(stored, filled + tokens)
-        rooms = [room for one, room in forward_context.requests if one is self]
-        room, mask = rooms[-1] if rooms else None, given.get("attention_mask")
-        enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, room, mask))
+        request, mask = self._request(), given.get("attention_mask")
+        if request is not None and not (request.due or request.guided):
+            request = None
+        elif request is not None:
+            request.due = False
+        enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, request, mask))
+
+    def _request(self) -> Request | None:
+        return next((r for r in reversed(forward_context.requests) if r.sequences is self), None)
+
+    def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """What generate calls right before each forward of its own."""
+        inputs, request = original(*args, **kwargs), self._request()
+        if request is not None:
+            request.due = True
+        return inputs
 
     def _stored(self, cache: Any, rows: int) -> Started:
         """The sequences recorded on a cache that has tokens."""
@@ -426,9 +454,9 @@ class Sequences:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
-        if drafts and any(one is self for one, _ in forward_context.requests):
+        if drafts and self._request() is not None:
             return original(*args, **kwargs)  # an assistant drafts for the same sequence
-        forward_context.requests.append((self, _room(model, given)))
+        forward_context.requests.append(Request(self, *_room(model, given), False))
         try:
             return original(*args, **kwargs)
         finally:
@@ -442,12 +470,12 @@ def _shape(given: dict[str, Any]) -> tuple[int, int]:
     return rows, length
 
 
-def _room(model: Any, given: dict[str, Any]) -> int | None:
+def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:
     """Tokens of the prompt, with its padding, and those to generate; None: not known."""
     names = ("inputs_embeds", "input_ids", "inputs")
     prompt = next((given[name] for name in names if given.get(name) is not None), None)
     if not isinstance(prompt, torch.Tensor):
-        return None
+        return None, False
     configs = (given.get("generation_config"), model.generation_config)
 
     def setting(name: str) -> Any:  # in the order of transformers
@@ -457,7 +485,7 @@ def _room(model: Any, given: dict[str, Any]) -> int | None:
     new, total = setting("max_new_tokens"), setting("max_length")
     if new is None:
         new = 20 if total is None else max(0, total - prompt.shape[1])
-    return prompt.shape[1] + new
+    return prompt.shape[1] + new, setting("guidance_scale") not in (None, 1)
 
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
@@ -471,4 +499,5 @@ def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: 
     end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
     changes += [begin.remove, end.remove]
     if sequences.method.is_dynamic:
+        wrap(model, "prepare_inputs_for_generation", sequences.prepare, changes)
         wrap(model, "generate", functools.partial(sequences.generate, model), changes)

@@ -150,3 +150,16 @@ def test_gradients_flow_with_checkpointing(name: str, ids) -> None:
         grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     torch.testing.assert_close(grads[0], grads[1])
     assert grads[0].abs().max() > 0
+
+
+def test_a_forward_within_generate_has_its_own_length(ids) -> None:
+    """As of a stopping criterion that scores a text, or of a streamer."""
+    model = rope_ext.patch(tiny_llama(), "dynamic_yarn", factor=8)
+    right, seen = model(ids[:1, :20]).logits, []
+
+    def look(tokens, _scores, **_more):
+        seen.append(model(tokens[:, :20], use_cache=False).logits)
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+    model.generate(ids[:1], max_new_tokens=3, stopping_criteria=[look])
+    assert all(torch.equal(one, right) for one in seen) and seen

@@ -89,3 +89,12 @@ def test_replicas_in_threads_give_what_the_model_gives(ids) -> None:
 
 
 # --- patching -----------------------------------------------------------------------------------
+
+
+def test_of_threads_that_patch_one_model_one_does(ids) -> None:
+    model = tiny_llama()
+    before = model(ids).logits
+
+    results = at_once(*[lambda: rope_ext.patch(model, "self_extend", factor=4)] * 4)
+    assert [isinstance(x, rope_ext.AlreadyPatchedError) for x in results].count(True) == 3
+    assert torch.equal(rope_ext.unpatch(model)(ids).logits, before)

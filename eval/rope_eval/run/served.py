@@ -46,9 +46,10 @@ def require_server(settings: Settings) -> None:
     count = 1 if isinstance(names, str) else len(names)
     addresses = [urlsplit(url) for url in urls]
     hosts = [a.hostname if a.scheme in ("http", "https") else None for a in addresses]
+    wrong = next((url for url, host in zip(urls, hosts, strict=True) if not host), None)
     faults = {
-        f"--url {urls!r} is not valid; give an address such as http://HOST:PORT/v1": (
-            not all(hosts)
+        f"--url {wrong!r} is not valid; give an address such as http://HOST:PORT/v1": (
+            wrong is not None
         ),
         f"--url holds a password, which reports would show; set it as {KEY} in the environment": (
             any(address.username or address.password for address in addresses)

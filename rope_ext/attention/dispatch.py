@@ -359,7 +359,8 @@ def _(grad, query, key, value, sinks, bias, out, lse, learns, *_rest):  # noqa: 
 
 
 def _setup(ctx, inputs, output):  # noqa: ANN001, ANN202
-    *tensors, tables, _, ctx.plan, ctx.start, ctx.scale, ctx.softcap, _ = inputs
+    *tensors, tables, at, ctx.plan, ctx.start, ctx.scale, ctx.softcap, _ = inputs
+    ctx.of_at = None if at is None else [None] * len(at)
     ctx.save_for_backward(*tensors, *output, *tables)
     ctx.mark_non_differentiable(output[1])
 
@@ -371,7 +372,7 @@ def _differentiate(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
     grads = _backward(grad, *saved[:7], learns, tables, *numbers)
     more = iter(grads[3:])
     of_learned = [next(more) if learned else None for learned in learns]
-    return *grads[:3], *of_learned, [None] * len(tables), None, None, None, None, None, None
+    return *grads[:3], *of_learned, [None] * len(tables), ctx.of_at, *[None] * 5
 
 
 operator.register_autograd(_differentiate, setup_context=_setup)

@@ -242,7 +242,7 @@ def test_a_pretrained_model_is_served_under_a_position_method(
     engine: Engine, smollm2: Any, tmp_path: Path, method: str
 ) -> None:
     options = {"factor": 4, "original_max_position_embeddings": 1024, **options_of(method, 1024)}
-    ids = tokens(2500, 4000)
+    ids = tokens(1600, 4000)
     with rope_ext.patched(smollm2, method, **options):
         smollm2.save_pretrained(tmp_path)
         wanted = log_probs(smollm2, ids)

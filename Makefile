@@ -133,10 +133,10 @@ test-all: $(VENV)/installed engine-sources
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/lab
 
 # What they depend on is for GPUs, or an older transformers.
-engine-sources: $(VENV)/installed ## files of vLLM, SGLang and kvpress, which slow tests run by themselves
+engine-sources: $(VENV)/installed ## files of SGLang and kvpress, which slow tests run by themselves
 	rm -rf $(VENV)-engines
 	$(INSTALL) --no-deps \
-		--only-binary :all: --target $(VENV)-engines vllm==0.33.0 sglang==0.5.23 \
+		--only-binary :all: --target $(VENV)-engines sglang==0.5.23 \
 		kvpress==0.5.5 cachetools==5.5.2 fire==0.7.1 termcolor==3.3.0
 
 # torchvision and its like come for CUDA, and break the import.

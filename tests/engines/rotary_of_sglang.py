@@ -59,7 +59,7 @@ class Finder:
         self.folder = folder
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] != "sglang" or name.startswith(ROTARY):
+        if name.split(".")[0] not in ("sglang", "vllm") or name.startswith(ROTARY):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

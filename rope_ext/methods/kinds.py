@@ -19,7 +19,7 @@ import torch
 
 from rope_ext.errors import OptionError
 from rope_ext.methods.checked import Checked
-from rope_ext.methods.geometry import ChunkGap, Distance, Geometry
+from rope_ext.methods.geometry import Geometry
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
@@ -357,12 +357,7 @@ def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
     )
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
-        n = torch.zeros_like(m)  # the first key in a band has the smallest position
-        geometry = band.geometry
-        if isinstance(geometry, Distance) and geometry.last is not None:
-            n = (m - geometry.last + 1).clamp(min=0)
-        elif isinstance(geometry, ChunkGap):
-            n = ((m // geometry.size - geometry.first) * geometry.size).clamp(min=0)
+        n = band.geometry.ends(m)[0].clamp(min=0)  # the first key has the smallest position
         largest = torch.maximum(largest, band.distances(m, n).nan_to_num(nan=0).amax(0))
     return largest + 1
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.rotary.context import run_eagerly
-from rope_ext.rotary.swapping import Changes, set_attribute
+from rope_ext.rotary.swapping import Changes, wrap
 
 
 @functools.cache
@@ -48,9 +48,8 @@ def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) 
     Otherwise the error would come from a worker thread, or transformers would reject the attention
     implementation.
     """
-    name = "init_continuous_batching"  # called by all of its entry points
-    if hasattr(type(model), name):
-        set_attribute(model, name, functools.partial(_refuse, reason), changes)
+    # All of its entry points call this one.
+    wrap(model, "init_continuous_batching", functools.partial(_refuse, reason), changes)
 
 
 def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:

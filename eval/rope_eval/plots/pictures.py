@@ -16,7 +16,7 @@ from rope_eval.plots import attention, methods
 from rope_eval.plots.methods import Lines, rotates
 from rope_eval.plots.style import TITLE, bare, figure_of, require_matplotlib
 from rope_eval.tasks.perplexity import Windows
-from rope_ext.advice.building import model_of, require_length
+from rope_ext.advice.describe import require_length
 from rope_ext.apply.base import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings.rotation import RoPE
@@ -25,6 +25,8 @@ from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site, patched
 from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving import checkpoints as models
+from rope_ext.saving.drafts import may_replace
+from rope_ext.saving.folder import model_of
 
 _CHARACTERS = 150  # characters in a line of the legend
 _ROTATING = ("frequency", "position", "rotation")
@@ -76,6 +78,8 @@ KINDS = {
     ),
 }
 """Kinds of plots by name."""
+_MARK = "rope-ext plot"
+"""In the metadata of every plot, which may be replaced."""
 
 
 def draw(
@@ -135,6 +139,8 @@ def draw(
             )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
+    if not may_replace(path, _MARK):
+        raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
     require_matplotlib()
     if picture.measure is None and text is not None:
         raise OptionError(f"{kind} does not use a text; plot attention, or leave the text out")
@@ -185,6 +191,6 @@ def draw(
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
                   frameon=False)  # fmt: skip
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, metadata={"Software": _MARK})
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error

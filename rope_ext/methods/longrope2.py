@@ -35,7 +35,7 @@ class LongRoPE2(FrequencyMethod):
         long_factor: a searched or published table, used instead: the divisor of each pair.
 
     Shang et al. 2025, arXiv 2502.20082, section 3. The NTK part follows descriptions of the paper;
-    its training on two kinds of windows is ``positions: mixed_windows`` of the recipes.
+    recipes offer its training on two kinds of windows as ``positions: mixed_windows``.
     """
 
     name = "longrope2"

@@ -19,8 +19,8 @@ class NTKByParts(FrequencyMethod):
 
     With ``r_i`` rotations of a pair within the trained context,
     ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``. This
-    is YaRN with the ramp of its paper and without the temperature: use it to measure what that
-    adds.
+    is YaRN with the ramp of the paper and without the temperature: use it to measure the effect of
+    the temperature.
 
     Args:
         alpha: pairs with fewer rotations are divided by ``factor``.

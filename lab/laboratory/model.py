@@ -55,7 +55,7 @@ class Size:
     heads: int = 4
 
     def build(self, name: str, seed: int, length: int) -> StableLmForCausalLM:
-        """Build the model ``name`` with new weights and a trained context of ``length`` tokens.
+        """Build the model ``name`` with new weights and a trained length of ``length`` tokens.
 
         Raises:
             RopeExtError: it does not support the encoding.

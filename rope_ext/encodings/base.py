@@ -40,7 +40,7 @@ class Encoding(PositionMethod):
     A model trained with RoPE needs further training after the patch.
 
     Args:
-        factor: the target context divided by the trained length; 1 only changes the encoding.
+        factor: the target length divided by the trained length; 1 only changes the encoding.
     """
 
     kind: ClassVar[str] = "encoding"

@@ -16,7 +16,7 @@ from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, whole_number
 
 # For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
-# trained context, and the effective length that the authors found, in trained lengths. For 16
+# trained length, and the effective length that the authors found, in trained lengths. For 16
 # trained lengths, they divide the groups by 4, 4, 2, 16, 32, 32, 16 and 128.
 _FOUND = (
     (1303.8, 4.0),
@@ -48,7 +48,7 @@ class DPE(Tempered):
             there are scales, as even as possible.
         scales: group sizes, whole numbers. By default, each group uses the effective length found
             for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations (by
-            ratio) within the trained context; ``S`` is the target length divided by this length.
+            ratio) within the trained length; ``S`` is the target length divided by this length.
         published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
             better on both bundled checkpoints (docs/temperature.md).
 

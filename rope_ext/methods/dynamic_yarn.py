@@ -23,7 +23,7 @@ class DynamicYaRN(DynamicMethod):
     ``length=``.
 
     Args:
-        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_fast: pairs with more rotations within the trained length keep their frequency.
         beta_slow: pairs with fewer rotations are divided by ``s``.
         truncate: round the ends of the ramp outwards.
 

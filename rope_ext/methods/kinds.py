@@ -96,7 +96,7 @@ class Method(Checked):
         """Raise an OptionError if nothing would be extended; does not need a model.
 
         Args:
-            length: trained context, tokens; None skips the checks that depend on it.
+            length: trained length, tokens; None skips the checks that depend on it.
         """
         idle = self.factor <= 1
         if length is not None:  # a factor may be too close to 1 for a single token

@@ -24,7 +24,7 @@ class Llama3(FrequencyMethod):
     ``compose="raise"`` raises their factor.
 
     Args:
-        low_freq_factor: pairs with fewer rotations within the trained context are divided by
+        low_freq_factor: pairs with fewer rotations within the trained length are divided by
             ``factor``.
         high_freq_factor: pairs with more rotations keep their frequency.
 

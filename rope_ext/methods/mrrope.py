@@ -25,8 +25,8 @@ class MrRoPE(FrequencyMethod):
     Cosine and sine are multiplied by ``0.1 ln(s) + 1``.
 
     Args:
-        beta_fast: rotations within the trained context; the paper's alpha.
-        beta_slow: rotations within the trained context; the paper's beta.
+        beta_fast: rotations within the trained length; the paper's alpha.
+        beta_slow: rotations within the trained length; the paper's beta.
         mode: ``"pro"`` divides pair ``t`` of the ``n`` in between by ``factor`` to the power
             ``t (t + 1) / (n (n + 1))``, ``"uni"`` to the power ``t / n``.
 

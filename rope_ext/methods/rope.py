@@ -24,7 +24,7 @@ class Rope:
     Args:
         inv_freq: ``theta``, float64, shape ``[dim / 2]``, radians per token, fastest first.
         base: ``b`` of ``theta_i = b ** (-2 i / dim)`` (``rope_theta``).
-        length: trained context in tokens (``original_max_position_embeddings``).
+        length: trained length in tokens (``original_max_position_embeddings``).
     """
 
     inv_freq: torch.Tensor
@@ -43,7 +43,7 @@ class Rope:
 
     @property
     def rotations(self) -> torch.Tensor:
-        """Full rotations of each pair within the trained context: ``length * theta / (2 pi)``."""
+        """Full rotations of each pair within the trained length: ``length * theta / (2 pi)``."""
         return self.length * self.inv_freq / (2 * math.pi)
 
     def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Rope:
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
     def tokens(self, *shares: float) -> tuple[int, ...]:
-        """Convert fractions of the trained context to tokens, at least one token each."""
+        """Convert fractions of the trained length to tokens, at least one token each."""
         return tuple(max(1, round(share * self.length)) for share in shares)
 
     @property

@@ -32,7 +32,7 @@ class Temperature(Checked):
         """The same temperature with every option set.
 
         Args:
-            length: trained context, tokens.
+            length: trained length, tokens.
             factor: the factor of the method.
         """
         given = {"length": length, "factor": float(factor)}

@@ -31,7 +31,7 @@ class YaRN(FrequencyMethod):
     interchangeable.
 
     Args:
-        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_fast: pairs with more rotations within the trained length keep their frequency.
         beta_slow: pairs with fewer rotations are divided by ``factor``.
         truncate: round the ends of the index ramp outwards (False: gpt-oss). Index ramp only.
         ramp: ``"index"`` as in the released code, ``"rotations"`` as in the paper.
@@ -77,7 +77,7 @@ class YaRN(FrequencyMethod):
 
     @staticmethod
     def _index(rope: Rope, rotations: float) -> float:
-        """The (fractional) index of the pair with this many rotations in the trained context."""
+        """The (fractional) index of the pair with this many rotations in the trained length."""
         turns = rope.length / (rotations * 2 * math.pi)
         return rope.dim * math.log(turns) / (2 * math.log(rope.base))
 

@@ -21,7 +21,7 @@ class Resonance(FrequencyMethod):
     """Rounds wavelengths to whole tokens, on top of another frequency method, at no cost.
 
     A pair whose wavelength is a whole number of tokens has no new angles beyond the trained
-    context. The fastest pair changes most, by 4.7 % (6.28 tokens become 6), slow pairs by far less
+    length. The fastest pair changes most, by 4.7 % (6.28 tokens become 6), slow pairs by far less
     than 1 %.
 
     Args:

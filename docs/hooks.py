@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rope_ext
 from rope_eval.plots.pictures import draw
 from rope_ext.engines import Engine, all_engines
+from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.methods import Method, all_encodings, all_methods
 
 ROOT = Path(__file__).parents[1]
@@ -271,8 +272,8 @@ def _saving(method: Method) -> str:
 def _engines(method: Method) -> str:
     found = {engine.title: how for engine, how in _served(method).items()}
     runs = [title for title, how in found.items() if how != REFUSED and title != "transformers"]
-    if not runs and method.kind == "position":
-        return "vLLM, on CPUs, by a [plugin](../engines/index.md#vllm-and-sglang)"
+    if method.name in PLUGIN_METHODS:
+        return "vLLM on CPUs, with a [plugin](../engines/index.md#vllm-and-sglang)"
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
 
 

@@ -35,10 +35,10 @@ class JetLong(PositionMethod):
             quarter of the trained length.
         step: tokens after which groups grow by one token; the trained length by default, as
             published.
-        kept: None for groups. ``"yarn"`` scales distances beyond ``window`` for each pair instead,
-            as YaRN with ``factor=G`` scales frequencies, the authors' second variant (with a
-            window of 4096 and a temperature). A list gives the share of its frequency that each
-            pair keeps: distances are ``(m - n) (kept + (1 - kept) / G)``.
+        kept: None uses groups. ``"yarn"`` instead scales distances beyond ``window`` for each pair
+            as YaRN scales its frequency with ``factor=G``; this is the authors' second variant
+            (with a window of 4096 and a temperature). A list gives the share of the frequency that
+            each pair keeps: distances are ``(m - n) (kept + (1 - kept) / G)``.
 
     NVIDIA 2026, arXiv 2607.07740; the formula is that of the authors' code.
     """

@@ -136,10 +136,9 @@ def _read(config: str) -> Served | None:
     if under is not None:
         rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
-    pair = torch.arange(len(made))
 
     def table(to: Map, stored: Map) -> RotationTable:
-        return RotationTable(to, stored, made, pair)
+        return RotationTable(to, stored, made)
 
     bands = method.bands()
     stored = bands[-1].key

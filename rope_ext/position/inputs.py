@@ -213,7 +213,7 @@ def _before(
     forward = forward_of(position_map, module, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it
-    inv_freq = position_map.inv_freq(layout.site, z.device)[layout.pair.to(z.device)]
+    inv_freq = position_map.inv_freq(layout.site, z.device)
     wide = torch.float64 if position_map.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
     forward.made[module] = rotation

@@ -132,9 +132,7 @@ def _read(config: str) -> Served | None:
             f"rope_ext serves {name} in vLLM for {', '.join(PLUGIN_FAMILIES)}, not for {family}; "
             f"load it with rope_ext.from_pretrained"
         )
-    under, rope = state.frequencies, site.rope
-    if under is not None:
-        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    rope = state.options.rope(site.rope)
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
 
     def table(to: Map, stored: Map) -> RotationTable:

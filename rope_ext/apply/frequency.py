@@ -100,13 +100,11 @@ def _write(
         native = keep and site.shared
         hooked = precise or native or sequences is not None
         if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
-            buffers.write(site, site.loaded, site.scaling, hooked, changes)
+            buffers.write(site, site.loaded, site.scaling)
         else:
-            buffer = built.get(site, inv_freq.float())
-            buffers.write(site, buffer, scaling, hooked, changes)
+            buffers.write(site, built.get(site, inv_freq.float()), scaling)
         if hooked:
-            hook = hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native)
-            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
+            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native).put(changes)
 
 
 def _grow(place: PatchTarget, name: str, native: bool, changes: Changes) -> None:

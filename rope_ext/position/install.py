@@ -18,6 +18,7 @@ from rope_ext.position.layers import KeyProjection, Layout, find_key_projections
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.context import (
     cache_among,
     caches_in,
@@ -28,7 +29,6 @@ from rope_ext.rotary.context import (
     leave,
     run_eagerly,
 )
-from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 from rope_ext.rotary.third_party import refuse_presses
@@ -69,8 +69,8 @@ class Installed:
                 f"patch with 'nope' for no positions at all"
             )
         self._modules = list(layouts)
-        self._short = [*map(_number, kept)] if position_map.window else []
         self._names = calls.parameters(type(decoder))
+        self._short = [*map(_number, kept)] if position_map.window else []
         self.notes = self._notes(len(layouts), within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
         handles = hooks.keep_native(decoder, kept)
@@ -348,9 +348,7 @@ class _RotaryHook:
         forward.locate(positions)
         result = forward.embeddings(self.site, output)
         if self.native:
-            given = self.site.loaded, self.site.scaling, self.map.precise
-            native = hooks.rotation(self.site, positions, *given, output)
-            result = hooks.with_native(result, native)
+            result = hooks.with_native(result, self.site, positions, self.map.precise)
         return result
 
     _rotated_eagerly = run_eagerly(tensors.WHY)(_rotated)

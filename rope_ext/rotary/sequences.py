@@ -77,24 +77,27 @@ class Started:
 class Request:
     """A call of ``generate`` in progress."""
 
-    sequences: Any
-    room: int | None
+    sequences: Sequences
+    room: int | None  # tokens that it plans for, with the padding; None: not known
     guided: bool
-    due: bool  # whether the next forward is its own, not one of a streamer or a criterion
-    lengths: Any = None  # of the rows of its first forward
+    due: bool = False  # whether the next forward is its own, not one of a streamer or a criterion
+    lengths: torch.Tensor | None = None  # of the rows of its first forward
 
 
 class SequenceForward(ForwardContext):
     """One forward of a decoder under a method that follows sequences.
 
     Args:
-        patch: the :class:`Sequences` of the decoder.
-        rows, tokens, filled, cache, traced: see :class:`ForwardContext`; ``filled`` is 0 in a
-            graph, where ``started`` replaces it.
+        patch, rows, tokens, filled, cache, traced: see :class:`ForwardContext`; ``filled`` is 0 in
+            a graph, where ``started`` replaces it.
         started: the sequences recorded on the cache; None: they begin with this forward.
-        room: number of tokens that a call of ``generate`` plans for; None: not known.
+        request: the call of ``generate`` that this forward belongs to.
         mask: the attention mask that the decoder received.
     """
+
+    lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
+    first: torch.Tensor | None = None  # their first positions, same shape
+    positions: torch.Tensor | None = None  # position ids of the model; one axis or several
 
     def __init__(
         self,
@@ -110,9 +113,6 @@ class SequenceForward(ForwardContext):
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
         self.started, self.request, self.mask = started, request, mask
-        self.lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
-        self.first: torch.Tensor | None = None  # their first positions, same shape
-        self.positions: torch.Tensor | None = None  # position ids of the model
         self._made: dict[tuple, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
@@ -125,8 +125,7 @@ class SequenceForward(ForwardContext):
 
     def _start(self, positions: torch.Tensor) -> Started:
         filled, old = self.filled_count, self.started
-        if positions.ndim == 3:  # axes, rows, tokens
-            positions = positions.amax(0)
+        positions = furthest(positions)
         if positions.shape[-1] != self.tokens:  # those of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
         positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
@@ -196,10 +195,7 @@ class SequenceForward(ForwardContext):
         key = ("query_scale", device, dtype)
         if key not in self._made:
             assert self.positions is not None
-            positions = self.counted(self.positions)
-            if positions.ndim == 3:  # axes, rows, tokens
-                positions = positions.amax(0)
-            t = positions.double().clamp(min=0)
+            t = furthest(self.counted(self.positions)).double().clamp(min=0)
             tau = temperature.growth(t) if isinstance(temperature, SSMax) else temperature.at(t)
             self._made[key] = tau.to(device, dtype)[:, None, :, None]
         return self._made[key]
@@ -211,6 +207,11 @@ class SequenceForward(ForwardContext):
         if first is None or first.shape[1] != positions.shape[-1]:
             first = self.started.first[:, None]
         return positions - first.to(positions.device)
+
+
+def furthest(positions: torch.Tensor) -> torch.Tensor:
+    """The largest of the positions on several axes, ``[axes, rows, tokens]``."""
+    return positions.amax(0) if positions.ndim == 3 else positions
 
 
 def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -228,9 +229,9 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
     seen = seen[..., :tokens].any(1)
     real = seen.diagonal(dim1=1, dim2=2)
     place = torch.arange(tokens, device=mask.device)
-    furthest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
+    earliest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
     # An edge is where no later token sees anything before it; windows and branches are no edges.
-    return real, furthest.flip(1).cummin(1).values.flip(1) >= place
+    return real, earliest.flip(1).cummin(1).values.flip(1) >= place
 
 
 def documents(
@@ -380,10 +381,9 @@ class Sequences:
         if stored is not None and self.method.is_dynamic:
             self._warn(stored, filled + tokens)
         request, mask = self._request(), given.get("attention_mask")
-        if request is not None and not (request.due or request.guided):
-            request = None
-        elif request is not None:
-            request.due = False
+        if request is not None:
+            due, request.due = request.due, False
+            request = request if due or request.guided else None
         enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, request, mask))
 
     def _request(self) -> Request | None:
@@ -456,7 +456,7 @@ class Sequences:
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
         if drafts and self._request() is not None:
             return original(*args, **kwargs)  # an assistant drafts for the same sequence
-        forward_context.requests.append(Request(self, *_room(model, given), False))
+        forward_context.requests.append(Request(self, *_room(model, given)))
         try:
             return original(*args, **kwargs)
         finally:
@@ -490,10 +490,8 @@ def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Make ``sequences`` follow everything that ``decoder`` or ``model.generate`` runs."""
-    sequences.names = parameters(type(decoder))
-    sequences.layers = [
-        m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
-    ]
+    sequences.names, modules = parameters(type(decoder)), decoder.modules()
+    sequences.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
     refuse_continuous_batching(model, sequences.unbatched, changes)
     begin = decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True)
     end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,9 @@ class RotarySite:
     # and the context in tokens after it. The other fields then describe the embedding without its
     # scaling
     raised: tuple[Mapping[str, Any], int] | None = None
+    # what its buffers hold under a patch, float32 on the CPU, by name; empty if transformers
+    # changes them itself
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:

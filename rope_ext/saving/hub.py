@@ -43,7 +43,7 @@ def find(path: str, name: str, connection_errors: bool = True, **where: Any) -> 
 
 
 def require_place(path: str | PathLike[str]) -> str:
-    """Return ``path`` as a string; raises LoadError if it is no directory and cannot be a Hub ID."""
+    """Return ``path`` as a string; raises LoadError if it is neither a directory nor a Hub ID."""
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
     name, fault = str(path), None

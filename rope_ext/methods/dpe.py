@@ -61,7 +61,6 @@ class DPE(Tempered):
     allows_factor_one = True
     candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4)})
 
-    by_pair = True
     valid_options = "a window below the trained length, and scales of at least 2"
 
     window: int | None = None
@@ -83,6 +82,10 @@ class DPE(Tempered):
         if self.groups is not None and self.scales is not None:
             alike = len(self.groups) == len(self.scales)
             self.require("scales", alike, f"a list of {len(self.groups)}, one for each of groups")
+
+    @property
+    def by_pair(self) -> bool:
+        return True
 
     def check(self, length: int | None = None) -> None:
         Method.check(self, length)  # which distances were trained depends on the pairs

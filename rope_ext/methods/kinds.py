@@ -261,10 +261,14 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
-    by_pair: ClassVar[bool] = False  # every pair has its own positions
     valid_options: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
     # Free here; under a frequency method it would need a hook per layer.
     candidate_temperatures = (LogN(),)
+
+    @property
+    def by_pair(self) -> bool:
+        """Whether every pair has its own positions."""
+        return False
 
     def resolved(self, rope: Rope) -> PositionMethod:
         return self

@@ -21,6 +21,10 @@ UNKNOWN = (
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+NOTE = "_rope_ext"
+"""Attribute of a cache: what the next forward has to know of its keys; ``patch`` made them."""
+
+
 class ForwardContext:
     """One forward of a decoder, with ``tokens`` in each of ``rows``.
 
@@ -57,8 +61,7 @@ class _ThreadState(threading.local):
     """State of the current thread."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []  # ForwardContexts in progress, innermost last
-        self.requests: list[Any] = []  # calls of generate: what follows its sequences, tokens
+        self.stack: list[Any] = []  # ForwardContexts, and calls of generate; the innermost last
         self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 

@@ -29,6 +29,7 @@ from rope_ext.rotary.calls import (
     runs_layers_again,
 )
 from rope_ext.rotary.context import (
+    NOTE,
     UNKNOWN,
     ForwardContext,
     cache_among,
@@ -45,7 +46,6 @@ from rope_ext.rotary.sites import RotarySite
 from rope_ext.rotary.swapping import Changes, wrap
 from rope_ext.rotary.third_party import refuse_presses
 
-_STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
     "a cache that was reset has no sequence for a compiled step to continue; begin again with a "
@@ -61,7 +61,7 @@ class Started:
     It is kept on the cache, whose rows have to stay in their order, as ``generate`` leaves them.
     """
 
-    method: FrequencyMethod  # the method of the patch
+    patch: FrequencyMethod  # the method
     # number of tokens that the frequencies of each row are made for, [rows], on the CPU; 0 for rows
     # with only padding so far. One row if all are equal
     lengths: torch.Tensor
@@ -75,13 +75,15 @@ class Started:
 
 @dataclass(eq=False)
 class Request:
-    """A call of ``generate`` in progress."""
+    """A call of ``generate`` in progress, on the stack of its thread."""
 
     sequences: Sequences
     room: int | None  # tokens that it plans for, with the padding; None: not known
     guided: bool
     due: bool = False  # whether the next forward is its own, not one of a streamer or a criterion
     lengths: torch.Tensor | None = None  # of the rows of its first forward
+    patch = None  # it is no forward
+    exported = False
 
 
 class SequenceForward(ForwardContext):
@@ -343,12 +345,12 @@ class Sequences:
         rows, tokens = _shape(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
-        if isinstance(filled, torch.Tensor) and not hasattr(cache, _STARTED):
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, NOTE):
             torch._assert_async(filled == 0, UNKNOWN)
             filled = 0
         if isinstance(filled, torch.Tensor) or filled:
-            stored = getattr(cache, _STARTED, None)
-            if stored is None or stored.method is not self.method or not stored.begun:
+            stored = getattr(cache, NOTE, None)
+            if stored is None or stored.patch is not self.method or not stored.begun:
                 return None
             if len(stored.lengths) not in (1, rows):
                 return None
@@ -387,7 +389,8 @@ class Sequences:
         enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, request, mask))
 
     def _request(self) -> Request | None:
-        return next((r for r in reversed(forward_context.requests) if r.sequences is self), None)
+        requests = (r for r in reversed(forward_context.stack) if isinstance(r, Request))
+        return next((request for request in requests if request.sequences is self), None)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """What generate calls right before each forward of its own."""
@@ -398,11 +401,11 @@ class Sequences:
 
     def _stored(self, cache: Any, rows: int) -> Started:
         """The sequences recorded on a cache that has tokens."""
-        stored = getattr(cache, _STARTED, None)
+        stored = getattr(cache, NOTE, None)
         if stored is None and not self.method.is_dynamic:
             zero = torch.zeros(1, dtype=torch.long, device="cpu")
             return Started(self.method, zero, zero, 0)
-        if stored is None or stored.method != self.method:
+        if stored is None or stored.patch != self.method:
             raise CacheError(
                 f"this cache was begun before the model was patched with {self.method} (or by "
                 f"prefix tuning), so the length of its sequences is not known; start with an empty "
@@ -440,8 +443,8 @@ class Sequences:
         if forward.started is None or output is None:
             return
         for cache in (forward.cache, *caches_in(output)):
-            if cache is not None and getattr(cache, _STARTED, None) is not forward.started:
-                setattr(cache, _STARTED, forward.started)
+            if cache is not None and getattr(cache, NOTE, None) is not forward.started:
+                setattr(cache, NOTE, forward.started)
         forward.mask = forward.cache = None  # autograd may keep this object alive for long
         hidden = output[0]
         trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
@@ -456,11 +459,12 @@ class Sequences:
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
         if drafts and self._request() is not None:
             return original(*args, **kwargs)  # an assistant drafts for the same sequence
-        forward_context.requests.append(Request(self, *_room(model, given)))
+        request: Any = Request(self, *_room(model, given))
+        enter(request)
         try:
             return original(*args, **kwargs)
         finally:
-            forward_context.requests.pop()
+            leave(request)
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import Layout
-from rope_ext.rotary.device_cache import cached_on_device
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
 Origin = int | torch.Tensor

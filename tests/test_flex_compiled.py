@@ -15,12 +15,13 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rope_ext.attention import cards, flex, reference
+from rope_ext.attention import cards, flex
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.cards import Card, Heads
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
+from tests.helpers.bands import dense
 
 COLUMNS = 16
 
@@ -77,7 +78,7 @@ def graphs(monkeypatch) -> Graphs:
 
 
 def check(tensors: list[torch.Tensor], call: Call) -> None:
-    out, expected = flex.attend(*tensors, call), reference.attend(*tensors, call)
+    out, expected = flex.attend(*tensors, call), dense(*tensors, call)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     if tensors[0].requires_grad:
         weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
@@ -250,7 +251,7 @@ def test_an_error_of_the_compiler_becomes_a_log_line(monkeypatch, caplog) -> Non
     tensors, call = asked(1, 5, 60)
     for _ in range(2):
         out = attention.attend(*tensors, call)
-        torch.testing.assert_close(out, reference.attend(*tensors, call), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, dense(*tensors, call), rtol=1e-5, atol=1e-5)
     (said,) = caplog.messages
     assert re.search("plain operations.*was not compiled.*shared memory", said)
     with pytest.raises(OptionError, match=r"not compiled.*shared memory.*kernel='auto'"):

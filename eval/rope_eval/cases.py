@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_eval.folder import HEADER
-from rope_eval.log import Log, read_lines, to_line
+from rope_eval.folder import HEADER, Log, read_lines, to_line
 from rope_ext.errors import MeasureError, OptionError
 
 Mode = Literal["argmax", "loss", "write"]

@@ -11,11 +11,13 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from rope_ext.command.arguments import parse_length, parse_lengths
 from rope_ext.errors import Mistakes
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,6 +89,8 @@ def read_options(
         value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
+        if read in (parse_length, parse_lengths):  # whose errors name the option
+            read = partial(read, option=_flags(field)[0])
         with found.collected():
             each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
             values[field.name] = [read(one) for one in value] if each else read(value)
@@ -97,7 +101,6 @@ def read_options(
 
 def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parameter:
     kind, default, help = _kind(cls, field), field.default, field.metadata["help"]
-    flags = field.metadata["flags"] or ("--" + field.name.replace("_", "-"),)
     repeated, several = field.metadata["repeat"], isinstance(default, tuple)
     if repeated or (repeated is None and several):
         kind = list[kind]
@@ -108,8 +111,14 @@ def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parame
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=False if flag else None,
-        annotation=Annotated[kind if flag else kind | None, typer.Option(*flags, help=help)],
+        annotation=Annotated[
+            kind if flag else kind | None, typer.Option(*_flags(field), help=help)
+        ],
     )
+
+
+def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    return field.metadata["flags"] or ("--" + field.name.replace("_", "-"),)
 
 
 def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:

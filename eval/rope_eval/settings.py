@@ -34,10 +34,6 @@ def batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _trained_length(text: str) -> int:
-    return parse_length(text, "--trained-length")
-
-
 def _names(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(split(texts))
 
@@ -89,7 +85,7 @@ class Settings:
         ).metadata,
     )
     trained_length: int | None = option(
-        None, "override the trained length in the config", _trained_length
+        None, "override the trained length in the config", parse_length
     )
     compose: bool | Literal["raise"] = option(
         False,

@@ -65,13 +65,8 @@ def lock(
 ) -> Iterator[None]:
     """Keep every other process out of what is called ``name`` in ``folder``, or out of the folder.
 
-    The lock is the operating system's: that of a process that was killed is gone with it.
-
-    Args:
-        folder: it need not exist.
-        name: of what is locked; empty: all of the folder.
-        option: the command-line option that names it, for errors.
-        required: False goes on without a lock on a file system that has none.
+    The lock is the operating system's: that of a process that was killed is gone with it. Without
+    ``required`` it goes on where a file system has none; ``option`` names the folder, for errors.
 
     Raises:
         MeasureError: another process is in it.
@@ -132,12 +127,7 @@ class Folder:
         return sorted(path for path in there if _LOGS.fullmatch(path.name) and is_log(path))
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that these files and logs may be written.
-
-        Raises:
-            MeasureError: the folder is not writable, or this program did not write one of the
-                files.
-        """
+        """Check that these files and logs may be written: that they are ours, or not there."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=self.path):
@@ -151,11 +141,7 @@ class Folder:
                 )
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:
-        """Write files atomically, by name; returns their paths.
-
-        Raises:
-            MeasureError: one of them cannot be written.
-        """
+        """Write files atomically, by name; returns their paths."""
         self.check(contents)
         with writing(self.path, "make room, or give --output another folder"):
             self._remember({*self._written(), *contents})

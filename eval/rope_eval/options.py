@@ -32,13 +32,10 @@ def option(
 ) -> Any:
     """A field that is an option of the command line, too: ``new_tokens`` is --new-tokens.
 
-    Args:
-        default: False makes a flag.
-        help: the help text of the option.
-        read: makes the value from the text that was typed; None uses the type of the field.
-        flags: names of the option in place of that of the field, such as ``--trained-length``.
-        repeat: whether it may be given several times, and ``read`` gets all that was typed. None
-            repeats options whose default is a tuple, and reads each.
+    A default of False makes a flag. ``read`` makes the value from the text that was typed; None
+    uses the type of the field. ``flags`` are names in place of that of the field. With ``repeat``
+    it may be given several times, and ``read`` gets all that was typed; None repeats options whose
+    default is a tuple, and reads each.
     """
     metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat}
     return dataclasses.field(default=default, metadata=metadata)
@@ -74,15 +71,10 @@ def command_options(*classes: type) -> Callable[[F], F]:
 def read_options(
     cls: type, typed: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> dict[str, Any]:
-    """Values for the fields of ``cls`` that were typed.
+    """Values for the fields of ``cls`` that were typed, by field name.
 
-    Args:
-        cls: the dataclass.
-        typed: by field name; None, False and an empty list: not typed.
-        mistakes: collects options that cannot be read; without it the first is raised.
-
-    Raises:
-        OptionError: an option cannot be read.
+    None, False and an empty list are not typed. ``mistakes`` collects options that cannot be read;
+    without it the first is raised.
     """
     found, values = Mistakes() if mistakes is None else mistakes, {}
     for field in option_fields(cls):

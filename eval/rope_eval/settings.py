@@ -22,11 +22,7 @@ LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 def batch_size(text: str) -> int | None:
-    """``auto`` as None.
-
-    Raises:
-        OptionError: it is neither that nor a number.
-    """
+    """A number of rows, or None for ``auto``."""
     if text == "auto":
         return None
     if not re.fullmatch("[0-9]{1,15}", text):

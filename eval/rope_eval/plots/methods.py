@@ -146,13 +146,8 @@ def bias_at(
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    Args:
-        rope: the trained embedding.
-        encoding: an encoding whose bias depends on positions only.
-        heads: number of query heads.
-        length: sequence length in tokens.
-        distance: true distances, whole numbers below ``length``; float64, ``[n]``.
-        learned: trained parameters; None initializes them with seed 0.
+    ``distance`` has whole numbers below ``length``, float64, ``[n]``; ``learned`` are trained
+    parameters, and None initializes them with seed 0.
 
     Raises:
         OptionError: the logits depend on queries and keys, or positions on the content.

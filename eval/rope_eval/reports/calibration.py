@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from rope_eval.folder import writing
 from rope_eval.plots.calibration import draw
 from rope_eval.plots.style import require_matplotlib
-from rope_ext.advice.calibrated import FORMAT, NAME, parsed, read, unreadable
+from rope_ext.advice.sources import FORMAT, NAME, parsed, read, unreadable
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.errors import MeasureError
 from rope_ext.methods import Method

@@ -27,9 +27,9 @@ from lab.benchmarks.measuring import (
     show,
     tensors,
 )
+from rope_ext.attention import bands as plain
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, each_table
 from rope_ext.methods.geometry import ChunkGap, Distance
 
@@ -151,7 +151,7 @@ def attend(
         ranges = ranges_of(call, queries, keys, query.device)
         return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
     if variant == "dense":
-        return functools.partial(reference.attend, query, key, value, call)
+        return functools.partial(plain.attend, query, key, value, call)
     return functools.partial(attention.attend, query, key, value, call, kernel)
 
 

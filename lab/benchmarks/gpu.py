@@ -41,7 +41,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 import rope_ext
 from lab.benchmarks import attention as bands
 from lab.benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
-from rope_ext.attention import cards, reference
+from rope_ext.attention import bands as plain
+from rope_ext.attention import cards
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
@@ -186,19 +187,19 @@ def _exact(
         seen = bands.ranges_of(call, queries, keys, torch.device(run.device))
         return decode_kernel.attend(*qkv, call, seen)
 
-    truth = results(torch.float64, reference.attend)
+    truth = results(torch.float64, plain.attend)
     ours = decoded if kernel == "decode" else functools.partial(attend, kernel=kernel)
-    found, plain = (
+    found, own = (
         _apart(got, truth)
         for got in (
             results(run.dtype, ours),
-            results(run.dtype, reference.attend),
+            results(run.dtype, plain.attend),
         )
     )
     # The dense form has the error of torch's flash attention; a band adds a rotation and a merge.
     least = 1e-5 if run.dtype == torch.float32 else 5e-4
-    ok = all(one <= 2 * other + least for one, other in zip(found, plain, strict=True))
-    return {"ok": ok, "error": found, "error_of_dense": plain}
+    ok = all(one <= 2 * other + least for one, other in zip(found, own, strict=True))
+    return {"ok": ok, "error": found, "error_of_dense": own}
 
 
 def _asked(

@@ -62,10 +62,9 @@ def apply(
         values = saved.built.get(site, inv_freq.float()), scaling
         if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
             values = site.loaded, site.scaling
-        buffers.write(site, *values, hooked, changes)
+        buffers.write(site, *values)
         if hooked:
-            hook = hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native)
-            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
+            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native).put(changes)
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)
         changes += [handle.remove for handle in hooks.keep_native(decoder, local)]

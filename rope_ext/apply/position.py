@@ -57,7 +57,7 @@ def apply(
     for each in (method, under):
         if each is not None:
             require_scaling(place, each)
-    table = {site: _write(place, site, method, options, changes) for site in place.scaled}
+    table = {site: _write(place, site, method, options) for site in place.scaled}
     if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
             f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
@@ -109,7 +109,7 @@ def apply(
 
 
 def _write(
-    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options, changes: Changes
+    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options
 ) -> tuple[torch.Tensor, float]:
     """Give a site the frequencies (float64, ``[pairs]``) and scaling under a position method."""
     under, family = options.frequency, type(place.decoder).__name__
@@ -117,7 +117,7 @@ def _write(
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, _ = target(under, site)
         scaling, _ = site.factors(under, method)
-        buffers.write(site, inv_freq.float(), scaling, True, changes)
+        buffers.write(site, inv_freq.float(), scaling)
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
         raise AlreadyScaledError(
@@ -125,5 +125,5 @@ def _write(
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
     scaling, _ = site.factors(method)
-    buffers.write(site, site.loaded, scaling, True, changes)
+    buffers.write(site, site.loaded, scaling)
     return site.loaded.double(), scaling

@@ -19,6 +19,7 @@ from rope_ext.position.layers import KeyProjection, Layout, find_key_projections
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.context import (
     cache_among,
     caches_in,
@@ -29,7 +30,6 @@ from rope_ext.rotary.context import (
     run,
     run_eagerly,
 )
-from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 from rope_ext.rotary.third_party import refuse_presses
@@ -272,9 +272,7 @@ class Installed:
         forward.locate(positions)
         result = forward.embeddings(site, output)
         if native:
-            given = site.loaded, site.scaling, self.map.precise
-            trained = hooks.rotation(site, positions, *given, output)
-            result = hooks.with_native(result, trained)
+            result = hooks.with_native(result, site, positions, self.map.precise)
         return result
 
     def _shorten(self, cache: Any) -> None:

@@ -18,7 +18,7 @@ from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import Layout
-from rope_ext.rotary.device_cache import cached_on_device
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
 Origin = int | torch.Tensor
@@ -75,7 +75,7 @@ class Decay:
     Queries and keys have opposite growths, so the origin cancels in their products. It must be
     close to the queries: then the factors of queries and of the keys they see are at most
     :attr:`MOST`, representable in any dtype, and the factors of distant keys vanish, as they
-    should. In float64 it may be anywhere within 100,000 tokens.
+    should. In float64 queries may be :attr:`MOST_REACHES` times as far apart.
 
     Args:
         growth: growth of the logarithm per token, ``[pairs]``.
@@ -84,6 +84,7 @@ class Decay:
     constants = ("growth",)
     idle = False
     MOST = 16.0
+    MOST_REACHES = 250
     _LEAST = 1e-26  # negligible times MOST, and not a subnormal number
 
     def __init__(self, growth: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from rope_ext.options import Options
 from rope_ext.position import queries
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.calls import refuse_sharded
-from rope_ext.rotary.sequences import Sequences, follow
+from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.rotary.swapping import Changes
 
@@ -59,8 +59,7 @@ def apply(
     else:
         moving = temperature is not None and temperature.constant is None
         if method.is_dynamic or method.start_tokens or moving:
-            sequences = Sequences(method, min(site.rope.length for site in scaled))
-            follow(decoder, place.model, sequences, changes)
+            sequences = Sequences(place, method, changes)
         _write(method, targets, saved.built, precise, keep, sequences, changes)
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)

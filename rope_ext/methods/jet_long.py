@@ -23,22 +23,22 @@ from rope_ext.methods.yarn import YaRN
 class JetLong(PositionMethod):
     """Beyond ``window``, groups of tokens share a position, and groups grow with the text.
 
-    Use it without fine-tuning where most texts are short: up to the trained length, the model is
-    the unpatched one. The query at ``m`` sees a key at ``n``, more than ``window`` tokens before
-    it, at the distance ``floor(m/G) - floor(n/G)`` with ``G = floor(m/step) + 1``. The authors'
-    code uses the ``G`` of the last token for all queries of a forward, so that cached decoding
-    differs from recomputation after every ``step`` tokens. Here every query has its own, so that
-    the last token is as published and every earlier one as if the text ended with it.
+    Use it without fine-tuning if most texts are short: up to the trained length, outputs are those
+    of the unpatched model. For the query at ``m`` and a key at ``n``, more than ``window`` tokens
+    earlier, the distance is ``floor(m/G) - floor(n/G)`` with ``G = floor(m/step) + 1``. The
+    authors' code uses the ``G`` of the last token for all queries of a forward, so its cached
+    decoding differs from recomputation after every ``step`` tokens. Here every query has its own
+    ``G``, as if the text ended there; the last token is as published.
 
     Args:
         window: the largest exact distance, tokens; 2048 by default, as published, and at most a
             quarter of the trained length.
-        step: the number of tokens after which groups have one token more; the trained length by
-            default, as published.
-        kept: None for groups. ``"yarn"`` scales distances beyond ``window`` for each pair instead,
-            as YaRN with ``factor=G`` scales frequencies, the authors' second variant (with a
-            window of 4096 and a temperature). A list gives the share of its frequency that each
-            pair keeps: distances are ``(m - n) (kept + (1 - kept) / G)``.
+        step: tokens after which groups grow by one token; the trained length by default, as
+            published.
+        kept: None uses groups. ``"yarn"`` instead scales distances beyond ``window`` for each pair
+            as YaRN scales its frequency with ``factor=G``; this is the authors' second variant
+            (with a window of 4096 and a temperature). A list gives the share of the frequency that
+            each pair keeps: distances are ``(m - n) (kept + (1 - kept) / G)``.
 
     NVIDIA 2026, arXiv 2607.07740; the formula is that of the authors' code.
     """

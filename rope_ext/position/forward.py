@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from rope_ext.attention.runs import BACK, goes_back
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
@@ -31,10 +32,6 @@ from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
 """The most queries of a forward whose logits on all slots are computed at once."""
-BACK = (
-    "the position ids go back within one row, where a position method would have to attend to the "
-    "future; give it one sequence in each row, padded on the left"
-)
 COUNTED = (
     "with a cache, position ids have to count the tokens of the attention mask one by one under "
     "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
@@ -282,8 +279,7 @@ class PositionForward(ForwardContext):
         if self.traced and self.cache is not None:  # what continues the cache relies on it
             torch._assert_async(self._counts(), COUNTED)
         elif self.traced and self.tokens <= FEW:
-            future = self.visible() & (self.key[:, None] > self.query[:, :, None])
-            torch._assert_async(~future.any(), BACK)
+            torch._assert_async(~goes_back(self.key, self.real()), BACK)
 
     def _continue(self, positions: torch.Tensor) -> None:
         """Positions behind those of a cache: they count the tokens of its rows, or the slots."""
@@ -346,28 +342,23 @@ class PositionForward(ForwardContext):
         real = (self.slots() < self.filled + self.tokens)[None]
         return real if self.padding is None else real & self.padding
 
-    def visible(self) -> torch.Tensor:
-        """Which slots each query sees, bool, ``[rows or 1, tokens, room]``."""
-        new = self.filled + torch.arange(self.tokens, device=self.device)
-        return (self.slots() <= new[:, None]) & self.real()[:, None]
+    @property
+    def distances(self) -> int:
+        """Distances that tokens may have, from 0 on; positions of a first forward may jump."""
+        if self.traced or not self.begins:
+            return self.room
+        return self.shared("distances", lambda: max(self.room, int(self.key.amax()) + 1))
 
     def on(self, device: torch.device) -> PositionForward:
         """The same forward for layers on another device, copied there once for all of them."""
-        if self.device == device:
-            return self
-        return self.shared(device, lambda: self._copied(device, lambda x: x.to(device)))
+        return self if self.device == device else self.shared(device, lambda: self._moved(device))
 
-    def row(self, row: int) -> PositionForward:
-        """The same forward of one row."""
-        return self._copied(self.device, lambda x: x[row : row + 1] if len(x) > 1 else x)
-
-    def _copied(
-        self, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor]
-    ) -> PositionForward:
-        made = copy.copy(self)
-        made.query, made.key, made.device, made.made = move(self.query), move(self.key), device, {}
-        made.padding = None if self.padding is None else move(self.padding)
-        return made
+    def _moved(self, device: torch.device) -> PositionForward:
+        moved = copy.copy(self)
+        moved.query, moved.key, moved.device = self.query.to(device), self.key.to(device), device
+        moved.padding = None if self.padding is None else self.padding.to(device)
+        moved.made = {"distances": self.distances}
+        return moved
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine that the model rotates its queries and keys with."""

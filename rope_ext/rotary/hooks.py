@@ -23,9 +23,6 @@ from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_o
 from rope_ext.rotary.swapping import Changes, mark_hooked
 from rope_ext.rotary.third_party import replaced
 
-PRECISE_BEYOND = 131072
-"""Tokens of target length beyond which angles are computed in float64 by default."""
-
 _NATIVE = "_rope_ext_native"  # attribute of a cosine tensor: the unpatched cosine and sine
 
 

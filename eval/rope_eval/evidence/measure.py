@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from rope_eval.evidence.questions import TASKS, Questions
+from rope_eval.folder import Log, read_lines, to_line
 from rope_eval.forward import LOGITS, score
-from rope_eval.log import Log, read_lines, to_line
 from rope_eval.versions import versions
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import all_methods, build_method

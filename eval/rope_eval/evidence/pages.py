@@ -18,7 +18,7 @@ from typing import Any
 
 from rope_eval.evidence.measure import BUCKET, VARIANTS
 from rope_eval.evidence.questions import TASKS
-from rope_eval.log import read_lines
+from rope_eval.folder import read_lines
 from rope_eval.plots.style import (
     UNPATCHED_STYLE,
     bare,

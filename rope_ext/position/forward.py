@@ -37,7 +37,7 @@ COUNTED = (
     "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
     "on the left (padding_side='left' of the tokenizer)"
 )
-_KEYS = "_rope_ext_keys"  # attribute of a cache: its CachedKeys
+_KEYS = "_rope_ext"  # attribute of a cache: its CachedKeys
 _Made = TypeVar("_Made")
 
 
@@ -63,7 +63,7 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
     filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
     if not filled:
         return
-    if keys is None or keys.patch != patch.key:
+    if not isinstance(keys, CachedKeys) or keys.patch != patch.key:
         raise CacheError(
             f"this cache was begun before the model was patched with {patch.key[0]} (or by prefix "
             f"tuning), so its keys carry other rotations; start with an empty cache, or use a "
@@ -92,7 +92,7 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
         length = cache.get_seq_length()
         return forward(0, tokens) if isinstance(length, int) and length == 0 else None
     keys = getattr(cache, _KEYS, None)
-    if keys is not None and (keys.patch != patch.key or keys.counted is not None):
+    if keys is not None and (getattr(keys, "patch", None) != patch.key or keys.counted is not None):
         return None
     if keys is None and not calls.is_exporting():
         if layer.is_initialized:

@@ -45,7 +45,7 @@ from rope_ext.rotary.sites import RotarySite
 from rope_ext.rotary.swapping import Changes, wrap
 from rope_ext.rotary.third_party import refuse_presses
 
-_STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
+_STARTED = "_rope_ext"  # attribute of a cache: the sequences in it, a Started
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
     "a cache that was reset has no sequence for a compiled step to continue; begin again with a "
@@ -71,6 +71,11 @@ class Started:
     begun: bool = True  # whether every row has a token
     # frequencies and scaling, by site, device and dtype
     made: dict[tuple, Any] = field(default_factory=dict)
+
+
+def _started(cache: Any) -> Started | None:
+    found = getattr(cache, _STARTED, None)
+    return found if isinstance(found, Started) else None
 
 
 @dataclass(eq=False)
@@ -342,11 +347,11 @@ class Sequences:
         rows, tokens = _shape(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
-        if isinstance(filled, torch.Tensor) and not hasattr(cache, _STARTED):
+        if isinstance(filled, torch.Tensor) and _started(cache) is None:
             torch._assert_async(filled == 0, UNKNOWN)
             filled = 0
         if isinstance(filled, torch.Tensor) or filled:
-            stored = getattr(cache, _STARTED, None)
+            stored = _started(cache)
             if stored is None or stored.method is not self.method or not stored.begun:
                 return None
             if len(stored.lengths) not in (1, rows):
@@ -398,7 +403,7 @@ class Sequences:
 
     def _stored(self, cache: Any, rows: int) -> Started:
         """The sequences recorded on a cache that has tokens."""
-        stored = getattr(cache, _STARTED, None)
+        stored = _started(cache)
         if stored is None and not self.method.is_dynamic:
             zero = torch.zeros(1, dtype=torch.long, device="cpu")
             return Started(self.method, zero, zero, 0)
@@ -440,7 +445,7 @@ class Sequences:
         if forward.started is None or output is None:
             return
         for cache in (forward.cache, *caches_in(output)):
-            if cache is not None and getattr(cache, _STARTED, None) is not forward.started:
+            if cache is not None and _started(cache) is not forward.started:
                 setattr(cache, _STARTED, forward.started)
         forward.mask = forward.cache = None  # autograd may keep this object alive for long
         hidden = output[0]

@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_eval.folder import HEADER
-from rope_eval.log import Log, read_lines, to_line
+from rope_eval.folder import HEADER, Log, read_lines, to_line
 from rope_ext.errors import MeasureError, OptionError
 
 Mode = Literal["argmax", "loss", "write"]
@@ -24,28 +23,19 @@ Mode = Literal["argmax", "loss", "write"]
 class Case:
     """One question to a model. It knows no method, so every method gets the very same ones.
 
-    Args:
-        task: what is measured, such as ``passkey``.
-        length: context asked for, in tokens, with the answer.
-        seed: everything random in the case follows from it.
-        mode: ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found
-            out by one teacher-forced forward; ``loss``: their mean negative log likelihood;
-            ``write``: up to ``count`` tokens are generated after ``ids`` and ``answers`` are
-            looked for in them.
-        count: tokens; see ``mode``.
-        ids: token ids, prompt and (unless ``write``) what is scored.
-        answers: what is to be found.
-        depth: place of the answer, 0 at the start and 1 at the end of the context.
-        bin: the depth bin it was drawn from.
-        group: cases of one document share it; intervals resample documents.
-        weight: ``loss`` only: the tokens that the case counts as, where a published protocol does
-            not weight it by those that it scores.
-        curve: ``loss`` only: the losses of all tokens are summed up to each of these positions.
-        only: ``loss`` only: score just the tokens at these positions.
-        judge: ``write`` only: what the text is worth, from 0 to 1, where looking for ``answers``
-            does not say it. A frozen dataclass that can be called: its fields belong to the case.
-        lead: ``argmax`` only: tokens before the scored ones that are given; whether the model would
-            write them itself is noted, and does not count.
+    Everything random in it follows from ``seed``, ``length`` is the context asked for, with the
+    answer, and ``depth`` the place of the answer, 0 at the start and 1 at the end, drawn from its
+    ``bin``. Cases of one document share a ``group``, by which intervals resample.
+
+    * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
+      teacher-forced forward. Whether it would choose the ``lead`` tokens before them, too, is
+      noted.
+    * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
+      The case counts as so many tokens, or as ``weight``, and the losses of all tokens are summed
+      up to each position of ``curve``.
+    * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are looked for
+      in them, or the ``judge`` says what the text is worth, from 0 to 1: a frozen dataclass that
+      can be called, whose fields belong to the case.
     """
 
     task: str
@@ -93,12 +83,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Questions:
-    """All cases of a task for one model.
+    """All cases of a task for one model, in the order of the report.
 
-    Args:
-        cases: in the order of the report.
-        definition: what the numbers are, for a reader of the results.
-        notes: what else that reader should know.
+    ``definition`` says what the numbers are, and ``notes`` what else a reader should know.
     """
 
     cases: Sequence[Case]
@@ -110,15 +97,10 @@ class Questions:
 class Outcome:
     """A finished case under one method; a line of the log.
 
-    Args:
-        key: digest of everything that determines the rest.
-        system: the method, or the model and the method where there are several models.
-        task, length, bin, depth, seed, prompt, answers, group: of the case.
-        value: share of the answers found, or mean loss in nats per token.
-        tokens: tokens behind the value, or the ``weight`` of the case.
-        written: what was generated.
-        curve: ``loss`` only: (position, summed loss of the tokens before it, their number).
-        led: whether the model would write the ``lead`` of the case itself; None: it has none.
+    ``key`` is a digest of everything that determines the rest, ``value`` the share of the answers
+    found or the mean loss in nats per token, ``tokens`` what it counts as, ``written`` what was
+    generated, and ``led`` whether the model would write the ``lead`` of the case itself (None: it
+    has none). ``curve`` has (position, summed loss of the tokens before it, their number).
     """
 
     key: str

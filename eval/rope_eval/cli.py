@@ -20,7 +20,6 @@ from rope_ext.command.cli_arguments import (
     ModelCommand,
     Option,
     Target,
-    Text,
     TrainText,
 )
 from rope_ext.command.terminal import quiet, stoppable, tell, tell_next, unused
@@ -170,9 +169,7 @@ def calibrate(
 @app.command(cls=ModelCommand)
 def plot(
     kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
-    model: Annotated[
-        str, typer.Argument(help="Model directory or Hub ID; attention needs weights.")
-    ],
+    model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
     method: Annotated[
         str,
         typer.Option("--method", "--methods", help="Method names, separated by commas."),
@@ -183,9 +180,6 @@ def plot(
         str | None,
         typer.Option(help="Context length in tokens, such as 32k. Default: the target length."),
     ] = None,
-    text: Text = None,
-    windows: Annotated[int, typer.Option(help="Maximum number of text windows.")] = 4,
-    device: Device = "auto",
     compose: Compose = False,
     option: Option = None,
 ) -> None:
@@ -193,8 +187,7 @@ def plot(
 
     spectrum: frequency of every rotary pair. angles: largest angle of every pair, compared with
     training. decay: q.k of constant vectors by distance, and biases of encodings. distances:
-    effective distances of position methods. On a text: attention: attention of the last 256 tokens
-    by distance.
+    effective distances of position methods.
     """
     from rope_eval.plots import pictures
     from rope_ext.command.method_options import checked_methods
@@ -212,9 +205,6 @@ def plot(
         output,
         length=None if length is None else parse_length(length),
         compose=compose,
-        text=text,
-        windows=windows,
-        device=device,
     )
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))

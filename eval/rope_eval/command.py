@@ -74,11 +74,7 @@ class ModelsCommand(ModelCommand):
 
 
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
-    """The command with the options of its tasks.
-
-    Args:
-        name: ``eval``, whose tasks are among the words, or ``compare``.
-        words: that were typed. Tasks may come first as well.
+    """The command ``eval``, whose tasks are among the ``words``, or ``compare``, with its options.
 
     Raises:
         OptionError: there is no such task, or a field of it is called as a shared option is.
@@ -139,13 +135,9 @@ def _refuse_shared(classes: Sequence[type[Task]]) -> None:
 def settings(
     models: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes, **defaults: Any
 ) -> Settings:
-    """The shared options as settings.
+    """The shared options as settings; ``defaults`` are in place of those of ``Settings``.
 
-    Args:
-        models: as given.
-        typed: by field name.
-        mistakes: where options that cannot be read are added.
-        defaults: in place of those of ``Settings``.
+    Options that cannot be read are added to ``mistakes``.
     """
     values = {"models": tuple(models), "methods": (), **defaults}
     values |= read_options(Settings, typed, mistakes)
@@ -175,14 +167,7 @@ def main(
     typed: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Check, measure, print and write; all mistakes are reported at once.
-
-    Args:
-        models: directories or Hub IDs.
-        tasks: names of what is to be measured.
-        typed: options, by field name.
-        defaults: of the settings.
-    """
+    """Check, measure, print and write; all mistakes are reported at once."""
     from rope_eval.evaluate import evaluate
 
     mistakes = Mistakes()

@@ -19,10 +19,8 @@ def evaluate(
 ) -> Report | None:
     """Check, measure, print and write; None in every process but the first.
 
-    Args:
-        settings: what all evaluations share.
-        tasks: what to measure; None in place of one that is among the mistakes.
-        mistakes: those found so far, to be reported with the others.
+    ``mistakes`` are those found so far, to be reported with the others, and a task that is among
+    them is None.
 
     Raises:
         RopeExtError: see ``prepare`` and ``run``.

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -64,13 +65,8 @@ def lock(
 ) -> Iterator[None]:
     """Keep every other process out of what is called ``name`` in ``folder``, or out of the folder.
 
-    The lock is the operating system's: that of a process that was killed is gone with it.
-
-    Args:
-        folder: it need not exist.
-        name: of what is locked; empty: all of the folder.
-        option: the command-line option that names it, for errors.
-        required: False goes on without a lock on a file system that has none.
+    The lock is the operating system's: that of a process that was killed is gone with it. Without
+    ``required`` it goes on where a file system has none; ``option`` names the folder, for errors.
 
     Raises:
         MeasureError: another process is in it.
@@ -131,12 +127,7 @@ class Folder:
         return sorted(path for path in there if _LOGS.fullmatch(path.name) and is_log(path))
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that these files and logs may be written.
-
-        Raises:
-            MeasureError: the folder is not writable, or this program did not write one of the
-                files.
-        """
+        """Check that these files and logs may be written: that they are ours, or not there."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=self.path):
@@ -150,11 +141,7 @@ class Folder:
                 )
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:
-        """Write files atomically, by name; returns their paths.
-
-        Raises:
-            MeasureError: one of them cannot be written.
-        """
+        """Write files atomically, by name; returns their paths."""
         self.check(contents)
         with writing(self.path, "make room, or give --output another folder"):
             self._remember({*self._written(), *contents})
@@ -183,3 +170,52 @@ class Folder:
     def _remember(self, names: Iterable[str]) -> None:
         text = json.dumps({"program": "rope_ext", "files": sorted(names)}, indent=1)
         replace_file(self._list, text.encode())
+
+
+class Log:
+    """An append-only log of JSON lines at ``path``, from which a run that was killed resumes.
+
+    The first line is ``header``; each after it is one result, on disk before the next is computed.
+    A killed process may leave its last line unfinished: it is skipped when the log is read, and cut
+    off before anything is appended. ``cure`` says in errors what to do if it cannot be written.
+    """
+
+    def __init__(self, path: Path, header: bytes, cure: str) -> None:
+        self.path, self.header, self.cure = path, header, cure
+
+    def open(self) -> None:
+        """Start the log, or cut off the unfinished last line of one that exists."""
+        with writing(self.path, self.cure):
+            if not self.path.exists():
+                replace_file(self.path, self.header)
+                return
+            with self.path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+    def add(self, line: bytes) -> None:
+        """Append a line of :func:`to_line`."""
+        left = line
+        # Unbuffered: a buffer would be written again when the file is closed after an error.
+        with writing(self.path, self.cure), self.path.open("ab", buffering=0) as file:
+            while left:  # a disk that is almost full takes part of a line
+                left = left[file.write(left) :]
+
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Replace all lines at once: a crash leaves the old file or the new one."""
+        replace_file(self.path, self.header + b"".join(lines))
+
+
+def to_line(entry: Mapping[str, Any]) -> bytes:
+    """One line of a log."""
+    return (json.dumps(entry) + "\n").encode()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """All lines that are JSON objects, the header included; damaged lines are skipped."""
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            entry = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict):
+            yield entry

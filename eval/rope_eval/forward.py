@@ -54,12 +54,8 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How the model takes the last ``tail`` tokens of each row, all in one forward.
 
-    Args:
-        model: a causal language model.
-        rows: token ids.
-        tail: tokens to score, fewer than the shortest row has.
-        pad: token for the left of shorter rows.
-        logits: the most logits to make at a time.
+    ``tail`` is below the length of the shortest row, ``pad`` is the token on the left of shorter
+    rows, and at most so many ``logits`` are made at a time.
 
     Returns:
         Negative log likelihoods, float32, nats, and whether each token is the argmax, which is
@@ -137,13 +133,7 @@ def write(
     """Up to ``count`` tokens that greedy decoding writes after each row, with a cache.
 
     What the checkpoint's own generation settings say about sampling or repetition is left out.
-
-    Args:
-        model: a causal language model.
-        rows: prompts.
-        count: most tokens to write.
-        pad: token for the left of shorter rows and for the right of finished ones.
-        eos: token or tokens that end the text; they are cut off.
+    ``eos`` is the token, or tokens, that end the text; they are cut off.
     """
     plain = cast(PreTrainedModel, model)
     inputs = left_padded(rows, pad, plain.device)

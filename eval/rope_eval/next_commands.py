@@ -24,15 +24,8 @@ def training_command(
 ) -> list[str]:
     """The command that says whether training fits, and prints the one that trains.
 
-    Args:
-        model: directory or Hub ID.
-        method: name.
-        trained: trained length, tokens.
-        target: target length, tokens.
-        options: of the method, or a file of ``rope-ext calibrate``.
-        compose: as in :func:`rope_ext.patch`.
-        text: what evaluates the result; None: the Python standard library.
-        cpu: whether there is no GPU.
+    ``options`` are those of the method, or a file of ``rope-ext calibrate``; ``text`` evaluates the
+    result, and None is Python's library. ``cpu``: there is no GPU.
     """
     words = ["python", "-m", "recipes.memory", RECIPE, "--model", model, "--method", method]
     words += ["--original_max_position_embeddings", str(trained), "--target_length", str(target)]

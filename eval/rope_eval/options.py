@@ -11,11 +11,13 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from rope_ext.command.arguments import parse_length, parse_lengths
 from rope_ext.errors import Mistakes
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,13 +32,10 @@ def option(
 ) -> Any:
     """A field that is an option of the command line, too: ``new_tokens`` is --new-tokens.
 
-    Args:
-        default: False makes a flag.
-        help: the help text of the option.
-        read: makes the value from the text that was typed; None uses the type of the field.
-        flags: names of the option in place of that of the field, such as ``--trained-length``.
-        repeat: whether it may be given several times, and ``read`` gets all that was typed. None
-            repeats options whose default is a tuple, and reads each.
+    A default of False makes a flag. ``read`` makes the value from the text that was typed; None
+    uses the type of the field. ``flags`` are names in place of that of the field. With ``repeat``
+    it may be given several times, and ``read`` gets all that was typed; None repeats options whose
+    default is a tuple, and reads each.
     """
     metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat}
     return dataclasses.field(default=default, metadata=metadata)
@@ -72,21 +71,18 @@ def command_options(*classes: type) -> Callable[[F], F]:
 def read_options(
     cls: type, typed: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> dict[str, Any]:
-    """Values for the fields of ``cls`` that were typed.
+    """Values for the fields of ``cls`` that were typed, by field name.
 
-    Args:
-        cls: the dataclass.
-        typed: by field name; None, False and an empty list: not typed.
-        mistakes: collects options that cannot be read; without it the first is raised.
-
-    Raises:
-        OptionError: an option cannot be read.
+    None, False and an empty list are not typed. ``mistakes`` collects options that cannot be read;
+    without it the first is raised.
     """
     found, values = Mistakes() if mistakes is None else mistakes, {}
     for field in option_fields(cls):
         value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
+        if read in (parse_length, parse_lengths):  # whose errors name the option
+            read = partial(read, option=_flags(field)[0])
         with found.collected():
             each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
             values[field.name] = [read(one) for one in value] if each else read(value)
@@ -97,7 +93,6 @@ def read_options(
 
 def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parameter:
     kind, default, help = _kind(cls, field), field.default, field.metadata["help"]
-    flags = field.metadata["flags"] or ("--" + field.name.replace("_", "-"),)
     repeated, several = field.metadata["repeat"], isinstance(default, tuple)
     if repeated or (repeated is None and several):
         kind = list[kind]
@@ -108,8 +103,14 @@ def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parame
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=False if flag else None,
-        annotation=Annotated[kind if flag else kind | None, typer.Option(*flags, help=help)],
+        annotation=Annotated[
+            kind if flag else kind | None, typer.Option(*_flags(field), help=help)
+        ],
     )
+
+
+def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    return field.metadata["flags"] or ("--" + field.name.replace("_", "-"),)
 
 
 def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:

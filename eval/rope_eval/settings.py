@@ -22,20 +22,12 @@ LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 def batch_size(text: str) -> int | None:
-    """``auto`` as None.
-
-    Raises:
-        OptionError: it is neither that nor a number.
-    """
+    """A number of rows, or None for ``auto``."""
     if text == "auto":
         return None
     if not re.fullmatch("[0-9]{1,15}", text):
         raise OptionError(f"--batch-size {text!r} is not valid; give auto or a number of rows")
     return int(text)
-
-
-def _trained_length(text: str) -> int:
-    return parse_length(text, "--trained-length")
 
 
 def _names(texts: Sequence[str]) -> tuple[str, ...]:
@@ -89,7 +81,7 @@ class Settings:
         ).metadata,
     )
     trained_length: int | None = option(
-        None, "override the trained length in the config", _trained_length
+        None, "override the trained length in the config", parse_length
     )
     compose: bool | Literal["raise"] = option(
         False,

@@ -18,16 +18,10 @@ from rope_ext.patching import patched
 class System:
     """A model under a method: what gets a row in the report.
 
-    Args:
-        name: the label, with the model before it where there are several.
-        label: the method and its options, such as ``yarn (beta_fast=16)``, or a server.
-        model: as given.
-        method: its name, or ``none``.
-        options: of the method, and what the adapter's patch has beside them.
-        trained: trained context of the model, tokens.
-        is_dynamic: whether frequencies depend on the length of the text.
-        identity: digest of what its results depend on besides the case.
-        adapted: whether the adapter is in use.
+    ``label`` is the method and its options, or a server, and ``name`` has the model before it where
+    there are several. ``trained`` is the trained length in tokens, ``is_dynamic`` whether
+    frequencies depend on the length of the text, ``identity`` a digest of what results depend on
+    besides the case, and ``adapted`` whether the adapter is in use.
     """
 
     name: str

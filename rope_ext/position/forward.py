@@ -27,7 +27,7 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.context import UNKNOWN, ForwardContext
+from rope_ext.rotary.context import NOTE, UNKNOWN, ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
@@ -37,7 +37,6 @@ COUNTED = (
     "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
     "on the left (padding_side='left' of the tokenizer)"
 )
-_KEYS = "_rope_ext"  # attribute of a cache: its CachedKeys
 _Made = TypeVar("_Made")
 
 
@@ -60,10 +59,10 @@ def whole(cache: Any) -> StaticLayer | None:
 
 def require_known(cache: Cache, patch: PositionMap) -> None:
     """Raise CacheError unless a cache can be continued."""
-    filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
+    filled, keys = int(cache.get_seq_length()), getattr(cache, NOTE, None)
     if not filled:
         return
-    if not isinstance(keys, CachedKeys) or keys.patch != patch.key:
+    if keys is None or keys.patch != patch.key:
         raise CacheError(
             f"this cache was begun before the model was patched with {patch.key[0]} (or by prefix "
             f"tuning), so its keys carry other rotations; start with an empty cache, or use a "
@@ -91,8 +90,8 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
     if layer is None:
         length = cache.get_seq_length()
         return forward(0, tokens) if isinstance(length, int) and length == 0 else None
-    keys = getattr(cache, _KEYS, None)
-    if keys is not None and (getattr(keys, "patch", None) != patch.key or keys.counted is not None):
+    keys = getattr(cache, NOTE, None)
+    if keys is not None and (keys.patch != patch.key or keys.counted is not None):
         return None
     if keys is None and not calls.is_exporting():
         if layer.is_initialized:
@@ -219,7 +218,7 @@ class PositionForward(ForwardContext):
         if self.located:
             return
         self.located, self.device = True, positions.device
-        self.apart = getattr(getattr(self.cache, _KEYS, None), "apart", False)
+        self.apart = getattr(getattr(self.cache, NOTE, None), "apart", False)
         in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
         # Reading a value on a GPU waits for it.
         self.reads = not self.traced and (not in_step or self.device.type == "cpu")
@@ -311,8 +310,8 @@ class PositionForward(ForwardContext):
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
         new = CachedKeys(self.map.key, None if counts else self.filled_count, self.apart)
-        if getattr(cache, _KEYS, None) != new:
-            setattr(cache, _KEYS, new)
+        if getattr(cache, NOTE, None) != new:
+            setattr(cache, NOTE, new)
 
     def shared(self, name: Any, make: Callable[[], _Made]) -> _Made:
         """What the first layer makes for all of them."""

@@ -117,7 +117,7 @@ def test_prompts_are_those_of_the_official_code(
 
 def test_in_context_learning_shows_every_label_alike(frame: Frame, tmp_path: Path) -> None:
     task = given("helmet_icl_trec_coarse", tmp_path)
-    few = replace(task, shape=replace(task.shape, shots=(18,) * 5))
+    few = replace(task, shape=task.shape._replace(shots=(18,) * 5))
     rows = HELMET["icl_trec_coarse"]
     for prompt, row in zip(texts(few, frame, 8192), rows, strict=True):
         instruction, *shown, end = prompt.split("\n\n")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import torch
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.forward import cost
 from rope_eval.reports import calibration
 from rope_eval.tune import calibrate as module
 from rope_eval.tune import fitness, trials
-from rope_eval.tune.fitness import HAY, Needles, losses_at_end, losses_of_answers
+from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, written
 
@@ -57,13 +59,7 @@ def losses(model, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["yarn", "self_extend"])
 def test_both_parts_are_what_transformers_logits_give(model, tokenizer, method: str) -> None:
     texts = tokenizer(DOCUMENTS, verbose=False)["input_ids"]
-    needles = Needles(tokenizer)
-    prompts = [
-        prompt
-        for length in (TARGET, TRAINED)
-        for hay in HAY
-        for prompt in needles.prompts(hay, length, 3, texts, 0)
-    ]
+    prompts = prompts_of(tokenizer, (TARGET, TRAINED), 6, texts, 0)
     windows, done = [text[:TARGET] for text in texts[:3]], []
     with rope_ext.patched(model, method, factor=2):
         far = losses_at_end(model, windows, 50, done.append)
@@ -74,13 +70,13 @@ def test_both_parts_are_what_transformers_logits_give(model, tokenizer, method: 
             right = losses(model, prompt.ids)[-prompt.count :]
             assert loss == pytest.approx(float(right.mean()), rel=1e-5)  # float32, other rows
             assert hit == bool((right < 1e-9).all()) or not hit  # a random model finds none
-    assert sum(done) == len(windows) + len(prompts)
+    assert sum(done) == sum(cost(len(ids)) for ids in (*windows, *(p.ids for p in prompts)))
 
 
 def test_a_hit_is_what_greedy_decoding_writes(model, tokenizer) -> None:
     """The prompts' own answers are replaced by what the model writes: all are found."""
     texts = tokenizer(DOCUMENTS, verbose=False)["input_ids"]
-    for prompt in Needles(tokenizer).prompts("text", TRAINED, 3, texts, 0):
+    for prompt in prompts_of(tokenizer, [TRAINED], 6, texts, 0)[3:]:
         asked = torch.tensor([prompt.ids[: -prompt.count]])
         given = {"attention_mask": torch.ones_like(asked), "eos_token_id": None}
         wrote = model.generate(asked, max_new_tokens=prompt.count, do_sample=False, **given)
@@ -89,18 +85,36 @@ def test_a_hit_is_what_greedy_decoding_writes(model, tokenizer) -> None:
         assert hit and not miss
 
 
-def test_prompts_have_their_length_their_key_twice_and_their_depth(tokenizer) -> None:
+@pytest.mark.parametrize("needle", ["number", "word"])
+def test_prompts_have_their_length_their_key_twice_and_their_depth(tokenizer, needle: str) -> None:
     texts = tokenizer(DOCUMENTS, verbose=False)["input_ids"]
+    prompts = prompts_of(tokenizer, [TARGET], 8, texts, 0, needle)
     for hay in HAY:
         depths = []
-        for prompt in Needles(tokenizer).prompts(hay, TARGET, 4, texts, 0):
-            assert prompt.length == TARGET and prompt.hay == hay
-            key = tokenizer.decode(prompt.ids[-prompt.count :])
-            assert key.isdigit() and len(key) == 5
+        for prompt in (own for own in prompts if own.hay == hay):
+            assert prompt.length == TARGET
+            key = tokenizer.decode(prompt.ids[-prompt.count :]).strip()
+            assert key.isalpha() if needle == "word" else key.isdigit() and len(key) == 5
             text = tokenizer.decode(prompt.ids[: -prompt.count])
-            assert text.count(key) == 2 and text.endswith("What is the pass key? The pass key is ")
+            assert text.count(key) == 2
+            assert text.strip().endswith("What is the pass key? The pass key is")
             depths.append(text.index(key) / len(text))
         assert depths == sorted(depths) and depths[0] < 0.4 < 0.6 < depths[-1]
+
+
+def test_the_cheap_preset_says_what_it_costs_before_it_starts(
+    model, tokenizer, monkeypatch, capsys
+) -> None:
+    """Four windows in each half, no prompts, and the attention factor alone."""
+    pretend(monkeypatch)
+    result = found(model, tokenizer, cheap=True, samples=8, prompts=16, options=None)
+    assert result.prompts == 0 and set(result.best.proposed.options()) >= {"attention_factor"}
+    # A window holds two of the trained length, which the unpatched model reads as well.
+    assert (result.rows - 2 * 4 * 2) % (4 * 3) == 0
+    [said] = re.findall(
+        r"at most (\d+) forwards of one row, ([\d,]+) tokens", capsys.readouterr().err
+    )
+    assert result.rows <= int(said[0]) and int(said[1].replace(",", "")) > TARGET
 
 
 def test_rows_come_from_different_documents_in_the_two_halves() -> None:
@@ -162,8 +176,8 @@ def test_noise_alone_never_replaces_the_published_default(model, tokenizer, monk
 def test_the_cost_within_the_trained_length_is_capped(model, tokenizer, monkeypatch) -> None:
     start = rope_ext.YaRN(factor=2).attention_scaling(None)  # 1.069
     pretend(monkeypatch, lambda a, i: 3 - a + i, lambda a, i: 1 + max(0, a - start))
-    for cost, factor in ((0, None), (0.05, 1.1), (0.21, 1.25)):  # of perplexity: expm1(0.181)
-        assert found(model, tokenizer, cost=cost).method.attention_factor == factor
+    for share, factor in ((0, None), (0.05, 1.1), (0.21, 1.25)):  # of perplexity: expm1(0.181)
+        assert found(model, tokenizer, cost=share).method.attention_factor == factor
 
 
 @pytest.mark.parametrize(("noise", "kept"), [(0.002, False), (0.02, True)])

@@ -1,7 +1,7 @@
 """Made-up facts in the format of SQuAD and HotpotQA, which no model has seen in training.
 
-Every town, its people and its river occur in only one document; numbers and names are random, so a
-question can only be answered from its document.
+Every town, its people and its river occur in the documents about it alone; numbers and names are
+random, so a question can only be answered from its document.
 """
 
 from __future__ import annotations
@@ -10,44 +10,31 @@ import random
 from functools import cache
 from typing import Any
 
-TRADES = (
-    *("baker", "bookbinder", "brewer", "cartographer", "clockmaker", "engraver", "gardener"),
-    *("glassblower", "harbour master", "judge", "librarian", "mason", "physician", "printer"),
-    *("sailmaker", "schoolteacher", "surveyor", "tailor", "weaver", "zoologist"),
-)
 GOODS = (
     *("amber", "barley", "bells", "bricks", "candles", "cheese", "copper", "cork", "felt"),
     *("glass", "honey", "lace", "linen", "marble", "paper", "pottery", "rope", "salt", "silk"),
     *("slate", "soap", "timber", "tin", "wool"),
 )
-BUILDINGS = (
-    *("a lighthouse", "a market hall", "a stone bridge", "a windmill", "an observatory"),
-    *("a library", "a museum", "a theatre", "a clock tower", "a botanical garden"),
+PARAGRAPH = (
+    "{town} is a town on the river {river}. It was founded in {founded} by {founder}, who had come "
+    "down the river with eleven boats, and at the last count it had {people} inhabitants. The best "
+    "known building of {town} was designed by {architect}. The present mayor, {mayor}, has an "
+    "office in it."
 )
-PARAGRAPHS = (  # with their questions, and which value answers each
-    (
-        "{town} is a town on the river {river}. It was founded in {founded} by the {trade} "
-        "{founder}, who had come down the river with eleven boats. At the last count it had "
-        "{people} inhabitants.",
-        ("In which year was {town} founded?", "founded"),
-        ("Who founded {town}?", "founder"),
-        ("How many inhabitants does {town} have?", "people"),
-    ),
-    (
-        "The river {river} is {long} kilometres long. Below the town it is wide enough for barges, "
-        "which once carried {other_goods} and {goods} to the coast. Of these only {goods} is still "
-        "traded there.",
-        ("How many kilometres long is the river {river}?", "long"),
-        ("What is still traded on the river {river}?", "goods"),
-    ),
-    (
-        "The best known building of {town} is {building}, which was opened in {opened}. It was "
-        "designed by {architect}. The present mayor, {mayor}, was a {other_trade} before the "
-        "election and has an office in it.",
-        ("Who designed the best known building of {town}?", "architect"),
-        ("In which year was the best known building of {town} opened?", "opened"),
-        ("Who is the mayor of {town}?", "mayor"),
-    ),
+PERSON = (
+    "{founder} is a surveyor. After an apprenticeship of four years {founder} settled in {town}, "
+    "and has lived there ever since."
+)
+PLACE = (
+    "{town} lies on the river {river}. It was founded in {founded}, is known for its {goods}, and "
+    "has the mayor {mayor}."
+)
+QUESTIONS = (
+    ("In which year was {town} founded?", "founded"),
+    ("Who founded {town}?", "founder"),
+    ("How many inhabitants does {town} have?", "people"),
+    ("Who designed the best known building of {town}?", "architect"),
+    ("Who is the mayor of {town}?", "mayor"),
 )
 HOPS = (
     ("On which river does the town lie in which {founder} settled?", "river"),
@@ -60,48 +47,32 @@ HOPS = (
 @cache
 def _towns(count: int) -> list[dict[str, str]]:
     """Towns, with all that is said about them: names that are all different, and numbers."""
-    rng = random.Random("towns")
-    taken: set[str] = set()
+    rng, names = random.Random("towns"), dict[str, None]()
 
     def name(end: str = "") -> str:
-        while True:  # ends: there are a million
-            letters = "".join(rng.choice("bdfghklmnprstvw") + rng.choice("aeiou") for _ in range(3))
-            made = letters.capitalize() + end
-            if made not in taken:
-                taken.add(made)
-                return made
+        before = len(names)
+        while len(names) == before:  # ends: there are hundreds of thousands
+            syllables = (rng.choice("bdfghklmnprstvw") + rng.choice("aeiou") for _ in range(3))
+            names["".join(syllables).capitalize() + end] = None
+        return next(reversed(names))
 
-    towns = []
-    for _ in range(count):
-        people = ("mayor", "founder", "architect")
-        ends = ("n", "r", "sen", "ski", "t")
-        made = {role: f"{name()} {name(rng.choice(ends))}" for role in people}
+    def town() -> dict[str, str]:
+        made = {role: f"{name()} {name('n')}" for role in ("mayor", "founder", "architect")}
         made |= {"town": name(rng.choice(("ville", "berg", "ton"))), "river": name()}
-        made |= dict(zip(("goods", "other_goods"), rng.sample(GOODS, 2), strict=True))
-        made |= dict(zip(("trade", "other_trade"), rng.sample(TRADES, 2), strict=True))
-        made["building"] = rng.choice(BUILDINGS)
-        numbers = {"founded": (1102, 1788), "opened": (1802, 1979), "long": (31, 790)}
-        numbers |= {"people": (2100, 98000)}
-        made |= {what: str(rng.randrange(*span)) for what, span in numbers.items()}
-        towns.append(made)
-    return towns
+        numbers = {"founded": str(rng.randrange(1102, 1788)), "goods": rng.choice(GOODS)}
+        return made | numbers | {"people": str(rng.randrange(2100, 98000))}
+
+    return [town() for _ in range(count)]
 
 
-def like_squad(articles: int = 640) -> dict[str, Any]:
-    """One article per town: paragraphs with questions, in the format of SQuAD 2.0."""
+def like_squad(articles: int = 1500) -> dict[str, Any]:
+    """An article of one paragraph and one question per town, in the format of SQuAD 2.0."""
     data = []
-    for town in _towns(articles):
-        paragraphs = [
-            {
-                "context": text.format(**town),
-                "qas": [
-                    {"question": question.format(**town), "answers": [{"text": town[answer]}]}
-                    for question, answer in questions
-                ],
-            }
-            for text, *questions in PARAGRAPHS
-        ]
-        data.append({"title": town["town"], "paragraphs": paragraphs})
+    for index, town in enumerate(_towns(articles)):
+        question, answer = QUESTIONS[index % len(QUESTIONS)]
+        asked = {"question": question.format(**town), "answers": [{"text": town[answer]}]}
+        paragraph = {"context": PARAGRAPH.format(**town), "qas": [asked]}
+        data.append({"title": town["town"], "paragraphs": [paragraph]})
     return {"data": data}
 
 
@@ -109,17 +80,9 @@ def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
     """Questions that need two of ten documents, in the format of HotpotQA's distractor setting."""
     rng, towns, data = random.Random("people"), _towns(questions), []
 
-    def documents(town: dict[str, str]) -> tuple[tuple[str, list[str]], ...]:
-        person = (
-            "{founder} is a {trade}. After an apprenticeship of four years {founder} settled in "
-            "{town}, and has lived there ever since."
-        )
-        place = (
-            "{town} lies on the river {river}. It was founded in {founded}, is known for its "
-            "{goods}, and has the mayor {mayor}."
-        )
-        titles = zip(("founder", "town"), (person, place), strict=True)
-        return tuple((town[title], [text.format(**town)]) for title, text in titles)
+    def documents(town: dict[str, str]) -> list[tuple[str, list[str]]]:
+        texts = {"founder": PERSON, "town": PLACE}
+        return [(town[title], [text.format(**town)]) for title, text in texts.items()]
 
     for index, town in enumerate(towns):
         question, answer = rng.choice(HOPS)

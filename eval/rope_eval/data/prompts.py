@@ -43,14 +43,9 @@ def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
 class Frame:
     """The template around the content of a prompt.
 
-    A base model gets the beginning-of-sequence token that its tokenizer adds, once. A chat model
-    gets its template, which contains that token, and the answer begins after the question, in the
-    assistant's turn.
-
-    Args:
-        tokenizer: of the model.
-        head: tokens before the content of a base model.
-        around: text of a chat template before and after the content; None for a base model.
+    A base model gets as ``head`` the beginning-of-sequence token that its tokenizer adds, once. A
+    chat model gets its template ``around`` the content, which contains that token, and the answer
+    begins after the question, in the assistant's turn.
     """
 
     tokenizer: Any
@@ -116,12 +111,8 @@ def longest(
 ) -> tuple[int, Ids]:
     """The longest prompt that fits, shorter than ``budget`` by less than an average part.
 
-    Args:
-        build: builds the prompt with a number of parts, as token ids; called a few times, for any
-            length.
-        budget: tokens.
-        least: smallest number of parts.
-        most: largest number of parts; None: unlimited.
+    ``build`` makes a prompt of so many parts, from ``least`` to ``most``; it is called a few times,
+    for any length.
 
     Returns:
         The number of parts, and the prompt, which is too long if even the smallest does not fit.

@@ -15,10 +15,7 @@ from rope_ext.errors import MeasureError, first_line
 class Row:
     """One row; what reads a field raises MeasureError if it is missing or has another type.
 
-    Args:
-        data: by field name.
-        where: file and row number, from 1, for errors.
-        option: the command-line option that named the file.
+    ``where`` is the file and row number, and ``option`` the one that named the file, for errors.
     """
 
     data: Mapping[str, Any]
@@ -28,23 +25,25 @@ class Row:
     def __contains__(self, name: str) -> bool:
         return self.data.get(name) is not None
 
-    def value(self, name: str) -> Any:
-        """The field, with any type."""
+    def value(self, name: str, *types: type, wanted: str = "") -> Any:
+        """The field, of one of these types if there are any."""
         if name not in self:
             known = ", ".join(map(repr, self.data)) or "none"
             raise MeasureError(
                 f"{self.where} has no field {name!r} but {known}; give {self.option} the data as "
                 f"they are published"
             )
+        if types and type(self.data[name]) not in types:
+            raise self.wrong(name, wanted)
         return self.data[name]
 
     def text(self, name: str) -> str:
         """The field, a string."""
-        return self._of(name, isinstance(self.value(name), str), "a string")
+        return self.value(name, str, wanted="a string")
 
     def key(self, name: str) -> str | int:
         """The field, an identifier of rows."""
-        return self._of(name, type(self.value(name)) in (str, int), "a string or a whole number")
+        return self.value(name, str, int, wanted="a string or a whole number")
 
     def texts(self, name: str) -> list[str]:
         """The field, a list of strings, or of lists of strings; a string counts as a list."""
@@ -52,27 +51,22 @@ class Row:
         value = [value] if isinstance(value, str) else value
         if isinstance(value, list) and value and isinstance(value[0], list):
             value = [one for several in value for one in several]
-        right = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
-        self._of(name, bool(right), "some strings")
+        if not (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
+            raise self.wrong(name, "some strings")
         return value
 
     def rows(self, name: str) -> list[Row]:
         """The field, a list of objects."""
-        value = self.value(name)
-        right = isinstance(value, list) and all(isinstance(one, dict) for one in value)
-        place = f"{self.where}, {name}"
-        found = enumerate(self._of(name, right, "a list of objects"), 1)
-        return [Row(one, f"{place} {number}", self.option) for number, one in found]
+        value = self.value(name, list, wanted="a list of objects")
+        if not all(isinstance(one, dict) for one in value):
+            raise self.wrong(name, "a list of objects")
+        where = f"{self.where}, {name}"
+        return [Row(one, f"{where} {number}", self.option) for number, one in enumerate(value, 1)]
 
     def row(self, name: str) -> Row:
         """The field, an object."""
-        value = self._of(name, isinstance(self.value(name), dict), "an object")
+        value = self.value(name, dict, wanted="an object")
         return Row(value, f"{self.where}, {name}", self.option)
-
-    def _of(self, name: str, right: bool, wanted: str) -> Any:
-        if not right:
-            raise self.wrong(name, wanted)
-        return self.data[name]
 
     def wrong(self, name: str, wanted: str) -> MeasureError:
         """The error for a field with another type than ``wanted``."""
@@ -98,7 +92,12 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
         MeasureError: it cannot be read, or has no rows.
     """
     if source.startswith("hf:"):
-        found = _hub(source[3:], option, most)
+        name, _, split = source[3:].partition(":")
+        path, config = name, None
+        if not Path(name).is_dir() and name.count("/") > 1:
+            owner, dataset, config = name.split("/", 2)
+            path = f"{owner}/{dataset}"
+        found = _load(f"hf:{name}", option, path, config, split=split or "test", most=most)
     elif Path(source).suffix == ".parquet":
         found = _load(source, option, "parquet", data_files=source, split="train")
     else:
@@ -143,20 +142,10 @@ def _json(path: Path, option: str) -> list[Any]:
     return data
 
 
-def _hub(name: str, option: str, most: int | None) -> list[Any]:
-    name, _, split = name.partition(":")
-    path, config = name, None
-    if not Path(name).is_dir() and name.count("/") > 1:
-        owner, dataset, config = name.split("/", 2)
-        path = f"{owner}/{dataset}"
-    more = {} if most is None else {"most": most, "streaming": True}
-    return _load(f"hf:{name}", option, path, config, split=split or "test", **more)
-
-
 def _load(source: str, option: str, *what: Any, most: int | None = None, **how: Any) -> list[Any]:
     datasets = load_datasets()
     try:
-        data = datasets.load_dataset(*what, **how)
+        data = datasets.load_dataset(*what, streaming=most is not None, **how)
         return list(data if most is None else data.take(most))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise MeasureError(

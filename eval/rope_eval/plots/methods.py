@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from rope_eval.plots.attention import FIRST, Shares, evenly
 from rope_eval.plots.style import UNPATCHED_STYLE, mark_trained, style_of, ticker
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.encodings.base import Learned
@@ -20,13 +18,9 @@ from rope_ext.methods import Method, Rope
 _POINTS = 4096  # points of a line by distance; more would not be visible
 _MARKS = 12  # markers on a line
 _BINS = 4  # distance bins per octave
-_TICKS = 18  # labelled ticks; if there are more, every other one is labelled
 _LEAST = -100.0  # nats: below this, no attention weight is left
 _MET: dict[str, Any] = {"color": "#dfe8dc", "linewidth": 0, "zorder": 0}
 _THIN: dict[str, Any] = {"color": "#777777", "linewidth": 0.8, "zorder": 0}
-
-TRAINED = "within the trained length"
-"""Label of the unpatched model within its trained length."""
 
 Lines = Mapping[str, Method]
 """The methods by legend label; the first is the unpatched model, RoPE as trained."""
@@ -99,36 +93,6 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
     axes.set_ylabel("added to the logit, nats")
 
 
-def attention(
-    axes: Any, rope: Rope, methods: Lines, length: int, shares: Mapping[str, Shares]
-) -> None:
-    """Plot shares of attention by octave of distance, over those of uniform attention."""
-    edges = next(iter(shares.values())).edges
-    borders = [max(edge, 0.5) for edge in edges]  # the first bin is the token itself
-    places = [math.sqrt(low * high) for low, high in pairwise(borders)]
-    for label in methods:
-        found = shares[label]
-        more = f": {found.first.mean():.0%} on the first {FIRST} tokens"
-        if rope.length < length:
-            beyond = found.shares[:, edges.index(rope.length) :].sum(1).mean()
-            more += f", {beyond:.0%} beyond {rope.length}"
-        _line(axes, methods, label, places, found.shares.mean(0), more)
-    if TRAINED in shares:
-        values = shares[TRAINED].shares.mean(0).tolist()
-        axes.plot(places[: len(values)], values, label=f"unpatched at {rope.length} tokens",
-                  color="#333333", linestyle=":", linewidth=1.5, zorder=1)  # fmt: skip
-    even = "uniform attention"
-    axes.stairs(evenly(edges).tolist(), borders, fill=True, label=even, color="#eeeeee", zorder=0)
-    axes.set(xscale="log", xlim=(borders[0], borders[-1]), xlabel="distance, tokens")
-    axes.set_ylabel("share of attention between two ticks,\nmean over layers and heads")
-    axes.set_xticks(borders, [str(edge) for edge in edges])
-    for tick in axes.get_xticklabels()[len(edges) % 2 :: 2] if len(edges) > _TICKS else ():
-        tick.set_visible(False)
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(ticker().PercentFormatter(1, decimals=0))
-    mark_trained(axes, [rope.length], length)
-
-
 def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     """Plot the distance that a method uses by true distance, from the last token."""
     distance = torch.linspace(0, length - 1, min(length, _POINTS), dtype=torch.float64).round()
@@ -182,13 +146,8 @@ def bias_at(
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    Args:
-        rope: the trained embedding.
-        encoding: an encoding whose bias depends on positions only.
-        heads: number of query heads.
-        length: sequence length in tokens.
-        distance: true distances, whole numbers below ``length``; float64, ``[n]``.
-        learned: trained parameters; None initializes them with seed 0.
+    ``distance`` has whole numbers below ``length``, float64, ``[n]``; ``learned`` are trained
+    parameters, and None initializes them with seed 0.
 
     Raises:
         OptionError: the logits depend on queries and keys, or positions on the content.
@@ -201,7 +160,7 @@ def bias_at(
     if (scores is not None and not encoding.adds()) or encoding.computes_positions():
         raise OptionError(
             f"the logits of {encoding.name} depend on queries and keys, so it cannot be plotted by "
-            f"distance; leave {encoding.name} out, or plot attention"
+            f"distance; leave {encoding.name} out"
         )
     with torch.no_grad():
         if scores is not None:

@@ -24,17 +24,11 @@ SCALAR = "attention_factor"
 
 @dataclass(frozen=True)
 class Trial:
-    """A method, and its scores on one half of the data.
+    """A method with all options, and its scores on one half of the data.
 
-    Args:
-        method: with all options.
-        attention_factor: that it multiplies cos and sin by.
-        far: loss of the last tokens of windows of the target length, nats per token.
-        inside: loss within the trained length, nats per token.
-        answers: loss of the answer tokens of all prompts, nats per token; None: without prompts.
-        found_inside: share of the answers that greedy decoding would write, of prompts of the
-            trained length; None: without prompts.
-        found_beyond: the same, of those of the target length.
+    ``far`` (the last tokens of windows of the target length), ``inside`` (the trained length) and
+    ``answers`` are losses in nats per token, ``found_inside`` and ``found_beyond`` shares of the
+    answers that greedy decoding would write; None without prompts.
     """
 
     method: Method
@@ -53,12 +47,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Change:
-    """A number before and after, with the 99 % interval of the paired difference.
+    """A number under the published default and under the proposal, in nats or as a share.
 
-    Args:
-        before: under the published default.
-        after: under the proposal.
-        low, high: of ``after - before``.
+    ``low`` and ``high`` are the 99 % interval of the paired difference.
     """
 
     before: float
@@ -90,14 +81,9 @@ class Change:
 class Choice:
     """What was found for one method.
 
-    Args:
-        published: the method with its published default.
-        proposed: the best on the selection half; may be the published default.
-        judged: changes on the test half: of ``far``, ``inside``, ``answers`` and
-            ``score`` in nats per token, of ``found_inside`` and ``found_beyond`` as shares; see
-            :class:`Trial`.
-        reasons: why the published default stays; empty if the proposal is better.
-        tried: scores of all candidates on the selection half; the published default first.
+    ``proposed`` is the best on the half that selects, where ``tried`` has the scores of all, those
+    of the published default first. ``judged`` are its changes on the other half, by the names of
+    :class:`Trial`, and ``reasons`` say why the published default stays; empty: it does not.
     """
 
     published: Method
@@ -121,19 +107,10 @@ class Choice:
 class Calibration:
     """The options that a calibration found for one or more methods; ``print`` it.
 
-    Args:
-        model: class of the decoder.
-        trained_length: tokens.
-        target_length: tokens.
-        scored: tokens at the end of every window whose loss counts.
-        seed: random seed of texts, prompts and intervals.
-        cost: largest accepted increase of perplexity, as a share.
-        prompts: prompts per length in the test half.
-        rows: sequences that ran through the model.
-        inside: loss of the unpatched model within the trained length on the test half, nats per
-            token.
-        choices: one for each method.
-        notes: remarks and warnings.
+    ``model`` is the class of the decoder, ``scored`` the tokens at the end of every window whose
+    loss counts, ``cost`` the largest accepted increase of perplexity, as a share, ``prompts`` those
+    of each length in the half that tests, ``rows`` the sequences that ran through the model, and
+    ``inside`` the loss of the unpatched model within its trained length on that half.
     """
 
     model: str
@@ -213,10 +190,7 @@ class Calibration:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
     def plot(self, path: str | os.PathLike[str] | BinaryIO) -> None:
-        """Draw loss and retrieval against the attention factor as a PNG.
-
-        Args:
-            path: of the PNG, or a file that is open.
+        """Draw loss and retrieval against the attention factor as a PNG, to a path or open file.
 
         Raises:
             MeasureError: matplotlib is not installed, or the file cannot be written.
@@ -227,75 +201,43 @@ class Calibration:
             draw(self.choices, self.trained_length, self.target_length, target)
 
     def to_json(self) -> str:
-        """All of it; :meth:`from_json` reads it."""
+        """All of it; :meth:`load` reads it from a file."""
         data = {"program": "rope_ext", NAME: FORMAT, "sentence": self.sentence, **_plain(self)}
         return json.dumps({**data, "method": _plain(self.method)}, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Calibration:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            MeasureError: it is none, or of another version.
-        """
-        try:
-            data = _read(parsed(text))
-            choices = [
-                Choice(
-                    published=method_from_json(choice["published"]),
-                    proposed=method_from_json(choice["proposed"]),
-                    judged={name: Change(**change) for name, change in choice["judged"].items()},
-                    reasons=tuple(choice["reasons"]),
-                    tried=tuple(
-                        Trial(**{**trial, "method": method_from_json(trial["method"])})
-                        for trial in choice["tried"]
-                    ),
-                )
-                for choice in data["choices"]
-            ]
-            given = {field.name: data[field.name] for field in fields(cls)}
-            given |= {"choices": tuple(choices), "notes": tuple(data["notes"])}
-            made = cls(**given)
-            str(made)  # every number is one
-            return made
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise unreadable(error) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Read the file, or the one in that folder.
 
         Raises:
-            MeasureError: there is none, or it is not what a calibration wrote.
+            MeasureError: there is none, or it is not what a calibration of this version wrote.
         """
         text = read(path)
         try:
-            return cls.from_json(text)
-        except MeasureError as error:
-            raise MeasureError(f"{path}: {error}") from None
+            data = parsed(text)
+            given = {field.name: data[field.name] for field in fields(cls)}
+            choices = tuple(map(_choice, given["choices"]))
+            made = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
+            str(made)  # every number is one
+            return made
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise MeasureError(f"{path}: {unreadable(error)}") from None
 
 
-_ENDS = {math.inf: "infinite", -math.inf: "-infinite"}  # JSON has no infinity
+def _choice(data: Mapping[str, Any]) -> Choice:
+    published, proposed = (method_from_json(data[name]) for name in ("published", "proposed"))
+    tried = [Trial(**{**one, "method": method_from_json(one["method"])}) for one in data["tried"]]
+    judged = {name: Change(**change) for name, change in data["judged"].items()}
+    return Choice(published, proposed, judged, tuple(data["reasons"]), tuple(tried))
 
 
 def _plain(data: Any) -> Any:
     if isinstance(data, Method):
         return method_to_json(data)
-    if is_dataclass(data):
-        data = vars(data)
+    data = vars(data) if is_dataclass(data) else data
     if isinstance(data, Mapping):
         return {name: _plain(value) for name, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_plain(value) for value in data]
-    return _ENDS.get(data, data) if isinstance(data, float) else data
-
-
-def _read(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {name: _read(value) for name, value in data.items()}
-    if isinstance(data, list):
-        return [_read(value) for value in data]
-    return next((number for number, text in _ENDS.items() if text == data), data)
+    return [_plain(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def perplexity(loss: float) -> str:

@@ -51,19 +51,15 @@ def sum_interval(
     samples: Sequence[tuple[Sequence[float], Sequence[float] | None]],
     confidence: float = CONFIDENCE,
 ) -> Interval | None:
-    """Interval of the sum of the (weighted) means of independent samples.
+    """Interval of the sum of the (weighted) means of independent samples, if they are enough.
+
+    None if one has fewer than ``MIN_DOCUMENTS``.
 
     Student's t, extended on the side to which the values are skewed: a few documents of a skewed
     distribution rarely show its tail, and Student's interval alone misses the mean too often. The
     extension is the second-order (Cornish-Fisher) term of the studentised mean. Degrees of freedom
-    are those of Kish's effective number of documents, joined by Welch and Satterthwaite.
-
-    Args:
-        samples: a value for each independent document, and the tokens behind it (equal if None).
-        confidence: of the interval.
-
-    Returns:
-        (low, high), or None if a sample has fewer than ``MIN_DOCUMENTS`` values.
+    are those of Kish's effective number of documents, joined by Welch and Satterthwaite. A sample
+    has a value for each document, and the tokens behind it (equal if None).
 
     Student 1908, Biometrika 6 (1); Johnson 1978, JASA 73 (363); Hall 1992, JRSS B 54 (1); Welch
     1947, Biometrika 34; Satterthwaite 1946, Biometrics Bulletin 2 (6).
@@ -115,15 +111,10 @@ def paired_rates(
 ) -> Interval | None:
     """Interval of the difference of two rates on the same trials; None below ``MIN_DOCUMENTS``.
 
-    Student's t over the differences of the trials and two more, one of +1 and one of -1. These
-    two keep the width where all differences are alike, as the two successes and two failures of
-    Agresti and Coull do for one rate. Of right and wrong answers, zero is left out only if the
-    exact McNemar test agrees.
-
-    Args:
-        one: the share found in each trial, from 0 to 1.
-        other: the same trials, in the same order.
-        confidence: of the interval.
+    Each trial has a share found from 0 to 1. Student's t over the differences of the trials and two
+    more, one of +1 and one of -1. These two keep the width where all differences are alike, as the
+    two successes and two failures of Agresti and Coull do for one rate. Of right and wrong answers,
+    zero is left out only if the exact McNemar test agrees.
 
     After Agresti and Min 2005, Statistics in Medicine 24 (5); McNemar 1947, Psychometrika 12 (2).
     """

@@ -50,10 +50,8 @@ length of a method that "costs little"."""
 class Scores:
     """Everything measured for one method.
 
-    Args:
-        losses: mean loss of every document (nats per token), by length.
-        passes: 1 or 0 for every passkey trial, by length.
-        weights: tokens behind each document, at any of the lengths; equal if empty.
+    ``losses`` are means of every document (nats per token) and ``passes`` 1 or 0 for every passkey
+    trial, by length; ``weights`` the tokens behind each document, equal if empty.
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
@@ -86,15 +84,10 @@ def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str
 class Evidence:
     """What is known of one method; differences are from the unpatched model, on the same cases.
 
-    Args:
-        name: of the method.
-        loss: mean over documents beyond the trained length, nats per token.
-        found: passkeys found there; None: not measured.
-        cost: relative rise of perplexity within the trained length; None: not measured.
-        lost: share of passkeys lost there; None: not measured, or passkeys do not count.
-        helps: whether it is clearly better beyond, and clearly worse in nothing.
-        harms: whether it is clearly worse beyond, in perplexity or passkeys.
-        engines: that can serve it.
+    ``loss`` and ``found`` are beyond the trained length; ``cost``, the relative rise of perplexity,
+    and ``lost``, the share of passkeys, within it (None: not measured, or passkeys do not count).
+    It ``helps`` if it is clearly better beyond and clearly worse in nothing, and ``harms`` if
+    clearly worse in something. ``engines`` can serve it.
     """
 
     name: str
@@ -132,13 +125,10 @@ class Pick(NamedTuple):
 class Recommendation:
     """Which method to use; ``print`` it for its words. The rule is that of this module.
 
-    Args:
-        scores: by method, the unpatched model under ``"none"``.
-        trained: trained context, tokens.
-        engines: that can serve each method; None: not known.
-
-    ``beyond``, ``cheap`` and ``served`` are the best of all, of those that cost little within the
-    trained length, and of those that an engine can serve; None: there is none.
+    ``scores`` are by method, the unpatched model under ``"none"``, and ``engines`` those that can
+    serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of all,
+    of those that cost little within the trained length, and of those that an engine can serve;
+    None: there is none.
     """
 
     def __init__(

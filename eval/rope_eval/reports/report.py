@@ -30,12 +30,7 @@ from rope_ext.command.terminal import wide_console
 
 @dataclass(frozen=True)
 class Report(Advice):
-    """A run, and what follows from it.
-
-    Args:
-        plan: what was asked for.
-        outcomes: of every case of every system.
-    """
+    """A run, and what follows from it."""
 
     @cached_property
     def sections(self) -> list[Section]:
@@ -106,11 +101,7 @@ class Report(Advice):
             console.print(part, style=style, highlight=False, markup=False)
 
     def write(self) -> list[Path]:
-        """Write JSON, CSV, Markdown, pictures and the page; returns their paths.
-
-        Raises:
-            MeasureError: a file cannot be written, or would replace one that is not ours.
-        """
+        """Write JSON, CSV, Markdown, pictures and the page; returns their paths."""
         pictures = list(self._draw())
         texts = (dump(self.to_json()), self._csv(), self.markdown(), self.page(pictures))
         contents = {

@@ -35,12 +35,7 @@ def grouped(values: Sequence[V], key: Callable[[V], K]) -> dict[K, list[V]]:
 
 @dataclass(frozen=True)
 class Results:
-    """A run and its numbers.
-
-    Args:
-        plan: what was asked for.
-        outcomes: of every case of every system.
-    """
+    """A plan, the outcome of every case of every system, and the numbers."""
 
     plan: Plan
     outcomes: Sequence[Outcome]

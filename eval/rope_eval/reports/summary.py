@@ -19,13 +19,9 @@ TOO_FEW_PROMPTS = "too few prompts"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its 95 % interval and the count of trials or documents behind it.
+    """A number, its 95 % interval, and the count of trials or documents behind it.
 
-    Args:
-        value: the number.
-        low, high: None if there are too few documents for an interval.
-        count: of trials or documents.
-        note: why there is no interval.
+    ``low`` and ``high`` are None if there are too few for an interval, which ``note`` says.
     """
 
     value: float

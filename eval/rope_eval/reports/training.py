@@ -24,15 +24,9 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class Training:
-    """One model without a method, before and after training.
+    """One model unpatched, under the method ``before`` training, and ``after`` it.
 
-    Args:
-        unpatched: the system without a method.
-        before: under the method, without the adapter.
-        after: with the adapter.
-        tasks: what was measured.
-        lengths: ascending, tokens.
-        places: outcomes by (task, system, length).
+    ``places`` has the outcomes by (task, system, length).
     """
 
     unpatched: System

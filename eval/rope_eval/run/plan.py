@@ -42,17 +42,11 @@ TABLES = ("cells.csv", "table.md")
 class Plan:
     """Settings that are checked, and all cases.
 
-    Args:
-        settings: as given.
-        tasks: what is measured.
-        lengths: ascending, tokens, with the trained ones.
-        systems: rows of the report; the unpatched model comes first of each model.
-        questions: by (model, name of a task).
-        identities: of every model.
-        notes: what a reader of the results should know.
-        chat: whether prompts use a chat template, by model; empty where no task has prompts.
-        refused: why a model cannot take a method, by the name of the system; ``run`` fills it.
-        harness: keys of what lm-evaluation-harness measured, likewise.
+    ``lengths`` ascend and have the trained ones, and of ``systems``, the rows of the report, the
+    unpatched one comes first of each model. ``questions`` are by model and name of a task. ``chat``
+    says whether prompts use a chat template, by model; it is empty where no task has prompts.
+    ``run`` fills ``refused``, why a model cannot take a method, by the name of the system, and
+    ``harness``, the keys of what lm-evaluation-harness measured.
     """
 
     settings: Settings
@@ -153,14 +147,9 @@ def prepare(
 ) -> Plan:
     """Check the settings, choose texts and prompts; the weights are not touched.
 
-    Args:
-        settings: as given.
-        tasks: what to measure; None in place of one that is among the mistakes.
-        mistakes: those found so far, to be reported with the others.
-
     Raises:
-        RopeExtError: something is unknown, missing, too short or in the way; ``SeveralErrors``
-            has all mistakes that show without the tokenizer.
+        RopeExtError: something is unknown, missing, too short or in the way; ``SeveralErrors`` has
+            all mistakes that show without the tokenizer, and those found so far.
     """
     mistakes = mistakes or Mistakes()
     names = tuple(name for name in settings.methods if name != BEFORE)

@@ -44,11 +44,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str) -> Ranks:
-        """Find this process among those that ``accelerate launch`` or ``torchrun`` started.
-
-        Raises:
-            MeasureError: it finds none of the others.
-        """
+        """Find this process among those that ``accelerate launch`` or ``torchrun`` started."""
         if world_size() < 2:
             return cls(0, 1, device, lambda: None)
         from accelerate import PartialState
@@ -72,20 +68,14 @@ class Ranks:
 def run(
     plan: Plan, advance: Advance = lambda work: None, begin: Advance = lambda work: None
 ) -> list[Outcome] | None:
-    """Measure what is left of ``plan``.
-
-    Args:
-        plan: from ``prepare``.
-        advance: told the work done after every forward.
-        begin: told the work there is, before the first.
+    """Measure what is left of ``plan``; ``begin`` is told the work, ``advance`` what is done.
 
     Returns:
         All outcomes of the plan, in its order; None in every process but the first. A model that
         refuses a method is measured without it, and ``plan.refused`` has the reason.
 
     Raises:
-        RopeExtError: a model cannot be loaded, or every method is refused, or there is not enough
-            memory.
+        RopeExtError: a model cannot be loaded, every method is refused, or memory does not suffice.
     """
     ranks = Ranks.join(plan.settings.device)
     with plan.folder.lock():
@@ -163,8 +153,7 @@ def _harnessed(
 def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
     """Try ``system``; note in ``plan.refused`` why the model does not take it.
 
-    Raises:
-        RopeExtError: it is refused, and so was every other method on every model.
+    The error is raised if every other method on every model is refused as well.
     """
     try:
         with runner.applied(system):

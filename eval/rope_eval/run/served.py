@@ -30,11 +30,7 @@ _ROUNDING = 1e-3  # of a log-probability of 0 in 16 bits
 
 
 def require_server(settings: Settings) -> None:
-    """Raise OptionError unless the options of a server are complete, or none is given.
-
-    Raises:
-        MeasureError: the package ``openai`` is not installed.
-    """
+    """Raise an error unless the options of a server are complete, or none is given."""
     if settings.url is None:
         for name in ("served_model_name", "tokenizer"):
             if getattr(settings, name) is not None:
@@ -88,11 +84,7 @@ class UnusableAnswer(Exception):
 
 
 class Served:
-    """Models behind OpenAI-compatible servers, each a system.
-
-    Args:
-        name: directory or Hub ID of their tokenizer.
-        settings: ``url``, ``served_model_name`` and how to ask.
+    """Models behind OpenAI-compatible servers, each a system; ``name`` is that of their tokenizer.
 
     ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
     (transformers serve), ``"chat"`` messages, from which the server makes the prompt with the

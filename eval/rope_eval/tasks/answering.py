@@ -13,9 +13,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rope_eval.cases import Case, Questions
 from rope_eval.data.facts import like_hotpotqa, like_squad
@@ -43,8 +42,7 @@ class AnyOf:
         return float(any(answer.lower() in text for answer in self.answers))
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A question: its answers, the documents it needs, and preferred distractors."""
 
     question: str
@@ -53,8 +51,7 @@ class Asked:
     near: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A data set: its name, its option, how to read its file, and its made-up replacement."""
 
     name: str
@@ -100,8 +97,7 @@ HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
     """Questions and documents of a file, or made-up ones."""
     if path is None:
-        asked, documents = source.read(source.made_up())
-        return _spread(asked), documents
+        return source.read(source.made_up())
     try:
         asked, documents = source.read(json.loads(Path(path).read_text(encoding="utf-8-sig")))
         for one in asked:  # unanswered ones would score nothing, and what is no text has no tokens
@@ -116,25 +112,11 @@ def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
     return asked, documents
 
 
-def _spread(asked: Sequence[Asked]) -> list[Asked]:
-    """One question about each set of documents, of another kind each time, before a second one."""
-    sets: dict[frozenset[int], list[Asked]] = {}
-    for one in asked:
-        sets.setdefault(frozenset((*one.needed, *one.near)), []).append(one)
-    rounds = [
-        [*own[at % len(own) :], *own[: at % len(own)]] for at, own in enumerate(sets.values())
-    ]
-    return [one for row in zip_longest(*rounds) for one in row if one is not None]
-
-
 @dataclass(frozen=True)
 class Answering(Prompts):
     """Question answering on one data set: the first questions of the file, as in RULER.
 
-    Args:
-        name, trials, tokens: as for ``Prompts``.
-        source: data set.
-        path: its file; None makes up questions.
+    ``path`` is its file; None makes up questions.
     """
 
     tokens: int = 32

@@ -45,12 +45,7 @@ class Task:
         return [self]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All cases, identical for every method.
-
-        Args:
-            frame: tokenizer of a model, and its chat template around a prompt.
-            lengths: context lengths, tokens, ascending.
-            seed: must determine everything random.
+        """All cases, identical for every method; ``seed`` determines everything random.
 
         Raises:
             RopeExtError: a length is too short for a question.
@@ -59,11 +54,10 @@ class Task:
 
 
 class Draw(NamedTuple):
-    """What a prompt of :class:`Prompts` is made from.
+    """What a prompt is made from: everything random in it follows from ``number``.
 
-    ``index`` counts the prompts of a length and depth bin, everything random follows from
-    ``number``, and ``depth`` is the place of the answer, 0 at the start and 1 at the end, drawn
-    from its ``bin``.
+    ``index`` counts the prompts of a length and depth bin, and ``depth`` is the place of the
+    answer, 0 at the start and 1 at the end, drawn from its ``bin``.
     """
 
     index: int
@@ -89,11 +83,8 @@ def draws(
 class Prompts(Task):
     """Base of tasks whose answers are generated; a subclass makes a prompt from a :class:`Draw`.
 
-    Args:
-        name: of the task.
-        trials: prompts for each length (and depth bin).
-        tokens: maximum answer length in tokens; part of the length.
-        depths: bins of equal width for the place of the answer; 0 places it anywhere.
+    There are so many ``trials`` for each length and depth bin; ``depths`` are the bins, and 0
+    places the answer anywhere. An answer has ``tokens`` at most, which are part of the length.
     """
 
     name: str
@@ -129,11 +120,8 @@ class Prompts(Task):
     def fill(
         self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
     ) -> tuple[int, Any]:
-        """As :func:`longest`; raises OptionError if even the smallest prompt does not fit."""
-        parts, ids = longest(build, length - self.tokens, least, most)
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
-        return parts, ids
+        """As :func:`fill`."""
+        return fill(self.name, build, length, self.tokens, least, most)
 
     def case(
         self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
@@ -147,12 +135,26 @@ class Prompts(Task):
         )
 
 
-def too_long(name: str, least: int, length: int) -> OptionError:
-    """The error for a length that a prompt cannot fit into."""
-    return OptionError(
-        f"a {name} prompt needs at least {least} tokens with this tokenizer, got length {length}; "
-        f"give longer --lengths"
-    )
+def fill(
+    name: str,
+    build: Callable[[int], Any],
+    length: int,
+    tokens: int = 0,
+    least: int = 0,
+    most: int | None = None,
+) -> tuple[int, Any]:
+    """As :func:`longest`, with room for an answer of ``tokens``.
+
+    Raises:
+        OptionError: even the smallest prompt does not fit.
+    """
+    parts, ids = longest(build, length - tokens, least, most)
+    if len(ids) + tokens > length:
+        raise OptionError(
+            f"a {name} prompt needs at least {len(ids) + tokens} tokens with this tokenizer, got "
+            f"length {length}; give longer --lengths"
+        )
+    return parts, ids
 
 
 T = TypeVar("T", bound=type[Task])
@@ -214,12 +216,9 @@ def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
 def build(
     names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> list[Task | None]:
-    """Build the tasks with these names, each with the options that it has.
+    """Build the tasks with these names, each with those of the ``given`` options that it has.
 
-    Args:
-        names: of tasks.
-        given: values of options, by field name.
-        mistakes: collects errors, and a task with an error is None; if None, errors are raised.
+    ``mistakes`` collects errors, and a task with an error is None; without it, they are raised.
     """
     found = Mistakes() if mistakes is None else mistakes
     made = []

@@ -109,13 +109,7 @@ def _mean(name: str, task: Any) -> str:
 
 @dataclass(frozen=True)
 class HarnessTask(Harness):
-    """One task of the harness, which has the questions.
-
-    Args:
-        name: of the task.
-        metric: what counts.
-        suite: the group that it is averaged in.
-    """
+    """One task of the harness, which has the questions: its metric, and its group as ``suite``."""
 
     name: str = ""
     metric: str = ""
@@ -140,13 +134,8 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """What the harness makes of ``tasks`` of one ``Harness``, a document each.
 
-    Args:
-        tasks: to ask.
-        window: for its model: ``pretrained``, ``tokenizer``, ``max_length`` and ``batch_size``.
-        chat: whether to use the chat template.
-        seed: of examples and samples.
-        cache: directory for answers, from which an interrupted run goes on.
-        system: whose model is patched.
+    ``window`` is for its model: ``pretrained``, ``tokenizer``, ``max_length`` and ``batch_size``;
+    from the answers in the folder ``cache`` an interrupted run goes on.
     """
     import lm_eval
     from lm_eval.models import huggingface

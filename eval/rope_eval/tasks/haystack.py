@@ -109,20 +109,12 @@ def _json_text(path: str) -> str:
 class Needles(Prompts):
     """The task in all variants, including ``needle`` and the ``niah`` tasks of ``ruler``.
 
-    Args:
-        name, trials, tokens, depths: as for ``Prompts``; ``depths`` are those of the first needle.
-        haystack: ``noise``: one line repeated; ``text``: ``text``; ``needles``: other needles, all
-            different.
-        text: of a text haystack; None uses Python's documentation.
-        source: where the text is from, for the results.
-        ruler: as in RULER: the text from its beginning, with needles at ``DEPTHS``, or before
-            lines that are all different. Otherwise the text from a random sentence, with needles
-            anywhere. A text is cut after a word.
-        keys: number of keys in the haystack; keys that are not asked for are distractors.
-        queries: number of keys that are asked for.
-        values: number of values for each key.
-        key_kind: type of the keys.
-        value_kind: type of the values.
+    ``haystack`` is one line repeated (``noise``), ``text`` (None: Python's documentation) from
+    ``source``, or other ``needles``, all different. ``keys`` are in it with ``values`` each, and
+    ``queries`` of them are asked for; the others are distractors. ``depths`` are those of the first
+    needle. With ``ruler``, a text is from its beginning, with needles at ``DEPTHS``, or before
+    lines that are all different; otherwise from a random sentence, with needles anywhere. A text is
+    cut after a word.
     """
 
     haystack: Literal["noise", "text", "needles"] = "text"

@@ -17,13 +17,14 @@ import string
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, NamedTuple
 
 from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, longest
+from rope_eval.data.prompts import Frame
 from rope_eval.data.rows import Row, load_datasets, read_rows
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register, too_long
+from rope_eval.tasks import base
+from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
@@ -57,34 +58,27 @@ _ICL = (
     '"label: {{label}}" and nothing else. \n\n{context}\n\n{question}'
 )
 
-TEMPLATES = {"ruler": _RULER, "kv": _KV, "qa": _QA, "rank": _RANK, "icl": _ICL}
-LEADS = {
-    "ruler": _RULER_LEAD,
-    "kv": "Corresponding value:",
-    "qa": "Answer:",
-    "rank": "Ranking:",
-    "icl": "label:",
+TEMPLATES = {  # and the beginning of the answer
+    "ruler": (_RULER, _RULER_LEAD),
+    "kv": (_KV, "Corresponding value:"),
+    "qa": (_QA, "Answer:"),
+    "rank": (_RANK, "Ranking:"),
+    "icl": (_ICL, "label:"),
 }
-Format = Literal["ruler", "kv", "qa", "rank", "icl"]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A data set.
+class Shape(NamedTuple):
+    """A data set: its format and the longest answer in tokens.
 
     ``field`` holds the label (``icl``) or the popularity of the question (``popqa``); ``icl`` has
     so many ``labels``, and ``shots`` demonstrations at 8k, 16k, 32k, 64k and 128k.
     """
 
-    format: Format
+    format: str
     tokens: int
     field: str = ""
     labels: int = 0
     shots: tuple[int, ...] = ()
-
-
-def _icl(field: str, labels: int, *shots: int) -> Shape:
-    return Shape("icl", 20, field, labels, shots)
 
 
 SETS = {
@@ -97,11 +91,11 @@ SETS = {
     "kilt_hotpotqa": Shape("qa", 20),
     "kilt_popqa_3": Shape("qa", 20, "s_pop"),
     "msmarco_rerank_psg": Shape("rank", 200),
-    "icl_trec_coarse": _icl("coarse_label", 6, 400, 800, 1600, 3300, 6600),
-    "icl_trec_fine": _icl("fine_label", 50, 400, 800, 1600, 3200, 6400),
-    "icl_banking77": _icl("label", 77, 360, 720, 1450, 2900, 5900),
-    "icl_clinic150": _icl("intent", 151, 440, 880, 1750, 3525, 7050),
-    "icl_nlu": _icl("label", 68, 510, 1020, 2040, 4080, 8296),
+    "icl_trec_coarse": Shape("icl", 20, "coarse_label", 6, (400, 800, 1600, 3300, 6600)),
+    "icl_trec_fine": Shape("icl", 20, "fine_label", 50, (400, 800, 1600, 3200, 6400)),
+    "icl_banking77": Shape("icl", 20, "label", 77, (360, 720, 1450, 2900, 5900)),
+    "icl_clinic150": Shape("icl", 20, "intent", 151, (440, 880, 1750, 3525, 7050)),
+    "icl_nlu": Shape("icl", 20, "label", 68, (510, 1020, 2040, 4080, 8296)),
 }
 """What is here, by the authors' names."""
 
@@ -185,6 +179,8 @@ def _gain(grades: Sequence[int]) -> float:
 
 Made = tuple[dict[str, str], tuple[str, ...], "Callable[[str], float] | None"]
 """What fills a template, the right answers, and what scores a text instead of looking for them."""
+Files = Mapping[int | None, Sequence[Row]]
+"""The rows for each length; None: those for all other lengths."""
 
 
 @dataclass(frozen=True)
@@ -192,22 +188,14 @@ class DataSet(Task):
     """The rows of one data set, each asked at every length.
 
     If a prompt does not fit the length, the end of its context is left out. Shorter rows are not
-    changed.
-
-    Args:
-        name: of the task.
-        shape: the data set.
-        rows: of the data for each length; None: those for all other lengths.
-        demos: rows to sample demonstrations from, likewise.
-        tokens: maximum answer length in tokens; part of the length.
-        samples: questions to ask, sampled at random; None: as many as the authors ask.
-        shots: number of demonstrations, except for ``icl``.
+    changed. Demonstrations are sampled from ``demos``, so many ``shots`` except for ``icl``;
+    ``samples`` are the questions to ask, and None asks as many as the authors.
     """
 
     name: str
     shape: Shape
-    rows: Mapping[int | None, Sequence[Row]]
-    demos: Mapping[int | None, Sequence[Row]]
+    rows: Files
+    demos: Files
     tokens: int
     samples: int | None = None
     shots: int = 2
@@ -222,10 +210,9 @@ class DataSet(Task):
                 cases.append(Case(self.name, length, number, *how, judge=judge))
                 cut += is_cut
             notes += [f"{cut} at {length}"] if cut else []
-        count = len(cases) // max(1, len(lengths))
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
-            f"{count} prompts, exact intervals"
+            f"{len(cases) // max(1, len(lengths))} prompts, exact intervals"
         )
         if notes:
             definition += (
@@ -270,25 +257,19 @@ class DataSet(Task):
     ) -> tuple[array, bool, tuple[str, ...], Any]:
         """Tokens of a row among the ``rows`` that are asked, whether it is cut, how to score it."""
         kind, demos = self.shape.format, self.demos.get(length) or self.demos.get(None) or ()
+        template, lead = TEMPLATES[kind]
         # Where the prompt begins the answer, the text is read with that beginning.
-        begun = "" if frame.around is not None else LEADS[kind]
+        begun = "" if frame.around is not None else lead
         if kind == "ruler":
-            words, answers, judge = _ruler(row, self.name.endswith("mv"))
+            words, answers, judge = self._ruler(row)
         elif kind == "kv":
-            words, answers, judge = _kv(row, self.shots, begun)
+            words, answers, judge = self._kv(row, begun)
         elif kind == "icl":
             words, answers, judge = self._icl(row, demos, self.shown(length), seed, begun)
         else:
-            name = _key(kind, row)
-            others = [one for one in demos if _popular(self.shape, one)]
-            if kind == "rank" and len(demos) > 2 * len(rows):
-                left_out = {one.key(name) for one in rows}
-            else:  # too few to do without all that are asked
-                left_out = {row.key(name)} if kind == "rank" or self.shape.field else set()
-            others = [one for one in others if one.key(name) not in left_out]
-            made = _rank if kind == "rank" else _qa
-            words, answers, judge = made(row, self._drawn(others, name, row.key(name)), begun)
-        before, _, after = TEMPLATES[kind].partition("{context}")
+            made = self._rank if kind == "rank" else self._qa
+            words, answers, judge = made(row, self._drawn(row, rows, demos), begun)
+        before, _, after = template.partition("{context}")
         before, after = before.format(**words), after.format(**words)
         after += f"\n{begun.format(**words)}" if begun else ""
         context = words["context"]
@@ -296,14 +277,35 @@ class DataSet(Task):
         if len(ids) + self.tokens <= length:
             return ids, False, answers, judge
         ends = [0, *_ends(frame.tokenizer, context)]
-        _, ids = longest(
-            lambda keep: frame.whole(before + context[: ends[keep]] + after)[0],
-            length - self.tokens,
-            most=len(ends) - 1,
-        )
-        if len(ids) + self.tokens > length:
-            raise too_long(self.name, len(ids) + self.tokens, length)
+
+        def build(keep: int) -> array:
+            return frame.whole(before + context[: ends[keep]] + after)[0]
+
+        _, ids = base.fill(self.name, build, length, self.tokens, most=len(ends) - 1)
         return ids, True, answers, judge
+
+    def _drawn(self, row: Row, rows: Sequence[Row], demos: Sequence[Row]) -> list[Row]:
+        """The demonstrations of one question: the same in every run."""
+        kind, name = self.shape.format, _key(self.shape.format, row)
+        if kind == "rank" and len(demos) > 2 * len(rows):
+            left_out = {one.key(name) for one in rows}
+        else:  # too few to do without all that are asked
+            left_out = {row.key(name)} if kind == "rank" or self.shape.field else set()
+        others = [one for one in demos if _popular(self.shape, one)]
+        others = [one for one in others if one.key(name) not in left_out]
+        key = str(row.key(name)).encode()
+        seed = int(hashlib.sha256(key).hexdigest(), 16) % 2**31
+        found: dict[Any, Row] = {}
+        for place in _shuffled(len(others), seed) if self.shots else ():
+            found.setdefault(others[place].key(name), others[place])
+            if len(found) == self.shots:
+                break
+        if len(found) < self.shots:
+            raise MeasureError(
+                f"{self.name} has {len(found)} other questions to show, {self.shots} are asked "
+                f"for; give {DEMOS} more of them, or --shots {len(found)}"
+            )
+        return list(found.values())
 
     def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Made:
         field, text, labels = self.shape.field, row.text("text"), self.shape.labels
@@ -321,68 +323,46 @@ class DataSet(Task):
         answer = number(row)
         return {"context": context, "question": text}, (answer,), Label(answer, begun)
 
-    def _drawn(self, rows: Sequence[Row], name: str, key: Any) -> list[Row]:
-        """The demonstrations of one question: the same in every run."""
-        seed = int(hashlib.sha256(str(key).encode()).hexdigest(), 16) % 2**31
-        found: dict[Any, Row] = {}
-        for place in _shuffled(len(rows), seed) if self.shots else ():
-            found.setdefault(rows[place].key(name), rows[place])
-            if len(found) == self.shots:
-                break
-        if len(found) < self.shots:
-            raise MeasureError(
-                f"{self.name} has {len(found)} other questions to show, {self.shots} are asked "
-                f"for; give {DEMOS} more of them, or --shots {len(found)}"
-            )
-        return list(found.values())
+    def _ruler(self, row: Row) -> Made:
+        several = self.name.endswith("mv")
+        words = {
+            "kind": row.text("type_needle_v"),
+            "question": row.text("query" if "query" in row else "question"),
+            "context": row.text("context"),
+            "some": "Some" if several else "A",
+            "are": "are" if several else "is",
+            "are_all": "are all" if several else "is",
+        }
+        return words, tuple(row.texts("answer" if "answer" in row else "outputs")), None
 
+    def _kv(self, row: Row, begun: str) -> Made:
+        pairs = row.value("demos")[: self.shots] if self.shots else []
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise row.wrong("demos", "pairs of a key and a value")
+        demos = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs)
+        words = {name: row.text(name) for name in ("context", "question")} | {"demos": demos}
+        answers = tuple(row.texts("answer"))
+        # The line is looked for by these words also where the prompt has others.
+        return words, answers, Substring(answers, "corresponding value:", begun)
 
-def _ruler(row: Row, several: bool) -> Made:
-    words = {
-        "kind": row.text("type_needle_v"),
-        "question": row.text("query" if "query" in row else "question"),
-        "context": row.text("context"),
-        "some": "Some" if several else "A",
-        "are": "are" if several else "is",
-        "are_all": "are all" if several else "is",
-    }
-    return words, tuple(row.texts("answer" if "answer" in row else "outputs")), None
+    def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
+        demos = "".join(
+            f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {answer}\n\n"
+            for one in shown
+            for answer in one.texts("answers")[:1]
+        )
+        words = {"question": row.text("question"), "context": _documents(row), "demos": demos}
+        answers = tuple(row.texts("answers"))
+        return words, answers, Substring(answers, "Answer:", begun)
 
-
-def _kv(row: Row, shots: int, begun: str) -> Made:
-    pairs = row.value("demos")[:shots] if shots else []
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise row.wrong("demos", "pairs of a key and a value")
-    demos = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs]
-    words = {"context": row.text("context"), "question": row.text("question")}
-    answers = tuple(row.texts("answer"))
-    # The line is looked for by these words also where the prompt has others.
-    return (
-        words | {"demos": "".join(demos)},
-        answers,
-        Substring(answers, "corresponding value:", begun),
-    )
-
-
-def _qa(row: Row, shown: Sequence[Row], begun: str) -> Made:
-    demos = [
-        f"{_documents(one)}\n\nQuestion: {one.text('question')}\nAnswer: {answer}\n\n"
-        for one in shown
-        for answer in one.texts("answers")[:1]
-    ]
-    words = {"question": row.text("question"), "context": _documents(row)}
-    answers = tuple(row.texts("answers"))
-    return words | {"demos": "".join(demos)}, answers, Substring(answers, "Answer:", begun)
-
-
-def _rank(row: Row, shown: Sequence[Row], begun: str) -> Made:
-    demos = [
-        f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
-        for one in shown
-    ]
-    words = {"question": row.text("query"), "context": _documents(row, row)}
-    grades = tuple((str(one.value("id")), _grade(one)) for one in row.rows("ctxs"))
-    return words | {"demos": "".join(demos)}, (_order(row),), Ndcg(grades, begun)
+    def _rank(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
+        demos = "".join(
+            f"{_documents(one, row)}\n\nQuery: {one.text('query')}\nRanking: {_order(one)}\n\n"
+            for one in shown
+        )
+        words = {"question": row.text("query"), "context": _documents(row, row), "demos": demos}
+        grades = tuple((str(one.value("id")), _grade(one)) for one in row.rows("ctxs"))
+        return words, (_order(row),), Ndcg(grades, begun)
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
@@ -406,7 +386,7 @@ def _popular(shape: Shape, row: Row) -> bool:
     return math.log10(times) < 3
 
 
-def _key(format: Format, row: Row) -> str:
+def _key(format: str, row: Row) -> str:
     names = ("qid", "query") if format == "rank" else ("id", "question")
     return names[names[0] not in row]
 

@@ -77,13 +77,9 @@ class LongPPL(Segments):
     """Sliding-window perplexity of key tokens only.
 
     By default a window moves by half the shortest length. The short context is up to a quarter
-    longer than given, so that one forward scores many tokens, as in the authors' code.
-
-    Args:
-        opened: loads the evaluator, instead of ``evaluator``.
-        who: name of the evaluator, for the results.
-        reader: its tokenizer; None: that of the measured model.
-        judges_itself: whether it is a measured model.
+    longer than given, so that one forward scores many tokens, as in the authors' code. ``opened``
+    loads the evaluator, ``who`` is its name for the results, ``reader`` its tokenizer (None: that
+    of the measured model), and ``judges_itself`` says whether it is a measured model.
     """
 
     name: ClassVar[str] = "longppl"
@@ -198,11 +194,9 @@ class LongPPL(Segments):
         reader: Any,
         windows: Windows,
     ) -> tuple[Windows, list[set[int]]]:
-        """Key tokens of texts that both models tokenize themselves.
+        """The windows as the measured model reads their texts, and the key tokens in each.
 
-        Returns:
-            The windows, as the measured model's tokenizer reads the texts that they spell, and the
-            places of the key tokens in each.
+        Both models tokenize the texts themselves.
         """
         strings = [tokenizer.decode(list(text)) for text in windows.texts]
         bos = () if self._official else beginning(reader)

@@ -13,23 +13,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, NamedTuple
 
 from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, encode, longest
+from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.rows import Row, read_rows
 from rope_eval.data.text import read_texts
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import (
-    Draw,
-    Task,
-    answer_tokens,
-    drawn,
-    option,
-    register,
-    require_one_of,
-    too_long,
-)
+from rope_eval.tasks import base
+from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register, require_one_of
 from rope_ext.errors import MeasureError, OptionError
 
 OPTION, BOOKS = "--nolima-needles", "--nolima-books"
@@ -41,27 +33,21 @@ TEMPLATE = (
     "reasoning."
 )
 """For needles that bring none."""
-
-Metric = Literal["contains", "EM", "lastline_contains", "lastline_EM"]
-METRICS: tuple[Metric, ...] = ("contains", "EM", "lastline_contains", "lastline_EM")
+METRICS = ("contains", "EM", "lastline_contains", "lastline_EM")
 
 
 @dataclass(frozen=True)
 class Gold:
     """Scores 1 if an answer is in the response, or equals it, or is in or equals its last line.
 
-    Args:
-        answers: any of them is right; case matters.
-        metric: which of these, by the authors' names.
+    ``metric`` says which of these, by the authors' names; case matters.
     """
 
     answers: tuple[str, ...]
-    metric: Metric
+    metric: str
 
     def __call__(self, written: str) -> float:
-        text = written
-        if self.metric != "contains":
-            text = text.strip()
+        text = written if self.metric == "contains" else written.strip()
         if self.metric.startswith("lastline"):
             text = text.split("\n")[-1]
         if self.metric.endswith("EM"):
@@ -69,19 +55,12 @@ class Gold:
         return float(any(answer in text for answer in self.answers))
 
 
-@dataclass(frozen=True)
-class Test:
+class Test(NamedTuple):
     """A needle and its question.
 
-    Args:
-        needle, question: with ``{CHAR}`` for the character, if there are ``characters``.
-        template: with ``{haystack}`` and ``{question}``.
-        answers: right ones; empty: the character.
-        characters: one of them is sampled for every prompt.
-        distractor: a sentence that looks like the needle.
+    Both have ``{CHAR}`` where one of the ``characters`` is sampled for every prompt; it is the
+    answer then, and there are no ``answers``. The ``distractor`` looks like the needle.
     """
-
-    __test__ = False  # not one of pytest's
 
     needle: str
     question: str
@@ -105,18 +84,14 @@ def _tests(row: Row) -> Iterator[Test]:
             test = tests.row(name)
             values = test.texts("input_args") if test.data.get("input_args") else []
             needle = _filled(row.text("needle"), values)
-            if "{CHAR}" in needle and not characters:
+            sampled, distractor = "{CHAR}" in needle, None
+            if sampled and not characters:
                 raise row.wrong("needle", "no {CHAR} without a field character_set")
-            yield Test(
-                needle,
-                _filled(questions.text(kind), values),
-                template,
-                tuple(test.texts("gold_answers")) if "{CHAR}" not in needle else (),
-                characters,
-                _filled(row.row("distractors").text(kind), values)
-                if "distractors" in row
-                else None,
-            )
+            if "distractors" in row:
+                distractor = _filled(row.row("distractors").text(kind), values)
+            answers = () if sampled else tuple(test.texts("gold_answers"))
+            question = _filled(questions.text(kind), values)
+            yield Test(needle, question, template, answers, characters, distractor)
 
 
 def _filled(text: str, values: Sequence[str]) -> str:
@@ -125,8 +100,7 @@ def _filled(text: str, values: Sequence[str]) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Book:
+class Book(NamedTuple):
     """A text as tokens, with the places of those with a line break, and the start."""
 
     ids: Sequence[int]
@@ -224,8 +198,8 @@ class NoLiMa(Task):
             for number, (book, test, bin) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")
                 depth = bin / max(1, self.placements - 1)
-                draw = Draw(number, number, depth, bin if binned else None)
-                cases.append(self._case(frame, books[book], tests[test], length, draw, rng))
+                place = (number, depth, bin if binned else None)
+                cases.append(self._case(frame, books[book], tests[test], length, *place, rng))
         definition = (
             f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
             f"{len(tests)} questions in {len(books)} books at {self.placements} depths, a length "
@@ -234,16 +208,24 @@ class NoLiMa(Task):
         return Questions(cases, definition)
 
     def _case(
-        self, frame: Frame, book: Book, test: Test, length: int, draw: Draw, rng: random.Random
+        self,
+        frame: Frame,
+        book: Book,
+        test: Test,
+        length: int,
+        number: int,
+        depth: float,
+        bin: int | None,
+        rng: random.Random,
     ) -> Case:
-        tokenizer, tokens, depth = frame.tokenizer, self.new_tokens or 192, draw.depth or 0.0
+        tokens = self.new_tokens or 192
         character = rng.choice(test.characters) if "{CHAR}" in test.needle else ""
         needle, question = (t.replace("{CHAR}", character) for t in (test.needle, test.question))
         answers = (character,) if character else test.answers
         seed = rng.random()
 
         def build(size: int) -> array:
-            text = book.span(tokenizer, size, depth, needle) if size else f" {needle}\n"
+            text = book.span(frame.tokenizer, size, depth, needle) if size else f" {needle}\n"
             if test.distractor:
                 wanted = distractor_depth(depth, size, random.Random(seed)) * len(text)
                 breaks = [at for at, letter in enumerate(text) if letter == "\n"]
@@ -252,11 +234,7 @@ class NoLiMa(Task):
             asked = test.template.replace("{question}", question).replace("{haystack}", text)
             return frame.whole(asked)[0]
 
-        _, ids = longest(build, length - tokens, most=max(0, length - tokens - len(build(0))))
-        if len(ids) + tokens > length:
-            raise too_long(self.name, len(ids) + tokens, length)
-        gold = Gold(answers, cast(Metric, self.nolima_metric))
-        place = {"depth": draw.depth, "bin": draw.bin}
-        return Case(
-            *(self.name, length, draw.number, "write", tokens, ids, answers), **place, judge=gold
-        )
+        most = max(0, length - tokens - len(build(0)))
+        _, ids = base.fill(self.name, build, length, tokens, most=most)
+        how = (self.name, length, number, "write", tokens, ids, answers)
+        return Case(*how, depth=depth, bin=bin, judge=Gold(answers, self.nolima_metric))

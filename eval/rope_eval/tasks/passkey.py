@@ -24,9 +24,9 @@ from itertools import cycle, islice
 from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case, Questions, require_positive
-from rope_eval.data.prompts import Frame, blanks, longest
+from rope_eval.data.prompts import Frame, blanks
 from rope_eval.data.words import NOUNS
-from rope_eval.tasks.base import Task, draws, option, register, require_one_of, too_long
+from rope_eval.tasks.base import Task, draws, fill, option, register, require_one_of
 from rope_ext.errors import OptionError
 
 INTRO = (
@@ -69,13 +69,9 @@ class FirstNumber:
 
 
 class PasskeyPrompts:
-    """Builds passkey prompts for one tokenizer.
+    """Builds passkey prompts for one tokenizer, by default those of a base model.
 
-    Args:
-        tokenizer: of the model.
-        frame: around the prompt; by default that of a base model.
-        words: whether keys are words instead of numbers.
-        published: whether prompts are ``published`` ones instead of ``inline`` ones.
+    Keys are ``words`` or numbers, and prompts are ``published`` ones or ``inline`` ones.
     """
 
     def __init__(
@@ -114,9 +110,7 @@ class PasskeyPrompts:
             key = str(rng.randint(1, 50000))
         else:
             key = "".join(rng.choice("0123456789") for _ in range(digits))
-        units, ids = longest(lambda units: self._whole(units, depth, key)[0], length)
-        if len(ids) > length:
-            raise too_long("passkey", len(ids), length)
+        units, _ = fill("passkey", lambda units: self._whole(units, depth, key)[0], length)
         ids, count = self._whole(units, depth, key)
         lead = blanks(self.frame.tokenizer, ids, count)
         case = Case(

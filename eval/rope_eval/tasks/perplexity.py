@@ -51,14 +51,10 @@ STRIDING = ("sliding", *HUGGINGFACE)
 
 @dataclass(frozen=True)
 class Windows:
-    """Segments of text, each as long as the longest window needs.
+    """Segments of text, each as long as the longest window needs, and the document of each.
 
-    Args:
-        texts: token ids, without the beginning-of-sequence token, one tuple per window.
-        bos: tokens before them: one token or none.
-        scored: tokens at the end of every window whose likelihood counts.
-        joined: whether documents were joined because too few were long enough.
-        documents: index of the document of each text.
+    ``texts`` are token ids without ``bos``, which is one token or none; ``scored`` tokens at the
+    end of every window count, and documents are ``joined`` if too few were long enough.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -83,17 +79,9 @@ def choose_windows(
 ) -> Windows:
     """Up to ``count`` windows that do not overlap, spread over as many documents as possible.
 
-    A window lies inside one document. Where that does not give ``count`` windows, all
-    documents are joined in order, with ``eos`` between them, and cut instead.
-
-    Args:
-        documents: token ids without special tokens.
-        lengths: window lengths to come, in tokens.
-        count: windows wanted.
-        bos: what the tokenizer puts before a text: one token or none.
-        eos: token between joined documents, or None.
-        seed: of the places.
-        option: the command-line option that sets the lengths, for errors.
+    A window lies inside one document. Where that does not give ``count`` windows, all documents are
+    joined in order, with ``eos`` between them, and cut instead. ``option`` is the command-line
+    option that sets the lengths, for errors.
 
     Raises:
         MeasureError: all documents together are shorter than the longest window.
@@ -205,11 +193,8 @@ class Segments(Task):
     ) -> Iterator[Case]:
         """Windows that move over each segment and score each of its tokens once.
 
-        Args:
-            windows: the segments.
-            lengths: of the windows, tokens.
-            keys: for each segment, the places of the tokens to score; None means all. A window
-                that holds none of them is left out.
+        ``keys`` are the places of the tokens to score in each segment, and None means all; a window
+        that holds none of them is left out.
         """
         bos, stride = windows.bos, self.stride or 1
         for length in lengths:

@@ -97,10 +97,8 @@ class VariableTracking(Prompts):
     ) -> Callable[[int], tuple[str, str, list[str]]]:
         """Of so many lines of noise: the text and its question, the answer's lead, and the answer.
 
-        Args:
-            letters: of a name.
-            rng: of names and number, and of the layout unless that is given.
-            layout: seed of the lines that the chain stands before.
+        Names have so many ``letters``; ``layout`` is the seed of the lines that the chain stands
+        before, and None draws it.
         """
         names: dict[str, None] = {}
         while len(names) <= self.hops:  # ends: 26 ** letters names

@@ -103,10 +103,8 @@ def ordinal(number: int) -> str:
 class Repeated:
     """The similarity of the text and the answer, or 0 if the text does not begin with the prefix.
 
-    Args:
-        answer: the prefix and the text to repeat.
-        prefix: of both, not compared.
-        begun: whether the prompt has begun the answer, so that a space may follow.
+    The prefix is not compared. ``begun``: the prompt has begun the answer, so that a space may
+    follow.
     """
 
     answer: str
@@ -123,12 +121,9 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Conversation(Story):
-    """A conversation with identical requests.
+    """A conversation with identical requests, each with an answer of so many ``words`` at least.
 
-    Args:
-        needles: number of identical requests.
-        words: minimum number of words in each answer to them.
-        roomy: the model may write eight tokens more than the answer has, instead of ``tokens``.
+    ``roomy``: the model may write eight tokens more than the answer has, instead of ``tokens``.
     """
 
     needles: int = 2
@@ -244,12 +239,7 @@ class OnlyEnd:
 
 @dataclass(frozen=True)
 class Chains(Story):
-    """Chains with a given number of hops.
-
-    Args:
-        hops: number of facts in a chain.
-        chains: number of chains, one of which is asked for.
-    """
+    """Chains with a given number of hops, one of which is asked for."""
 
     hops: int = 1
     chains: int = 4

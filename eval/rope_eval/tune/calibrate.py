@@ -13,7 +13,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +26,9 @@ from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
-from rope_eval.tune.fitness import HAY, Needles, fingerprint, prompts_of, read, windows_of
+from rope_eval.tune.fitness import HAY, fingerprint, prompts_of, read, shortest, windows_of
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
-from rope_eval.tune.trials import Sample, Trials, trained_rope
+from rope_eval.tune.trials import Sample, Scores, Trials, trained_rope
 from rope_ext.advice.calibrated import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
@@ -95,7 +95,10 @@ def calibrate(
     if resume and output is None:
         raise OptionError("resume=True needs output=FOLDER to resume from")
     folder = None if output is None else Path(output)
-    with _locked(folder, resume):
+    with nullcontext() if folder is None else lock(folder, option="output"):
+        if folder is not None:
+            Folder(folder).check([RESULT, PICTURE])
+            require_free(folder, resume, "resume=True", "output")
         texts = python_library("train") if text is None else read(text)
         halves, notes = _halves(tokenizer, texts, rope, given)
         known = asdict(given) | {
@@ -151,18 +154,6 @@ def _grid(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
     return {name: grid[name] for name in sorted(chosen, key=lambda name: name != SCALAR)}
 
 
-@contextmanager
-def _locked(folder: Path | None, resume: bool) -> Iterator[None]:
-    """Lock the output directory, and check that no file of others would be overwritten."""
-    if folder is None:
-        yield
-        return
-    with lock(folder, option="output"):
-        Folder(folder).check([RESULT, PICTURE])
-        require_free(folder, resume, "resume=True", "output")
-        yield
-
-
 def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
     """Raise MeasureError for the log of a calibration that nobody said to continue by ``cure``."""
     if (folder / LOG).exists() and not resume:
@@ -198,13 +189,12 @@ def _halves(
         own = rows.some(i for i, half in enumerate(numbers) if half == place)
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
         seed, lengths = 2 * given.seed + place, (rope.length, target)
-        prompts = prompts_of(tokenizer, lengths, given.prompts, own.windows, seed)
-        halves.append(Sample(name, own, prompts, inside))
+        asked = (lengths, given.prompts, own.windows, seed, given.needle)
+        halves.append(Sample(name, own, prompts_of(tokenizer, *asked), inside))
     if given.prompts and not halves[0].prompts:
-        least = min(map(Needles(tokenizer).least, HAY))
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
-            f"shortest has {least})"
+            f"shortest has {min(shortest(tokenizer, hay) for hay in HAY)})"
         )
     return halves, notes
 
@@ -235,14 +225,12 @@ def _calibrated(
     notes: Sequence[str],
 ) -> Calibration:
     """Descend from every start on one half, and judge on the other."""
-    choices, ends = [], [_most(grid) for _, grid in starts]
-    with trials.progress((sum(ends) + 2) * len(halves[0])):
+    choices, most = [], sum(map(_most, (grid for _, grid in starts)))
+    with trials.progress([(halves[0], most), (halves[1], 2 * len(starts))]):
         inside = mean(trials.scores(None, halves[1]).inside)
         (choosing, judging), more = trials.counting(halves)
-        done = trials.forwards
-        for (start, grid), most in zip(starts, ends, strict=True):
+        for start, grid in starts:
             trials.show(description=start.name)
-            done += most * len(choosing)
             descent, judge = Descent(trials, start, choosing), Judge(trials, start, judging)
             proposed = descent.best(grid)
             judged = judge.changes(proposed)
@@ -253,9 +241,8 @@ def _calibrated(
                     before, new = start.options(), proposed.options().items()
                     changed = ", ".join(f"{k}={v!r}" for k, v in new if v != before[k])
                     reasons.append(f"{changed} is not better beyond noise")
-            tried = tuple(descent.tried.values())
+            tried = tuple(map(descent.trial, descent.tried.values()))
             choices.append(Choice(start, proposed, judged, tuple(reasons), tried))
-            trials.show(completed=done)
     return Calibration(
         model=type(text_decoder(trials.model)).__name__,
         trained_length=trials.rope.length,
@@ -272,9 +259,9 @@ def _calibrated(
 
 
 def _most(grid: Grid) -> int:
-    """Measurements of a descent and its judgement, at most."""
+    """Measurements of a descent, at most."""
     scalar = (1 + (len(grid) > 1)) * (_WALK + 2) + 2 * (len(grid) > 1) if SCALAR in grid else 0
-    return 3 + sum(map(len, grid.values())) + scalar
+    return 1 + sum(map(len, grid.values())) + scalar
 
 
 class Judge:
@@ -283,26 +270,29 @@ class Judge:
     def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
         self.trials, self.start, self.half = trials, start, half
         self.given = cast(CalibrationOptions, trials.given)
-        self.lengths = (trials.rope.length, self.given.target_length)
-        self.before = trials.scores(start, half)
+        self.lengths = {"inside": trials.rope.length, "far": self.given.target_length}
+        self.before = self.scores(start)
+
+    def scores(self, method: Method) -> Scores:
+        """Scores of a method."""
+        return self.trials.scores(method, self.half)
+
+    def found(self, method: Method) -> list[list[bool]]:
+        """Which answers are found within the trained length, and at the target length."""
+        scores = self.scores(method)
+        return [scores.found_at(length, self.half) for length in self.lengths.values()]
 
     def trial(self, method: Method) -> Trial:
         """The means of the scores of a method."""
-        scores = self.trials.scores(method, self.half)
-        near, beyond = (scores.found_at(length, self.half) for length in self.lengths)
-        return Trial(
-            method=method,
-            attention_factor=float(method.attention_scaling(self.trials.rope)),
-            far=mean(scores.far),
-            inside=mean(scores.inside),
-            answers=mean(scores.answers) if scores.answers else None,
-            found_inside=mean(near) if near else None,
-            found_beyond=mean(beyond) if beyond else None,
-        )
+        scores = self.scores(method)
+        parts = (scores.answers, *self.found(method))
+        means = (mean(part) if part else None for part in parts)
+        factor = float(method.attention_scaling(self.trials.rope))
+        return Trial(method, factor, mean(scores.far), mean(scores.inside), *means)
 
     def changes(self, method: Method) -> dict[str, Change]:
         """What becomes of every score."""
-        before, after = self.before, self.trials.scores(method, self.half)
+        before, after = self.before, self.scores(method)
         far = self._by_document(_less(after.far, before.far))
         answers = (_less(after.answers, before.answers), None)
         inside = self._by_document(_less(after.inside, before.inside))
@@ -315,10 +305,10 @@ class Judge:
             name: (sum_interval(parts, CONFIDENCE) or unknown) if known else never
             for name, parts in samples.items()
         }
-        names = ("found_inside", "found_beyond") if self.half.prompts else ()
-        for name, length in zip(names, self.lengths, strict=False):
-            new, old = (scores.found_at(length, self.half) for scores in (after, before))
-            ends[name] = paired_rates(new, old, CONFIDENCE) or unknown
+        if self.half.prompts:
+            pairs = zip(self.found(method), self.found(self.start), strict=True)
+            for name, pair in zip(("found_inside", "found_beyond"), pairs, strict=True):
+                ends[name] = paired_rates(*pair, CONFIDENCE) or unknown
         one, two = self.trial(self.start), self.trial(method)
         return {name: Change(getattr(one, name), getattr(two, name), *ends[name]) for name in ends}
 
@@ -334,7 +324,7 @@ class Judge:
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
         found, limit = [], math.log1p(self.given.cost)
-        for name, length in zip(("inside", "far"), self.lengths, strict=True):
+        for name, length in self.lengths.items():
             change, where = changes[name], f"perplexity at {length} tokens"
             if change.low > limit or (name == "far" and change.worse):
                 found.append(f"its {where} rises by {change.percent}")
@@ -362,7 +352,7 @@ class Descent(Judge):
                 f"the loss is NaN or infinite at {trials.given.target_length} tokens under "
                 f"{start}; load the model in float32 or bfloat16"
             )
-        self.tried: dict[str, Trial] = {_key(start): self.trial(start)}
+        self.tried: dict[str, Method] = {_key(start): start}
         self.losses: dict[str, float] = {_key(start): self.before.loss}  # without objections
 
     def best(self, grid: Grid) -> Method:
@@ -390,11 +380,11 @@ class Descent(Judge):
 
         for value in values:
             add(value)
-        for _ in range(_WALK if name == SCALAR else 0):
-            beyond = here() + (_STEP if here() == max(line) else -_STEP)
-            if min(line) < here() < max(line) or beyond <= 0 or not add(beyond):
-                break
         if name == SCALAR:
+            for _ in range(_WALK):
+                beyond = here() + (_STEP if here() == max(line) else -_STEP)
+                if min(line) < here() < max(line) or beyond <= 0 or not add(beyond):
+                    break
             middle = here()
             below = max((x for x in line if x < middle), default=middle)
             above = min((x for x in line if x > middle), default=middle)
@@ -409,9 +399,9 @@ class Descent(Judge):
             made = replace(method, **{name: value})
             made.resolved(self.trials.rope)
             if _key(made) not in self.tried:
-                self.tried[_key(made)] = self.trial(made)
                 if not self.objections(self.changes(made)):
-                    self.losses[_key(made)] = self.trials.scores(made, self.half).loss
+                    self.losses[_key(made)] = self.scores(made).loss
+                self.tried[_key(made)] = made
         except MeasureError:
             raise
         except RopeExtError:

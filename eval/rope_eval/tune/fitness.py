@@ -2,8 +2,7 @@
 
 Windows of a text measure how well a model continues it. The answer tokens of needles measure
 whether it finds distant information: LongRoPE2 (arXiv 2502.20082, section 3.2) searches with their
-loss alone, because most other tokens hardly need a long context. Each row is scored in one forward,
-and rows of the same length are batched.
+loss alone, because most other tokens hardly need a long context.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,52 +22,43 @@ from transformers import PreTrainedModel
 from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, blanks, encode
 from rope_eval.data.text import read_texts
-from rope_eval.forward import score
+from rope_eval.data.words import NOUNS
+from rope_eval.forward import cost, score
 from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.rotary.sites import evaluating, unwrap
 
-Hay = Literal["filler", "text"]
-HAY: tuple[Hay, ...] = ("filler", "text")
+HAY = ("filler", "text")
 MOST_REPEATED = 0.2
 """Largest share of repeated text; see :func:`repeated_share`."""
 _SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
+Advance = Callable[[float], None]
+"""Told the work (:func:`cost`) of every finished forward."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A number hidden in a text, asked for at the end.
+    """A key hidden in ``hay``, asked for at the end: the last ``count`` of ``ids`` spell it."""
 
-    Args:
-        hay: the published filler, or a text.
-        ids: tokens, including the answer.
-        count: number of tokens at the end that spell the answer.
-    """
-
-    hay: Hay
+    hay: str
     ids: tuple[int, ...]
     count: int
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Tokens, with the answer."""
         return len(self.ids)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows of a text, each with the index of its document.
+    """Windows of a text, all of the same length, and the index of the document of each."""
 
-    Args:
-        windows: token ids, all of the same length.
-        documents: one index for each.
-    """
-
-    windows: tuple[tuple[int, ...], ...]
-    documents: tuple[int, ...]
+    windows: tuple[tuple[int, ...], ...] = ()
+    documents: tuple[int, ...] = ()
 
     def by_document(self, values: Sequence[float]) -> list[list[float]]:
         """Values of the windows, grouped by document."""
@@ -79,9 +69,8 @@ class Rows:
 
     def some(self, numbers: Iterable[int]) -> Rows:
         """The windows with these indices."""
-        picked = [(self.windows[i], self.documents[i]) for i in numbers]
-        windows, documents = zip(*picked, strict=True) if picked else ((), ())
-        return Rows(windows, documents)
+        kept = list(numbers)
+        return Rows(*(tuple(part[i] for i in kept) for part in (self.windows, self.documents)))
 
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
@@ -145,89 +134,62 @@ def repeated_share(texts: Iterable[str]) -> float:
     return 1 - len(set(spans)) / max(1, len(spans))
 
 
-class Needles:
-    """Builds prompts for one tokenizer.
+def _parts(frame: Frame, hay: str, key: str) -> tuple[Sequence[int], ...]:
+    """Head, needle, question with answer, and of the latter the tokens that spell the answer."""
+    intro = encode(frame.tokenizer, INTRO) if hay == "filler" else []
+    asked, count = frame.whole(ASK, LEAD, key)
+    count -= blanks(frame.tokenizer, asked, count)
+    needle = encode(frame.tokenizer, NEEDLE.format(key=key))
+    return [*frame.head, *intro], needle, asked[len(frame.head) :], asked[-count:]
 
-    They have no chat template, because one may contain the current date.
 
-    Args:
-        tokenizer: of the model.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._frame = Frame.from_tokenizer(tokenizer, "no")
-
-    def least(self, hay: Hay) -> int:
-        """Fewest tokens of a prompt."""
-        return sum(map(len, self._parts(hay, "9" * _DIGITS)[:3]))
-
-    def prompts(
-        self, hay: Hay, length: int, count: int, texts: Sequence[Sequence[int]], seed: int
-    ) -> Iterator[Prompt]:
-        """Prompts of ``length`` tokens, their needles spread over all depths.
-
-        Args:
-            hay: around the needles.
-            length: tokens, at least :meth:`least`.
-            count: of prompts.
-            texts: token ids, as long as the longest prompt; what a ``text`` is taken from.
-            seed: of keys and depths.
-        """
-        rng = random.Random(f"needles:{seed}:{hay}:{length}")
-        filler = encode(self._tokenizer, "".join(islice(cycle(FILLER), length)))
-        for index, text in enumerate(islice(cycle(texts), count)):
-            depth = (index + rng.random()) / count
-            key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
-            head, needle, asked, answer = self._parts(hay, key)
-            room = length - len(head) - len(needle) - len(asked)
-            cut, text = round(depth * room), filler if hay == "filler" else text
-            ids = chain(head, text[:cut], needle, text[cut:room], asked)
-            yield Prompt(hay, tuple(ids), answer)
-
-    def _parts(self, hay: Hay, key: str) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
-        """Head, needle, question with answer, and how many tokens of it spell the answer."""
-        tokenizer, head = self._tokenizer, self._frame.head
-        intro = encode(tokenizer, INTRO) if hay == "filler" else []
-        asked, count = self._frame.whole(ASK, LEAD, key)
-        count -= blanks(tokenizer, asked, count)
-        needle = encode(tokenizer, NEEDLE.format(key=key))
-        return [*head, *intro], needle, asked[len(head) :], count
+def shortest(tokenizer: Any, hay: str) -> int:
+    """Fewest tokens of a prompt; without a chat template, since one may hold the date."""
+    parts = _parts(Frame.from_tokenizer(tokenizer, "no"), hay, "9" * _DIGITS)
+    return sum(map(len, parts[:3]))
 
 
 def prompts_of(
-    tokenizer: Any, lengths: Sequence[int], count: int, texts: Sequence[Sequence[int]], seed: int
+    tokenizer: Any,
+    lengths: Sequence[int],
+    count: int,
+    texts: Sequence[Sequence[int]],
+    seed: int,
+    needle: str = "number",
 ) -> tuple[Prompt, ...]:
-    """``count`` prompts of each length, alternately in filler and in the text.
+    """``count`` prompts of each length, alternately in filler and in the text, at all depths.
 
     A hay in which no prompt of the shortest length fits is left out. ``texts`` are token ids, at
-    least of the longest length.
+    least of the longest length; ``needle`` is ``number`` or ``word``, as of passkeys.
     """
-    needles = Needles(tokenizer)
-    hays: list[Hay] = [hay for hay in HAY if count and needles.least(hay) <= min(lengths)]
-    return tuple(
-        prompt
-        for length in lengths
-        for turn, hay in enumerate(hays)
-        for prompt in needles.prompts(hay, length, len(range(turn, count, len(hays))), texts, seed)
-    )
-
-
-Advance = Callable[[int], None]
+    frame, prompts = Frame.from_tokenizer(tokenizer, "no"), []
+    hays = [hay for hay in HAY if count and shortest(tokenizer, hay) <= min(lengths)]
+    for length in lengths:
+        filler = encode(tokenizer, "".join(islice(cycle(FILLER), length)))
+        for turn, hay in enumerate(hays):
+            rng = random.Random(f"needles:{seed}:{hay}:{length}")
+            number = len(range(turn, count, len(hays)))
+            for index, text in enumerate(islice(cycle(texts), number)):
+                depth = (index + rng.random()) / number
+                key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
+                key = rng.choice(NOUNS) if needle == "word" else key
+                head, hidden, asked, answer = _parts(frame, hay, key)
+                room = length - len(head) - len(hidden) - len(asked)
+                cut, text = round(depth * room), filler if hay == "filler" else text
+                ids = chain(head, text[:cut], hidden, text[cut:room], asked)
+                prompts.append(Prompt(hay, tuple(ids), len(answer)))
+    return tuple(prompts)
 
 
 def losses_at_end(
     model: nn.Module, windows: Sequence[Sequence[int]], scored: int, advance: Advance
 ) -> list[float]:
-    """Mean loss of the last ``scored`` tokens of every window in nats; infinite if it is NaN.
-
-    ``advance`` is called with the number of finished windows after every forward.
-    """
+    """Mean loss of the last ``scored`` tokens of every window in nats; infinite if it is NaN."""
     found: list[float] = []
-    for batch in _batches(model, windows):
+    for batch in _batches(model, windows, windows):
         losses, _ = score(model, batch, scored)
         found += map(_finite, losses.double().mean(1).tolist())
-        advance(len(batch))
+        advance(len(batch) * cost(len(batch[0])))
     return found
 
 
@@ -238,27 +200,24 @@ def losses_of_answers(
     found: dict[int, tuple[float, bool]] = {}
     for length in sorted({prompt.length for prompt in prompts}):
         numbers = [i for i, prompt in enumerate(prompts) if prompt.length == length]
-        for batch in _batches(model, numbers, length):
+        for batch in _batches(model, numbers, [prompts[numbers[0]].ids]):
             asked = [prompts[i] for i in batch]
             tail = max(prompt.count for prompt in asked)
             losses, hits = score(model, [prompt.ids for prompt in asked], tail)
             for row, (i, prompt) in enumerate(zip(batch, asked, strict=True)):
                 loss = float(losses[row, -prompt.count :].double().mean())
                 found[i] = _finite(loss), bool(hits[row, -prompt.count :].all())
-            advance(len(batch))
+            advance(len(batch) * cost(length))
     return [found[i] for i in range(len(prompts))]
 
 
 def _batches(
-    model: nn.Module, rows: Sequence[Any], length: int | None = None
+    model: nn.Module, rows: Sequence[Any], windows: Sequence[Sequence[int]]
 ) -> Iterator[Sequence[Any]]:
-    """Batches of rows as large as in an evaluation; always the same rows together."""
-    if not rows:
-        return
+    """Batches of rows of one length, as large as in an evaluation; always the same together."""
     tokens = 8192 if model.device.type == "cpu" else 32768
-    size = max(1, tokens // (length or len(rows[0])))
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+    size = max(1, tokens // len(windows[0])) if rows else 1
+    yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def _finite(loss: float) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rope_eval.options import option
 from rope_eval.settings import require_seed
+from rope_eval.tasks.base import require_one_of
 from rope_ext.command.arguments import parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
@@ -22,10 +23,6 @@ FEWEST_SAMPLES = 4
 """Windows that decide: the differences of fewer often have one sign by chance."""
 CONFIDENCE = 0.99
 """Of the intervals by which a default is replaced: many candidates are tried."""
-
-
-def _scored(text: str) -> int:
-    return parse_length(text, "--scored") if text != "0" else 0
 
 
 @dataclass(kw_only=True)
@@ -42,7 +39,12 @@ class TuneOptions:
 
     target_length: int
     samples: int
-    prompts: int = option(16, "Passkey prompts of each length; 0 judges by the text alone.")
+    prompts: int = option(
+        16, f"Passkey prompts of each length: at least {FEWEST_PROMPTS}, or 0 for the text alone."
+    )
+    needle: Literal["number", "word"] = option(
+        "number", "number, or word: a key that small models can copy.", str
+    )
     seed: int = option(0, "Random seed.")
     compose: bool = option(False, "Apply on top of existing RoPE scaling.")
     scored: int | None = None
@@ -58,6 +60,7 @@ class TuneOptions:
                 f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}, "
                 f"since fewer say too little about retrieval"
             )
+        require_one_of(needle=(self.needle, ("number", "word")))
         require_seed(self.seed)
 
     @property
@@ -107,7 +110,7 @@ class SearchOptions(TuneOptions):
             that is saved. None tries a few ramps and attention factors.
     """
 
-    samples: int = option(5, "Text windows used to score a table.")
+    samples: int = option(5, "Text windows used to score a table, at least 1.")
     population: int = option(64, "Number of initial tables.")
     iterations: int = option(40, "Number of iterations of evolution.")
     mutations: int = option(16, "New tables per iteration, by mutation.")
@@ -117,7 +120,7 @@ class SearchOptions(TuneOptions):
         None,
         "Number of tokens to score at the end of each window; 0 scores passkeys alone. "
         "Default: half.",
-        _scored,
+        parse_length,
     )
     critical: int | None = option(
         None, "First pair to search; lower pairs follow NTK. Default: all pairs.", int
@@ -125,7 +128,7 @@ class SearchOptions(TuneOptions):
     start_tokens: Iterable[int] = option(
         (0,),
         "Numbers of start tokens to choose from; values above 0 cannot be exported.",
-        lambda text: parse_lengths(text, "--start-tokens"),
+        parse_lengths,
         repeat=False,
     )
     attention_factor: float | None = option(
@@ -152,11 +155,6 @@ class SearchOptions(TuneOptions):
         if self.critical is not None:
             self._require_whole(critical=1)
 
-    @property
-    def tables(self) -> int:
-        """The most tables that are tried."""
-        return self.population + self.iterations * (self.mutations + self.crossovers)
-
 
 @dataclass(kw_only=True)
 class CalibrationOptions(TuneOptions):
@@ -172,12 +170,21 @@ class CalibrationOptions(TuneOptions):
         "Method options to find, such as attention_factor,window. Default: all.",
         split,
     )
+    cheap: bool = option(
+        False,
+        f"For long targets: --samples {FEWEST_SAMPLES} --prompts 0 --options attention_factor.",
+    )
     scored: int | None = option(
-        None, "Number of tokens to score at the end of each window. Default: a quarter.", _scored
+        None,
+        "Number of tokens to score at the end of each window. Default: a quarter.",
+        parse_length,
     )
     cost: float = option(0.02, "Largest increase of perplexity, as a share.")
 
     def __post_init__(self) -> None:
+        if self.cheap:
+            self.samples, self.prompts = FEWEST_SAMPLES, 0
+            self.options = ("attention_factor",)
         super().__post_init__()
         if self.scored is None:
             self.scored = max(1, self.target_length // 4)

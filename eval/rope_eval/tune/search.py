@@ -29,7 +29,7 @@ from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
 from rope_eval.tune.fitness import Rows, fingerprint, prompts_of, read, windows_of
 from rope_eval.tune.options import CONFIDENCE, SearchOptions
-from rope_eval.tune.trials import ROOM, Sample, Scores, Trials, from_json, read_log, trained_rope
+from rope_eval.tune.trials import ROOM, Sample, Scores, Trials, read_log, trained_rope
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
@@ -51,12 +51,9 @@ L = TypeVar("L", bound=FrequencyMethod)
 
 
 class Candidate(NamedTuple):
-    """The number of every pair in hundredths, ascending, and what goes with it.
+    """The number of every pair in hundredths, ascending, and the start tokens that go without.
 
-    Args:
-        table: the numbers.
-        start: how many start tokens go without.
-        scale: what cos and sin are multiplied by, in hundredths; None: it is not searched.
+    ``scale`` is what cos and sin are multiplied by, in hundredths; None: it is not searched.
     """
 
     table: tuple[int, ...]
@@ -66,15 +63,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What evolution chooses from.
+    """What evolution chooses from: numbers from ``least`` to ``most``, ``starts`` and ``scales``.
 
-    Args:
-        most: the largest number, in hundredths.
-        starts: numbers of start tokens.
-        probability: that a mutation changes a number.
-        scales: what cos and sin are multiplied by, in hundredths, ascending; none: not searched.
-        critical: the first pair that is searched; those below it follow from its number.
-        least: the smallest number of those searched, in hundredths.
+    Numbers are in hundredths, those of pairs below ``critical`` follow from that of the critical
+    one, and ``probability`` is that of a mutation to change a number.
     """
 
     most: int
@@ -325,8 +317,9 @@ def _samples(
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
-        prompts = prompts_of(tokenizer, lengths, given.prompts, own.windows, seed)
-        samples.append(Sample(name, own if given.scored else Rows((), ()), prompts))
+        asked = (lengths, given.prompts, own.windows, seed, given.needle)
+        prompts = prompts_of(tokenizer, *asked)
+        samples.append(Sample(name, own if given.scored else Rows(), prompts))
     return samples
 
 
@@ -340,9 +333,10 @@ def _searched(
     """Evolution from the tables of known methods; the best is kept in ``output``."""
     rope, factor = trials.rope, given.target_length / trials.rope.length
     scales = FACTORS if given.attention_factor is None and given.start is None else ()
-    total = (1 + len(known) + len(scales) + given.tables) * len(samples[0])
+    tables = given.population + given.iterations * (given.mutations + given.crossovers)
+    most = (len(known) + len(scales) + tables, 2 * _FINALISTS + 1)
     tried: dict[FrequencyMethod, float] = {}
-    with trials.progress(total + (2 * _FINALISTS + 2) * len(samples[1])):
+    with trials.progress(list(zip(samples, most, strict=True))):
         (ranking, validation), notes = trials.counting(samples)
         for note in notes:
             _logger.warning("rope_ext: %s", note)
@@ -448,22 +442,23 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 def summary(output: Path) -> str:
     """What is in the log beside ``output``, for people to read."""
     settings, log = read_log(output.with_suffix(".jsonl"), "search")
-    both = [(json.loads(trial), from_json(scores)) for trial, scores in log.items()]
+    both = [(json.loads(trial), Scores.from_json(scores)) for trial, scores in log.items()]
     tried = {
         sample: [(t["method"], s) for t, s in both if t["method"] and t["sample"] == sample]
         for sample in (RANKING, VALIDATION)
     }
-    tables = [scores for method, scores in tried[RANKING] if method["name"] == LongRoPE.name]
+    asked = ", and passkeys found" * any(scores.found for _, scores in tried[RANKING])
     lines = [
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
-        f"{settings['target_length']}, and passkeys found:"
+        f"{settings['target_length']}{asked}:"
     ]
+    best: dict[str, Scores] = {}  # of yarn with other ramps and temperatures
     for method, scores in tried[RANKING]:
-        if method["name"] != LongRoPE.name:
-            name = f"{method['name']} {method.get('attention_factor') or ''}".rstrip()
-            lines.append(f"  {name:<10}{_numbers(scores)}")
-    best = min(tables, key=lambda scores: scores.loss)
-    lines.append(f"  {LongRoPE.name:<10}{_numbers(best)}, best of {len(tables)} tables")
+        best[method["name"]] = min(scores, best.get(method["name"], scores), key=lambda s: s.loss)
+    for name, scores in best.items():
+        count = sum(method["name"] == name for method, _ in tried[RANKING])
+        what = "tables" if name == LongRoPE.name else "settings"
+        lines.append(f"  {name:<10}{_numbers(scores)}" + f", best of {count} {what}" * (count > 1))
     kept = json.loads(output.read_text(encoding="utf-8"))
     for place, (method, scores) in enumerate(tried[VALIDATION]):
         if _said(method) == kept:

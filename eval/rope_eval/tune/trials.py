@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from rope_eval.folder import writing
-from rope_eval.log import Log, read_lines, to_line
+from rope_eval.folder import Log, read_lines, to_line, writing
+from rope_eval.forward import cost
 from rope_eval.reports.calibration import mean
 from rope_eval.tasks.passkey import MIN_FOUND
 from rope_eval.tune.fitness import Prompt, Rows, losses_at_end, losses_of_answers
@@ -35,13 +35,10 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """What methods are measured on.
+    """What methods are measured on; its ``name`` is for the log.
 
-    Args:
-        name: of the sample, for the log.
-        rows: windows of the target length.
-        prompts: of the trained and of the target length.
-        inside: for each window, those of the trained length that it is cut into, if they count.
+    ``rows`` are windows of the target length, ``inside`` those of the trained length that each is
+    cut into, if they count, and ``prompts`` are of both lengths.
     """
 
     name: str
@@ -56,11 +53,21 @@ class Sample:
 
     @property
     def tokens(self) -> list[tuple[int, ...]]:
-        """Token ids of all windows and prompts."""
-        return [*self.rows.windows, *(prompt.ids for prompt in self.prompts)]
+        """Token ids of everything that is measured, a forward of one row each."""
+        return [*self.rows.windows, *(prompt.ids for prompt in self.prompts), *self.pieces]
 
     def __len__(self) -> int:
-        return len(self.rows.windows) + len(self.pieces) + len(self.prompts)
+        return len(self.tokens)
+
+    @property
+    def work(self) -> float:
+        """As :func:`cost`."""
+        return sum(cost(len(ids)) for ids in self.tokens)
+
+    def within(self, trained: int) -> Sample:
+        """What the unpatched model is measured on: all that is no longer than this."""
+        prompts = tuple(prompt for prompt in self.prompts if prompt.length == trained)
+        return replace(self, rows=Rows(), prompts=prompts)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,11 @@ class Scores:
         both = zip(sample.prompts, self.found, strict=True)
         return [hit for prompt, hit in both if prompt.length == length]
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Sequence[Any]]) -> Scores:
+        """The scores in a line of the log, which has None for infinite losses."""
+        return cls(**{k: tuple(math.inf if x is None else x for x in v) for k, v in data.items()})
+
 
 class Trials:
     """Measures methods, each once, on a model that is not patched.
@@ -118,7 +130,7 @@ class Trials:
         self.forwards = 0  # of one row each, made now or before
         self.known: dict[str, Any] = {}
         self.done: set[str] = set()
-        self.log, self.advance, self.show = None, lambda rows: None, lambda **changes: None
+        self.log, self.advance, self.show = None, lambda work: None, lambda **changes: None
         if path is None:
             return
         settings = json.loads(json.dumps({"format": FORMAT, **settings}))
@@ -135,13 +147,20 @@ class Trials:
         self.log.open()
 
     @contextmanager
-    def progress(self, forwards: int) -> Iterator[None]:
-        """Show how many forwards are made at most, and the time that they take."""
-        from rope_ext.command.terminal import progress  # rich is not loaded with the package
+    def progress(self, samples: Sequence[tuple[Sample, int]]) -> Iterator[None]:
+        """Say how many forwards are made at most, and show the time that they take.
 
+        ``samples`` come with the number of methods that are measured on each; the unpatched model
+        is one more.
+        """
+        from rope_ext.command.terminal import progress, tell  # rich is not loaded with the package
+
+        rounds = [*samples, *((sample.within(self.rope.length), 1) for sample, _ in samples)]
+        forwards = sum(len(sample) * count for sample, count in rounds)
+        tokens = sum(len(ids) * count for sample, count in rounds for ids in sample.tokens)
+        tell(f"at most {forwards:,} forwards of one row, {tokens:,} tokens")
         with evaluating(self.model), progress() as shown:
-            words = f"at most {forwards} forwards of {self.given.target_length} tokens"
-            bar = shown.add_task(words, total=forwards)
+            bar = shown.add_task("", total=sum(one.work * count for one, count in rounds))
             self.advance, self.show = partial(shown.advance, bar), partial(shown.update, bar)
             yield
 
@@ -151,17 +170,15 @@ class Trials:
         Raises:
             RopeExtError: the model does not accept the method, or the log cannot be written.
         """
-        if method is None:
-            prompts = [p for p in sample.prompts if p.length == self.rope.length]
-            sample = replace(sample, rows=Rows((), ()), prompts=tuple(prompts))
+        sample = sample.within(self.rope.length) if method is None else sample
         trial = {"method": method and method_to_json(method), "sample": sample.name}
         key = json.dumps(trial)
         first = key not in self.done
         self.done.add(key)
         self.forwards += len(sample) * first
         if (known := self.known.get(key)) is not None:
-            self.advance(len(sample) * first)
-            return from_json(known)
+            self.advance(sample.work * first)
+            return Scores.from_json(known)
         with (
             nullcontext() if method is None else patched(self.model, method, **self.given.arguments)
         ):
@@ -171,9 +188,10 @@ class Trials:
         inside = [mean([next(pieces) for _ in each]) for each in sample.inside]
         losses, found = zip(*answers, strict=True) if answers else ((), ())
         scores = Scores(tuple(far), tuple(inside), losses, found)
-        self.known[key] = _to_json(scores)
+        plain = asdict(scores).items()
+        self.known[key] = {k: [None if x == math.inf else x for x in v] for k, v in plain}
         if self.log is not None:
-            self.log.add(to_line({**trial, "scores": _to_json(scores)}))
+            self.log.add(to_line({**trial, "scores": self.known[key]}))
         return scores
 
     def _losses(self, rows: Sequence[Sequence[int]], scored: int) -> list[float]:
@@ -187,15 +205,15 @@ class Trials:
         """
         hits: dict[str, list[bool]] = {}
         for sample in samples:
-            prompts = [p for p in sample.prompts if p.length == self.rope.length]
+            prompts = sample.within(self.rope.length).prompts
             for prompt, hit in zip(prompts, self.scores(None, sample).found, strict=True):
                 hits.setdefault(prompt.hay, []).append(hit)
-        left = {hay for hay, found in hits.items() if sum(found) < MIN_FOUND * len(found)}
+        left = [hay for hay, found in hits.items() if sum(found) < MIN_FOUND * len(found)]
+        easier = "; an easier one may be found: --needle word" * (self.given.needle == "number")
         notes = [
             f"answers hidden in {hay} do not count: within its {self.rope.length} trained tokens "
-            f"the unpatched model finds {sum(hits[hay])} of {len(hits[hay])}"
-            for hay in hits
-            if hay in left
+            f"the unpatched model finds {sum(hits[hay])} of {len(hits[hay])}{easier}"
+            for hay in left
         ]
         return [
             replace(sample, prompts=tuple(p for p in sample.prompts if p.hay not in left))
@@ -235,17 +253,3 @@ def read_log(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise MeasureError(f"{path} is not the log of a {kind}; delete it, or give another output")
     trials = [(line, line.pop("scores")) for line in lines[1:] if "scores" in line]
     return settings, {json.dumps(trial): scores for trial, scores in trials}
-
-
-def _to_json(scores: Scores) -> dict[str, list[Any]]:
-    """Plain values, None for infinite losses."""
-    return {
-        name: [None if x == math.inf else x for x in values]
-        for name, values in asdict(scores).items()
-    }
-
-
-def from_json(data: Mapping[str, Sequence[Any]]) -> Scores:
-    """The scores in a line of the log."""
-    read: Any = {name: tuple(math.inf if x is None else x for x in xs) for name, xs in data.items()}
-    return Scores(**read)

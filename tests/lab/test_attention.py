@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import rope_ext
-from rope_eval.plots import attention
-from rope_eval.plots.attention import FIRST, by_distance, evenly, octaves
+from lab import attention
+from lab.attention import FIRST, by_distance, evenly, octaves
+from rope_eval.plots.style import figure_of
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, METHODS, by_formula, by_geometry, patch
@@ -108,3 +111,19 @@ def test_bins_are_octaves_that_meet_the_trained_length() -> None:
     assert octaves(8, 64) == (0, 1, 2, 4, 8, 16, 32, 64)
     assert octaves(100, 450) == (0, 1, 2, 3, 6, 12, 25, 50, 100, 200, 400, 450)
     assert octaves(512, 5) == (0, 1, 2, 4, 5)
+
+
+def test_it_is_drawn_with_a_line_for_every_method(checkpoint: Path, tmp_path: Path) -> None:
+    drawn = []
+    words = [str(checkpoint), "--method", "yarn,rerope", "--output", str(tmp_path / "one.png")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "draw", lambda axes, *given: drawn.extend(given))
+        attention.main([*words, "--text", __file__, "--windows", "1"])
+    lines, within, trained = drawn
+    assert list(lines) == ["unpatched", "yarn", "rerope"] and trained == within.edges[-1] == 128
+    shares = [found.shares for found in lines.values()]
+    assert all(found.edges[-1] == 512 for found in lines.values())
+    assert not torch.allclose(shares[0], shares[1], atol=1e-3)
+    figure = figure_of(4, 3)
+    attention.draw(figure.subplots(), *drawn)
+    assert (tmp_path / "one.png").stat().st_size > 1000

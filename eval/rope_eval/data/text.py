@@ -1,13 +1,15 @@
-"""Text from your files and data sets, or from Python itself."""
+"""Text from your files and data sets, or from Python itself, and words for prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import re
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -114,3 +116,23 @@ def library_words() -> tuple[str, ...]:
     for text in (python_documentation(), *python_library("train")):
         found.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
     return tuple(sorted(found))
+
+
+_LISTS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split("\n\n")
+ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
+
+
+@cache
+def pairs() -> tuple[str, ...]:
+    """Every adjective with every noun, as ``adjective-noun``, like RULER's keys."""
+    return tuple(f"{one}-{other}" for one, other in product(ADJECTIVES, NOUNS))
+
+
+def many_words(count: int, rng: random.Random) -> list[str]:
+    """``count`` different words in random order: those in Python's library, then made-up ones."""
+    ordinary = library_words()
+    words = dict.fromkeys(rng.sample(ordinary, min(count, len(ordinary))))
+    while len(words) < count:  # ends: there are millions
+        syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+        words["".join(syllables) + rng.choice("dklmnrst")] = None
+    return list(words)

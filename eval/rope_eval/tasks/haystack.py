@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame
-from rope_eval.data.text import python_documentation, read_texts, sentences
-from rope_eval.data.words import pairs
+from rope_eval.data.text import pairs, python_documentation, read_texts, sentences
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, option, register
 from rope_ext.errors import MeasureError, OptionError, first_line

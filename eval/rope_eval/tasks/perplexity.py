@@ -305,9 +305,8 @@ class Perplexity(Segments):
             ),
             "start": "the first tokens of each segment, as many as the length",
         }[str(self.protocol)]
-        if self.min_context:
-            what += f", less the very first {self.min_context}"
-        return f"token-weighted perplexity of {what}; {segments}"
+        less = f", less the very first {self.min_context}" if self.min_context else ""
+        return f"token-weighted perplexity of {what}{less}; {segments}"
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:

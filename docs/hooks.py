@@ -1,4 +1,4 @@
-"""What mkdocs adds to the written pages, so that nothing on them can differ from the code.
+"""Adds to the written pages what follows from the code, when mkdocs builds the site.
 
 * Formulas between dollar signs become MathML, and ``arXiv 2309.00071`` a link.
 * A page in ``methods/`` or ``encodings/`` has the title, the formula and the path of the docstring,
@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rope_ext
 from rope_eval.plots.pictures import draw
 from rope_ext.engines import Engine, all_engines
+from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.methods import Method, all_encodings, all_methods
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,7 @@ A hook on the rotary module looks up the frequencies of every row, which takes a
 millisecond per forward ([measurements](../speed.md)). Memory and cache are those of the unpatched
 model."""
 POSITIONS = """\
-Attention takes two or three calls of a flash kernel instead of one, which is somewhat slower.
+Attention makes two or three calls of a flash kernel instead of one, which is somewhat slower.
 Memory is linear in the length, and every cache of transformers works
 ([measurements](../speed.md))."""
 
@@ -271,8 +272,8 @@ def _saving(method: Method) -> str:
 def _engines(method: Method) -> str:
     found = {engine.title: how for engine, how in _served(method).items()}
     runs = [title for title, how in found.items() if how != REFUSED and title != "transformers"]
-    if not runs and method.kind == "position":
-        return "vLLM, on CPUs, by a [plugin](../engines/index.md#vllm-and-sglang)"
+    if method.name in PLUGIN_METHODS:
+        return "vLLM on CPUs, with a [plugin](../engines/index.md#vllm-and-sglang)"
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
 
 
@@ -342,7 +343,7 @@ def measured_tables(name: str) -> str:
                 shown = [rows[each] for each in ("unpatched", name) if each in rows]
                 made.append("\n".join((MEASURED.format(model=model), *_turned([head, *shown]))))
                 break  # later tables of a model have longer factors and other settings
-    return "\n\n".join(made) or "Not measured: the method needs a table that you search for."
+    return "\n\n".join(made) or "Not measured on a pretrained model."
 
 
 def _turned(lines: list[str]) -> Iterator[str]:

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="GGUF file or directory; default: downloaded")
     parser.add_argument("--questions", type=Path, help="documents and prompts as tokens")
     parser.add_argument("--output", type=Path, help="JSON lines, appended to")
+    parser.add_argument("--methods", nargs="+", default=[], help="only these, e.g. a new one")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after that")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prepare", action="store_true", help="only write the file of questions")
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder_of, dtype=torch.bfloat16, **weights)
     model.to(args.device).eval()
     read = questions.Questions.read(path)
-    finished = Measurement(chosen.name, model, read, chosen.trained, output, until).run()
+    measured = (chosen.name, model, read, chosen.trained, output, until, args.methods)
+    finished = Measurement(*measured).run()
     print(f"{output}: {'all cells are measured' if finished else 'run it again to go on'}")
 
 

@@ -3,7 +3,7 @@
     python -m lab.surgery tiny-512
 
 Each operation is a run of recipes/finetune.py with the same number of steps and tokens, evaluated
-before and after training by rope_eval. Finished steps are skipped.
+before and after training with rope_eval. Finished steps are skipped.
 
 * yarn: extend RoPE with PoSE, as in the checkpoint's recipe.
 * drope (arXiv 2512.12167): drop RoPE, train at the trained length, and use the temperature of
@@ -11,11 +11,11 @@ before and after training by rope_eval. Finished steps are skipped.
 * alibi: replace RoPE by ALiBi.
 * every_4th: drop RoPE from every fourth layer.
 
-With ``--only``, also swan (arXiv 2504.08719): drop RoPE from the first layer of four and give the
-others a window; swan_last: from the last one; t5, kerple_log and every other encoding that
-rope_ext.fit supports: replace RoPE by this encoding; t5_fitted and so on: fit it to RoPE first;
-repo: positions from hidden states; repo_shifted: beginning with the model's own. ``--steps 0``
-evaluates without training.
+Further operations for ``--only``: swan (arXiv 2504.08719) drops RoPE from the first of every four
+layers and gives the others a window; swan_last drops it from the last of four; t5, kerple_log and
+every other encoding that rope_ext.fit supports replace RoPE; t5_fitted and so on are fitted to RoPE
+first; repo computes positions from hidden states; repo_shifted starts from the model's own.
+``--steps 0`` evaluates without training.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ OPERATIONS = {
     "alibi": Operation(("--method", "alibi", *_CONSECUTIVE), "alibi"),
     "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
 }
-DEFAULT = tuple(OPERATIONS)  # those that run unless others are chosen
+DEFAULT = tuple(OPERATIONS)  # operations that run by default
 _SWAN = ("--method", "swan", *_CONSECUTIVE)
 OPERATIONS["swan"] = Operation(_SWAN, "swan")
 OPERATIONS["swan_last"] = Operation((*_SWAN, "--method_options", '{"start": 3}'), "swan")

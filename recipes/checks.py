@@ -64,7 +64,7 @@ RULES: dict[str, Rule] = {
     "dataloader_prefetch_factor": at_least(1),
     "ddp_timeout": at_least(1),
 }
-"""Rules for the numeric settings of recipes/finetune.py: a check, and a description for errors."""
+"""Rules for the numeric settings of recipes/finetune.py: a check and its description in errors."""
 
 
 def out_of_range(
@@ -95,8 +95,8 @@ def out_of_range(
 def unsupported(values: dict[str, Any]) -> Iterator[str]:
     """Error messages for settings that this machine does not support.
 
-    These settings are removed from ``values``: TrainingArguments would raise an error for the first
-    one only, without saying how to fix it.
+    These settings are removed from ``values``, because TrainingArguments would raise an error only
+    for the first one, without saying how to fix it.
     """
     on_cpu = values.get("use_cpu")
     if values.get("bf16") and not on_cpu and not training_args.is_torch_bf16_gpu_available():

@@ -58,7 +58,7 @@ def documents(
             data = data.to_iterable_dataset() if streaming else data
         elif Path(name).exists():
             data = _local(Path(name), streaming)
-        elif is_path(name):  # the Hub is not asked, which takes a minute without a network
+        elif is_path(name):  # do not ask the Hub, which takes a minute without a network
             raise DataError(
                 f"there is no file or directory {name!r}; give --dataset an existing one, a Hub "
                 f"dataset ID, or {PYTHON_LIBRARY}"
@@ -387,16 +387,16 @@ class Collator:
     """Collates rows into a batch.
 
     Random choices depend only on ``seed``, the epoch and the index of the row, so that a resumed
-    run and any number of processes make the same ones. Rows without an index, such as evaluation
-    rows, are left unchanged.
+    run and any number of processes make the same choices. Rows without an index, such as
+    evaluation rows, are left unchanged.
 
     Args:
         scheme: scheme of positions (recipes/positions.py); None for consecutive positions.
         seed: random seed.
         epoch: number of completed passes over the data.
-        retrieval: adds facts to some rows (recipes/retrieval.py); None for no rows.
-        weighted: give the weights of these rows, too, which only the chunked loss reads. Labels
-            whose weight is 0 are ignored in any case.
+        retrieval: adds facts to some rows (recipes/retrieval.py), or None.
+        weighted: also return the weights of these rows, which only the chunked loss reads. Labels
+            with weight 0 are always ignored.
     """
 
     scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
@@ -446,7 +446,7 @@ class Collator:
 
 
 def _separated(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch in which a token at position 0 begins a document, which sees no other."""
+    """A batch in which position 0 starts a document that does not attend to any other."""
     labels = ids.masked_fill(positions == 0, IGNORED)
     # Without a mask, transformers separates documents by their positions.
     return {"input_ids": ids, "labels": labels, "position_ids": positions}

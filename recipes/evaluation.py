@@ -1,4 +1,4 @@
-"""Evaluates during training: held-out rows, passkeys, and a plot of both."""
+"""Evaluates held-out rows and passkeys during training, and plots both."""
 
 from __future__ import annotations
 

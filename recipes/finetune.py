@@ -253,7 +253,7 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
 
 
 def _without_weights(config: Any, **options: Any) -> Any:
-    """The model of a configuration, under the patch that it was saved with."""
+    """Build a model without weights from a configuration, with the patch it was saved with."""
     record = saved_under(config)
     if record is None:
         return AutoModelForCausalLM.from_config(config, **options)
@@ -266,7 +266,7 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     """The collator of training rows."""
     share = recipe.retrieval_share
     retrieval = RetrievalRows(plan.tokenizer, share) if share else None
-    # Under context parallelism, Trainer gives each process its part of the inputs that it knows.
+    # Under context parallelism, Trainer splits only the inputs that it knows.
     weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
         scheme(recipe, plan.target), args.seed, retrieval=retrieval, weighted=weighted
@@ -452,7 +452,7 @@ class LongTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Like Trainer's, in training with the loss of restoration on the beginning of each row."""
+        """Like Trainer's; in training, adds the restoration loss on the start of each row."""
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not (self.recipe.restoration and model.training):
             return result
@@ -460,7 +460,7 @@ class LongTrainer(Trainer):
         short = inputs["input_ids"][:, : int(self.plan.target / self.recipe.factor)]
         more = self.recipe.restoration * restoration_loss(model, self.model, short)
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            # Trainer takes the loss as one of all accumulated rows.
+            # Trainer expects the share of this batch in the loss of all accumulated rows.
             more = more / self.current_gradient_accumulation_steps
         loss = loss + more.to(loss)
         return (loss, result[1]) if return_outputs else loss
@@ -514,7 +514,7 @@ class LongTrainer(Trainer):
 def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Move the scales of temperature ssmax to a group with their own rate and without decay.
 
-    They are of size 1, and steps of Adam as long as its rate: that of weights hardly moves them.
+    They are about 1, and Adam's steps are as large as its rate: a rate for weights is too small.
     """
     named = model.named_parameters()
     scales = [p for n, p in named if p.requires_grad and f".{TEMPERATURE}." in n]
@@ -642,7 +642,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
-    """Train in a directory that no other run uses.
+    """Train, with a lock on the output directory.
 
     Raises:
         MeasureError: another run is in it.
@@ -656,8 +656,8 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
         return
     with args.main_process_first(desc="reading the data"):
         rows, held = read(recipe, args, plan)
-    # The first process locks for all, beside the directory, which may be uploaded. Clusters have
-    # file systems without locks: go on there.
+    # The first process locks for all, next to the directory, which may be uploaded. Some clusters
+    # have file systems without locks: continue there.
     folder = Path(args.output_dir).resolve()
     alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
     with alone if first_process() else contextlib.nullcontext():

@@ -18,7 +18,7 @@ _MARK = 1024.0
 
 
 class ChunkedLoss:
-    """Makes the output layer of a model compute the loss, so that logits exist in chunks only.
+    """Makes the output layer of a model compute the loss in chunks, without storing all logits.
 
     The loss is computed in the layer's own forward, where FSDP and DeepSpeed have gathered its
     weight. A call without labels returns logits as usual.
@@ -49,8 +49,8 @@ class ChunkedLoss:
             None  # shifted: each label is at the token that predicts it
         )
         self.count: torch.Tensor | int | None = None
-        self.weights: torch.Tensor | None = None  # of the loss of each label
-        self.returned: torch.Tensor | None = None  # by the output layer: the loss and _MARK
+        self.weights: torch.Tensor | None = None  # weight of each label in the loss
+        self.returned: torch.Tensor | None = None  # set by the output layer: the loss and _MARK
         self.head, self.logits = head, head.forward
         forward = model.forward
 

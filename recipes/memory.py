@@ -9,8 +9,8 @@ meta device. Activations are the peak of one training step of that model on fake
 tracks every storage of the forward and backward pass from allocation to release. Only the following
 are estimated:
 
-* what FSDP2 gathers: two layers, the output layer, and the gradient of the largest of them, both as
-  computed and in float32, in which it is summed;
+* what FSDP2 gathers: two layers, the output layer, and the largest of their gradients, as computed
+  and in float32, in which it is summed;
 * the mask of packed documents, once as created, and once in the compute dtype for each layer that
   stores it;
 * under context parallelism, the keys and values of one layer, gathered from all ranks;
@@ -175,13 +175,13 @@ def step_peaks(
         length: tokens per sequence.
         bf16: use autocast, as Trainer does.
         device: device of the model.
-        restored: tokens of each row that the loss of restoration takes.
+        restored: tokens of each row in the restoration loss.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:  # gradients exist in all but the first accumulation step
             parameter.grad = torch.zeros_like(parameter)
     if all(parameter.grad is None for parameter in model.parameters()):
-        # All that is trained is what a method learns in the layers, which the meta device lacks.
+        # Only parameters of the method are trained, which do not exist on the meta device.
         model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
     model.config.get_text_config()._attn_implementation_internal = _CAUSAL
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)

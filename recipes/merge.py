@@ -74,7 +74,7 @@ def _base(adapter: Path) -> str | None:
 
 
 def tokenizer_of(adapter: Path) -> Any:
-    """Load the tokenizer next to an adapter, or that of its base.
+    """Load the tokenizer next to an adapter, or else that of its base.
 
     Raises:
         OptionError: neither has a tokenizer, or the adapter does not name its base.

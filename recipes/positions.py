@@ -108,7 +108,7 @@ class CREAM:
     2 and ``2 s``, so that middles gather in the middle of the context.
 
     Wu et al. 2024, arXiv 2406.07138, as in ``CREAM`` of their ``src/train.py``, which chooses the
-    length of head and tail once per 3000 rows, not per row. Only the code was at hand.
+    length of head and tail once per 3000 rows, not per row; written from the code alone.
 
     Args:
         target: upper bound of the positions.
@@ -136,9 +136,9 @@ class RandomFloats:
     """Sorted real positions, drawn uniformly below the target.
 
     They are float32, like the angles that transformers computes from them, so nothing rounds them
-    on the way. Shimizu et al. 2026, arXiv 2602.14050 ("random float sampling"); only the abstract
-    and summaries were at hand. The paper draws positions from the same range for every length, also
-    in inference; here, inference uses plain positions, whose distances lie in that range.
+    on the way. Shimizu et al. 2026, arXiv 2602.14050 ("random float sampling"), from the abstract
+    and summaries. The paper draws positions from the same range for every length, also in
+    inference; here, inference uses plain positions, whose distances are in that range.
 
     Args:
         target: upper bound of the positions.
@@ -158,16 +158,16 @@ class RandomFloats:
 class MixedWindows:
     """Long rows as they are, and a share of them cut into windows of the trained length.
 
-    Positions begin at 0 in every window, and no window sees another. Under a method that keeps the
-    trained frequencies within the trained length, these windows train under them, and whole rows
-    under the scaled ones.
+    Positions begin at 0 in every window, and windows do not attend to each other. With a method
+    that keeps the trained frequencies within the trained length, these windows train with them, and
+    whole rows with the scaled ones.
 
-    Shang et al. 2025, arXiv 2502.20082 (LongRoPE2), section 3.3, whose short windows are documents.
-    Only summaries of the paper were at hand.
+    Shang et al. 2025, arXiv 2502.20082 (LongRoPE2), section 3.3, whose short windows are documents;
+    from summaries of the paper.
 
     Args:
         window: tokens, at most the trained length.
-        share: of the rows that are cut.
+        share: share of the rows that are cut.
     """
 
     window: int

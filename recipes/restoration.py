@@ -1,9 +1,9 @@
-"""Keeps what an extended model does with short text: the original model teaches it.
+"""Keeps an extended model close to the original model on short text.
 
 Extending a window costs quality within the trained length. Restoration adds a loss on short rows
-(LongReD, Dong et al. 2025, arXiv 2502.07365, section 3.2): the hidden states of the extended model
-should point where those of the original one do. Both are the same weights: the teacher is the model
-without its patch and without its adapter, so that no second model is in memory.
+(LongReD, Dong et al. 2025, arXiv 2502.07365, section 3.2) that aligns the hidden states of the
+extended model with those of the original. Both share their weights: the teacher is the model
+without its patch and adapter, so no second model is in memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OPTIONS = {"output_hidden_states": True, "use_cache": False, "logits_to_keep": 1
 
 
 def restoration_loss(model: nn.Module, whole: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The mean of one minus the cosine between hidden states of the model and of its original.
+    """Return the mean of 1 - cosine between hidden states of the model and of the original.
 
-    Over all tokens, and the output of every layer; of the last one, after the norm.
+    The mean is over all tokens and layer outputs; that of the last layer is taken after the norm.
 
     Args:
         model: the model to train, as wrapped for training.
-        whole: the same model under its adapter, not wrapped otherwise.
+        whole: the same model with its adapter, without other wrappers.
         ids: token ids of short rows, ``[rows, tokens]``.
     """
     with torch.no_grad(), whole.disable_adapter(), rope_ext.unpatched(whole):
@@ -37,7 +37,7 @@ def restoration_loss(model: nn.Module, whole: Any, ids: torch.Tensor) -> torch.T
 def distance(
     model: nn.Module, ids: torch.Tensor, originals: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The loss of a model whose hidden states should be these."""
+    """:func:`restoration_loss` for given hidden states of the original model."""
     states = model(input_ids=ids, **OPTIONS).hidden_states
     pairs = zip(states[1:], originals[1:], strict=True)  # the first are the embeddings
     losses = [

@@ -50,8 +50,8 @@ class RetrievalRows:
     do questions. The row drops its last tokens for them and keeps its length. In half of these rows
     the text is one passage, repeated.
 
-    Facts and questions have no loss, because nothing predicts a random value, and neither has
-    repeated text. The answers are few: together they weigh as much as half a row of text.
+    Facts and questions have no loss, because nothing predicts a random value; repeated text has
+    none either. The answers are few: together they weigh as much as half a row of text.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -92,7 +92,7 @@ class RetrievalRows:
         shuffled = zip(*rng.sample(questions, len(questions)), strict=True)
         end, answered = (list(chain.from_iterable(parts)) for parts in shuffled)
         text, weight = ids[: len(ids) - len(end) - sum(map(len, stated))], 1.0
-        if rng.random() < 0.5:  # as monotonous as the filler of passkey prompts
+        if rng.random() < 0.5:  # as repetitive as the filler of passkey prompts
             size = rng.randint(*_PASSAGE)
             text, weight = list(islice(cycle(text[:size]), len(text))), 0.0
         # Never before the first token, which may be a start token.
@@ -115,13 +115,13 @@ class RetrievalRows:
         before, after = ("\n" + wording + "\n").format(name=name, value="\0").split("\0")
         head = encode(self.tokenizer, before)
         tail = encode(self.tokenizer, after)[::-1]
-        # A token may hold letters of both, and then belongs to the answer.
+        # A token with letters of both belongs to the answer.
         first = sum(accumulate(map(eq, ids, head), and_))
         last = sum(accumulate(map(eq, ids[::-1], tail), and_))
         return ids, [first <= i < len(ids) - last for i in range(len(ids))]
 
 
 def _value(rng: random.Random) -> str:
-    """Four to eight digits, or letters instead in one of four cases."""
+    """Four to eight digits, or letters with a probability of 1/4."""
     pool = string.digits if rng.random() < 0.75 else string.ascii_lowercase
     return "".join(rng.choices(pool, k=rng.randint(4, _LONGEST_VALUE)))

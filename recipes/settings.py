@@ -45,9 +45,9 @@ POSITIONS = (
     *("cream", "random_floats", "mixed_windows"),
 )
 LONG_ROWS = ("consecutive", "mixed_windows")
-"""Schemes that train on rows longer than the trained length; the others, on short ones."""
+"""Schemes for rows longer than the trained length; the others use short rows."""
 _LONGEST_ROW = 8192
-"""Tokens of a row where ``target_length`` is given and ``length`` is not: PoSE needs no more."""
+"""Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 STREAM = "stream.json"
@@ -81,16 +81,16 @@ class Recipe:
     factor: float = _option(4.0, "Extension factor: target length / trained length.")
     target_length: int | None = _option(
         None,
-        "Target context length instead of factor. The factor, and where they are not given, length "
-        "(the trained length, at most 8192) and minimum_document (half a row) follow from it.",
+        "Target context length instead of factor. Sets factor and, unless given, length (the "
+        "trained length, at most 8192) and minimum_document (half a row).",
     )
     method_options: str | None = _option(
         None, "Options of the method: JSON, or a calibration.json of rope-ext calibrate."
     )
     init: str = _option(
         "default",
-        "Initial parameters of an encoding: default, or model, which fits them on training rows to "
-        "the rotation that they replace; see rope_ext.fit.",
+        "Initial parameters of an encoding: default, or model, which fits them to the original "
+        "RoPE on training rows; see rope_ext.fit.",
     )
     original_max_position_embeddings: int | None = _option(
         None, "Override the trained length in the config."
@@ -142,14 +142,14 @@ class Recipe:
 
     retrieval_share: float = _option(
         0.0,
-        "Share of the rows that state facts and ask for them, so that training does not cost "
-        "retrieval; 0 leaves all rows as they are.",
+        "Share of the rows that state facts and ask for them, so that training keeps retrieval; 0 "
+        "disables it.",
     )
 
     restoration: float = _option(
         0.0,
         "Weight of a loss on rows of the trained length that keeps hidden states close to those of "
-        "the original model (needs LoRA); 0 leaves it out.",
+        "the original model (needs LoRA); 0 disables it.",
     )
 
     eval_dataset: str | None = _option(
@@ -168,8 +168,8 @@ class Recipe:
     lora_target: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
         metadata={
-            "help": "Names of linear layers, or none: LoRA in no layer, so that only what the "
-            "method learns is trained, such as temperature ssmax."
+            "help": "Names of linear layers. none: no LoRA, train only the method's own "
+            "parameters, such as those of temperature ssmax."
         },
     )
     train_embeddings_and_norms: bool = _option(
@@ -231,10 +231,10 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
 
 
 def derive(values: dict[str, Any]) -> None:
-    """Fill in, in place, what follows from ``target_length`` and ``rows_per_step``.
+    """Set the options that follow from ``target_length`` and ``rows_per_step``, in place.
 
     Raises:
-        RopeExtError: the trained length is not known, or a value is given twice over.
+        RopeExtError: the trained length is not known, or a value is given twice.
     """
     rows, target = values["rows_per_step"], values["target_length"]
     if rows is not None:
@@ -258,7 +258,7 @@ def derive(values: dict[str, Any]) -> None:
     if trained is None and values["model"] is not None:
         trained = trained_length(load_config(values["model"]))
     if trained is None:
-        return  # that the model is missing is reported with the rest
+        return  # a missing model is reported with the other mistakes
     if target <= trained:
         raise OptionError(
             f"--target_length {target} must be longer than the {trained} tokens that the model was "
@@ -475,7 +475,7 @@ def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
 
 
 def _learns(method: Any) -> bool:
-    """Whether the method has parameters: of an encoding, or of its temperature."""
+    """Whether the method learns parameters, or its temperature does."""
     if method is None or isinstance(method.chosen_temperature, SSMax):
         return method is not None
     if isinstance(method, InputEncoding):
@@ -484,7 +484,7 @@ def _learns(method: Any) -> bool:
 
 
 def _takes_fractions(method: Any) -> bool:
-    """Whether positions between two tokens mean something under the method."""
+    """Whether the method accepts fractional positions."""
     return method is None or (isinstance(method, FrequencyMethod) and not method.is_dynamic)
 
 

@@ -54,7 +54,7 @@ class Source:
         documents: documents in the column ``text``.
         tokenize: tokenizes texts.
         pack: packs tokenized documents into rows.
-        minimum: shorter documents are skipped, tokens.
+        minimum: length of the shortest document to use, tokens.
         seed: random seed of the order.
         block: minimum number of rows that are shuffled together.
     """
@@ -104,7 +104,7 @@ class Source:
             return self.documents.skip(0)
 
     def _rows(self, reading: Iterator[Any], turn: int, number: int) -> tuple[list[dict], bool]:
-        """The rows of the next documents, and whether more may follow."""
+        """The rows of the next documents, and whether more documents may follow."""
         kept: list[np.ndarray] = []
         size = 0.0
         while size < self.block:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rope_ext.encodings import Encoding
 from rope_ext.errors import OptionError
-from rope_ext.methods import FrequencyMethod, Method, all_encodings, method_class
+from rope_ext.methods import FrequencyMethod, Method, Rope, all_encodings, method_class
 from rope_ext.methods.rope import MOST_TOKENS, whole_number
 
+PRECISE_BEYOND = 131072
+"""Tokens of target length beyond which angles are computed in float64 by default."""
 SlidingLayers = Literal["auto", "keep", "scale"]
 
 
@@ -56,86 +59,89 @@ class Options:
 
     def check(self, method: Method) -> None:
         """Raise OptionError if these options are incompatible with ``method``."""
-        self._check_attention(method)
-        under = self.frequency
-        if under is None:
-            return
-        if method.kind == "frequency":
-            raise OptionError(
-                f"frequency={under!r} goes under a position method such as 'rerope', and "
-                f"{method.name} is a frequency method itself; leave one of them out"
+        for wrong, why in itertools.chain(self._faults(method), self._faults_of_frequency(method)):
+            if wrong:
+                raise OptionError(why)
+
+    def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
+        """Whether ``bias`` and ``layers`` are incompatible with ``method``, and why."""
+        name, bias, layers = method.name, self.bias, self.layers
+        yield (
+            bias is not None and method.kind == "encoding",
+            f"{name} takes the place of the rotation, and bias= is added to one that stays; leave "
+            f"bias out, or patch with 'rope' or 'yarn'",
+        )
+        numbers = (method.temperature, method.attention_factor, bias, self.frequency)
+        yield (
+            method.kind == "rotation" and numbers == (None, None, None, None),
+            f"{name} leaves the rotation as trained, and no other change was requested; pass "
+            f"bias='alibi' or temperature='log_n', or use a method such as 'yarn'",
+        )
+        encoding = method if layers is not None and isinstance(method, Encoding) else None
+        yield (
+            encoding is not None and bool(encoding.entered or encoding.by_layer),
+            f"{name} acts in front of the layers or chooses them by its options, so "
+            f"layers={layers!r} has no effect; leave layers out",
+        )
+        given = "bias" if bias is not None else "layers" if layers is not None else None
+        if given is not None and method.kind == "frequency":
+            yield (
+                method.is_dynamic,
+                f"{name} changes with the sequence, which {given}= cannot follow; pass "
+                f"length=TOKENS to fix it",
             )
-        if isinstance(method, Encoding) and method.computes_positions():
-            raise OptionError(
-                f"{method.name} learns positions for the frequencies that the model has, so "
-                f"frequency={under!r} cannot go under it; leave it out"
-            )
-        if isinstance(method, Encoding) and all(
-            band.query == band.key == 0 for band in method.bands()
-        ):
-            raise OptionError(
-                f"{method.name} does not rotate the layers it changes, so frequency={under!r} "
-                f"would have no effect; leave it out"
-            )
-        if not isinstance(under, FrequencyMethod):
-            raise OptionError(
-                f"frequency={under!r} is not valid; it must be a frequency method object such as "
-                f"rope_ext.NTK(factor=2)"
-            )
-        under.check()
-        if under.is_dynamic:
-            raise OptionError(
-                f"{under.name} changes with the sequence and cannot go under {method.name}; pass "
-                f"length=TOKENS to fix it"
-            )
-        if under.temperature is not None:
-            raise OptionError(
-                f"{under.name} under {method.name} has temperature={under.temperature!r}; give it "
-                f"to {method.name}, whose queries it multiplies"
-            )
-        if under.start_tokens:
-            raise OptionError(
-                f"{under.name} with start_tokens={under.start_tokens} rotates by position, which "
-                f"{method.name} changes; leave start_tokens out"
+            yield (
+                bool(method.start_tokens),
+                f"{name} with start_tokens={method.start_tokens} cannot have {given}=; leave "
+                f"start_tokens out",
             )
 
-    def _check_attention(self, method: Method) -> None:
-        """Raise OptionError if ``bias`` or ``layers`` is incompatible with ``method``."""
-        if self.bias is not None and method.kind == "encoding":
-            raise OptionError(
-                f"{method.name} takes the place of the rotation, and bias={self.bias.name!r} is "
-                f"added to one that stays; leave bias out, or patch with 'rope' or 'yarn'"
-            )
-        numbers = (method.temperature, method.attention_factor)
-        idle = method.kind == "rotation" and numbers == (None, None)
-        if idle and self.bias is None and self.frequency is None:
-            raise OptionError(
-                f"{method.name} leaves the rotation as trained, and no other change was requested; "
-                f"pass bias='alibi' or temperature='log_n', or use a method such as 'yarn'"
-            )
-        if self.layers is not None and isinstance(method, Encoding) and method.entered:
-            raise OptionError(
-                f"{method.name} acts in front of the layers, so layers={self.layers!r} cannot "
-                f"choose among them; leave layers out"
-            )
-        if self.layers is not None and isinstance(method, Encoding) and method.by_layer:
-            raise OptionError(
-                f"{method.name} chooses its layers itself, so layers={self.layers!r} has no "
-                f"effect; leave layers out, and set the options every and start of {method.name}"
-            )
-        given = next((name for name in ("bias", "layers") if getattr(self, name) is not None), None)
-        if given is None or method.kind != "frequency":
+    def _faults_of_frequency(self, method: Method) -> Iterator[tuple[bool, str]]:
+        """Whether ``frequency`` is incompatible with ``method``, and why."""
+        under, name = self.frequency, method.name
+        if under is None:
             return
-        if method.is_dynamic:
-            raise OptionError(
-                f"{method.name} changes with the sequence, which {given}= cannot follow; pass "
-                f"length=TOKENS to fix it"
-            )
-        if method.start_tokens:
-            raise OptionError(
-                f"{method.name} with start_tokens={method.start_tokens} cannot have {given}=; "
-                f"leave start_tokens out"
-            )
+        yield (
+            method.kind == "frequency",
+            f"frequency={under!r} goes under a position method such as 'rerope', and {name} is a "
+            f"frequency method itself; leave one of them out",
+        )
+        still = isinstance(method, Encoding) and (
+            method.computes_positions()
+            or all(band.query == band.key == 0 for band in method.bands())
+        )
+        yield (
+            still,
+            f"{name} does not rotate by positions in the layers it changes, or learns them for the "
+            f"model's frequencies, so frequency={under!r} has no effect; leave it out",
+        )
+        yield (
+            not isinstance(under, FrequencyMethod),
+            f"frequency={under!r} is not valid; it must be a frequency method object such as "
+            f"rope_ext.NTK(factor=2)",
+        )
+        under.check()
+        told = f"{under.name} cannot go under {name}, since it"
+        yield (under.is_dynamic, f"{told} changes with the sequence; pass length=TOKENS to fix it")
+        yield (
+            under.temperature is not None,
+            f"{told} has temperature={under.temperature!r}; give that to {name}",
+        )
+        yield (
+            bool(under.start_tokens),
+            f"{told} rotates by position with start_tokens={under.start_tokens}; leave them out",
+        )
+
+    def rope(self, rope: Rope) -> Rope:
+        """The embedding that a position method finds: ``rope``, under the frequency method."""
+        under = self.frequency
+        if under is None:
+            return rope
+        return Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+
+    def is_precise(self, length: int) -> bool:
+        """Whether angles are computed in float64, for a target length in tokens."""
+        return length > PRECISE_BEYOND if self.precise == "auto" else self.precise
 
     def recorded(self) -> dict[str, Any]:
         """What a record stores: everything except the tokenizer."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from rope_ext.apply import frequency as frequencies
 from rope_ext.apply.base import Applied
 from rope_ext.apply.older_readers import older_fields
 from rope_ext.apply.raising import raise_factor
-from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED
+from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.config.recommendation import Recommendation
 from rope_ext.config.record import FIELD, Record
 from rope_ext.encodings import Encoding
@@ -29,11 +29,10 @@ from rope_ext.errors import (
     OptionError,
     brief,
 )
-from rope_ext.methods import FrequencyMethod, Method, Rope, build_method
+from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
 from rope_ext.rotary import buffers
-from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
 from rope_ext.rotary.sites import (
     PatchTarget,
@@ -51,18 +50,13 @@ _STATE = "_rope_ext"
 _REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
 _lock = threading.RLock()  # one for all models: they may share a configuration
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _one_at_a_time(function: Function) -> Function:
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
     """Let threads patch one after the other, since a patch probes the model before it marks it."""
-
-    @functools.wraps(function)
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        with _lock:
-            return function(*args, **kwargs)
-
-    return cast("Function", waiting)
+    with _lock:
+        yield
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Patch:
         return site.under(self.frequencies)[0], site.factors(self.frequencies, self.method)[0]
 
 
-@_one_at_a_time
+@_one_at_a_time()
 def patch(
     model: Model,
     method: str | Method | Recommendation = "yarn",
@@ -201,23 +195,20 @@ def patch(
     )
     keywords.check(method)
     decoder = text_decoder(model)
-    earlier = decoder.__dict__.get(_STATE)
+    earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
             f"pass replace=True"
         )
-    interrupted = _Interrupted.from_decoder(decoder)
     random = torch.get_rng_state()
     if earlier is not None:
         unpatch(model)
     try:
         _patch(unwrap(model), decoder, method, keywords)
-        dropped = interrupted.values.carry(decoder)
+        dropped = values.carry(decoder)
     except BaseException:
-        if _STATE in decoder.__dict__:
-            unpatch(model)
-        interrupted.go_on(model)  # a refused replacement leaves the model as it was
+        _go_back(model, earlier, values)  # a refused replacement leaves the model as it was
         torch.set_rng_state(random)
         raise
     if dropped and earlier is not None:
@@ -250,7 +241,7 @@ def patch(
     return model
 
 
-@_one_at_a_time
+@_one_at_a_time()
 def unpatch(model: Model) -> Model:
     """Undo a patch and restore every buffer, scalar and configuration value bit for bit.
 
@@ -294,17 +285,8 @@ def patched(
     Raises:
         RopeExtError: as :func:`patch`.
     """
-    decoder = text_decoder(model)
-    with _lock, configuration.quieted(_logger, logging.ERROR):  # warnings about saving do not apply
-        interrupted = _Interrupted.from_decoder(decoder)
-        patch(model, method, **kwargs)
-    try:
+    with _returning(model, functools.partial(patch, model, method, **kwargs)):
         yield model
-    finally:
-        with _lock:
-            if _STATE in decoder.__dict__:
-                unpatch(model)
-            interrupted.go_on(model)
 
 
 @contextmanager
@@ -324,45 +306,38 @@ def unpatched(model: Model) -> Iterator[Model]:
     Raises:
         RopeExtError: ``model`` is not a supported model.
     """
-    decoder = text_decoder(model)
-    with _lock, configuration.quieted(_logger, logging.ERROR):
-        interrupted = _Interrupted.from_decoder(decoder)
-        if interrupted.patch is not None:
-            unpatch(model)
-    try:
+    with _returning(model, functools.partial(_leave_off, model)):
         yield model
+
+
+@contextmanager
+def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
+    """Return to the patch that a model has now, if any, after a block that begins with a change."""
+    decoder = text_decoder(model)
+    quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # it is for a while
+    with _lock, quiet():
+        earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
+        change()
+    try:
+        yield
     finally:
-        with _lock, configuration.quieted(_logger, logging.ERROR):
-            if _STATE in decoder.__dict__:
-                unpatch(model)
-            interrupted.go_on(model)
+        with _lock, quiet():
+            _go_back(model, earlier, values)
 
 
-@dataclass(frozen=True)
-class _Interrupted:
-    """A patch to restore later as if it had never been replaced.
+def _leave_off(model: nn.Module) -> None:
+    if current_patch(model) is not None:
+        unpatch(model)
 
-    Args:
-        patch: None if the model was not patched.
-        values: learned parameters.
-    """
 
-    patch: Patch | None
-    values: Earlier
-
-    @classmethod
-    def from_decoder(cls, decoder: nn.Module) -> _Interrupted:
-        earlier = decoder.__dict__.get(_STATE)
-        return cls(earlier, Earlier.from_model(decoder))
-
-    def go_on(self, model: nn.Module) -> None:
-        """Apply it again to the model, which must not be patched."""
-        if self.patch is None:
-            return
-        decoder = text_decoder(model)
+def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
+    """Undo the patch of a model, and apply an earlier one with what it had learned."""
+    decoder = text_decoder(model)
+    _leave_off(model)
+    if earlier is not None:
         with torch.random.fork_rng(devices=[]):  # encodings draw what they then get back
-            _patch(unwrap(model), decoder, self.patch.record.method, self.patch.options)
-        self.values.give_back(decoder)
+            _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
+        values.give_back(decoder)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -413,17 +388,18 @@ def _patch(
         if apply is None:
             apply = frequencies.apply if used.kind == "frequency" else position.apply
         applied = apply(place, used, options, changes)
+        saved = applied.saved
         record = Record(
             method=method,
             resolved=applied.method,
             arguments=options.recorded(),
             trained_length=scaled[0].rope.length,
             target_length=applied.target_length,
-            native=applied.native,
+            native=saved.native,
             plain=applied.plain,
-            config=configuration.before(config, applied.values),
+            config=configuration.before(config, saved.values),
         )
-        values, notes = dict(applied.values), list(applied.notes)
+        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes]
         if rounded:
             notes.append(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
@@ -437,10 +413,8 @@ def _patch(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        with configuration.written(place, values, changes) as configs:
-            older = older_fields(place, applied.native, applied.method.is_dynamic)
-            for each in configs:
-                configuration.write_older(each, older)
+        older = functools.partial(older_fields, place, record.native, record.resolved.is_dynamic)
+        configuration.write(place, values, older, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         warn_beyond(place, applied.method, applied.target_length, changes)
@@ -457,14 +431,14 @@ def _patch(
         scaled=scaled,
         target_length=applied.target_length,
         precise=applied.precise,
-        native=applied.native,
+        native=saved.native,
         notes=tuple(notes),
         record=record,
         changes=changes,
     )
 
 
-@_one_at_a_time
+@_one_at_a_time()
 def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
@@ -483,21 +457,15 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
 
 
 def _noted(place: PatchTarget, method: Method, options: Options, changes: Changes) -> Applied:
-    rope, under = place.scaled[0].rope, options.frequency
-    if under is not None:
-        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    rope = options.rope(place.scaled[0].rope)
     length = method.target_length(rope)
     return Applied(
         method=method.resolved(rope),
         target_length=length,
-        values={},
-        native=False,
+        saved=Written({}, False, {}, UNSAVED.format(REFUSED)),
         plain=False,
-        precise=length > PRECISE_BEYOND if options.precise == "auto" else options.precise,
-        notes=(
-            "whether this family accepts it is checked when the weights are loaded",
-            f"saving: {UNSAVED.format(REFUSED)}",
-        ),
+        precise=options.is_precise(length),
+        notes=("whether this family accepts it is checked when the weights are loaded",),
     )
 
 
@@ -509,7 +477,7 @@ def note_target(model: nn.Module, target: int) -> None:
     decoder.__dict__[_STATE] = replace(state, target_length=target)
 
 
-@_one_at_a_time
+@_one_at_a_time()
 def first_site(
     model: nn.Module, sliding_layers: SlidingLayers = "auto", length: int | None = None
 ) -> RotarySite:

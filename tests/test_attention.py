@@ -1,4 +1,4 @@
-"""The kernels against the dense oracle, and the oracle against loops and torch's own attention."""
+"""The kernels against plain operations, and these against loops and torch's own attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import flash, flex, reference
+from rope_ext.attention import flash, flex
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks, extent
@@ -31,6 +31,7 @@ from tests.helpers.bands import (
     by,
     compare,
     count,
+    dense,
     geometries,
     inputs,
     method_bands,
@@ -156,7 +157,7 @@ def check_a_bias(case, distances, learns):
     ours[-1].requires_grad_(learns)
     temperature = options.pop("temperature")
     outs = []
-    for kernel, x in ((attention.attend, ours), (reference.attend, exact)):
+    for kernel, x in ((attention.attend, ours), (dense, exact)):
         more = {"sinks": x[3] if sinks else None, "bias": x[-1], **options}
         if temperature is not None:
             more["temperature"] = temperature.to(x[0].dtype)
@@ -181,7 +182,7 @@ def test_a_bias_by_hand():
     call = Call(
         [RotatedBand(Distance(0, None), None, None)], HALVES, 1, bias=torch.tensor([[0.5, 2.0]])
     )
-    for kernel in (attention.attend, reference.attend):
+    for kernel in (attention.attend, dense):
         out = kernel(query, key, value, call)[0, 0, :, 0]
         torch.testing.assert_close(out, torch.tensor([0.0, 1 / (1 + math.exp(2.0 - 0.5))]))
 
@@ -330,7 +331,7 @@ def test_the_oracle_is_a_loop_over_keys(method, pairs):
     mask = torch.rand(2, 1, 5, 11, generator=torch.Generator().manual_seed(0)) > 0.3
     bands = method_bands(method, 4, count(pairs), at[-5:], at)
     options = {"temperature": temperature, "softcap": 1.5, "sinks": sinks}
-    run = partial(reference.attend, places=Places(at[-5:], at, mask))
+    run = partial(dense, places=Places(at[-5:], at, mask))
     out = by(run, query, key, value, bands, pairs, **options)
     expected = naive(query, key, value, bands, pairs, (at[-5:], at), mask=mask, **options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -497,7 +498,7 @@ def test_the_blocked_form_is_the_oracle():
             form = partial(form, places=places, **more)
             return by(form, query, key, value, bands, HALVES, sinks=sinks, **options)
 
-        whole = out_and_grads(partial(run, form=reference.attend), tensors)
+        whole = out_and_grads(partial(run, form=dense), tensors)
         for rows in (1, 17, 128):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(plain, "ROWS", rows)

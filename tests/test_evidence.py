@@ -31,7 +31,7 @@ def questions() -> Questions:
     rng = np.random.default_rng(0)
     documents = {name: rng.integers(5, 200, 2 * TRAINED, dtype=np.uint32) for name in "ab"}
     prompts = [Prompt(rng.integers(5, 200, 60, dtype=np.uint32), 3, 0.5)]
-    return Questions(documents, {("passkey", TRAINED * 2): prompts}, "random")
+    return Questions(documents, {("passkey", TRAINED * 2): prompts})
 
 
 def lines(path: Path) -> list[dict]:
@@ -68,6 +68,11 @@ def test_every_cell_is_measured_once_and_resumed(
     assert [x["losses"] if x["document"] else x["right"] for x in lines(output)] == [
         x["losses"] if x["document"] else x["right"] for x in found
     ]
+    # Other prompts are asked; losses on the same documents stay.
+    ids = questions.prompts["passkey", 2 * TRAINED][0].ids
+    ids[0] += 1
+    assert measured(model, questions, output, seconds=1e9)
+    assert {x["task"] for x in lines(output)[len(found) :]} == {"passkey"}
 
 
 def test_losses_are_those_of_the_model_by_position(

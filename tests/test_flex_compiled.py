@@ -15,12 +15,13 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rope_ext.attention import cards, flex, reference
+from rope_ext.attention import cards, flex
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.cards import Card, Heads
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
+from tests.helpers.bands import dense
 
 COLUMNS = 16
 
@@ -71,13 +72,13 @@ def graphs(monkeypatch) -> Graphs:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=made))
     monkeypatch.setattr(flex, "fuses", lambda x: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    flex.compiled_kernel.cache_clear()
+    flex.compiled.cache_clear()
     yield made
-    flex.compiled_kernel.cache_clear()
+    flex.compiled.cache_clear()
 
 
 def check(tensors: list[torch.Tensor], call: Call) -> None:
-    out, expected = flex.attend(*tensors, call), reference.attend(*tensors, call)
+    out, expected = flex.attend(*tensors, call), dense(*tensors, call)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     if tensors[0].requires_grad:
         weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
@@ -107,18 +108,12 @@ def test_lengths_windows_and_soft_caps_share_their_graphs(graphs) -> None:
     assert not any(isinstance(x, (float, torch.SymFloat)) for x in graphs.values())
 
 
-def test_beyond_the_limit_of_recompilations_it_raises(graphs) -> None:
-    def grown(x, by):
-        return x + len(by)
-
-    with torch._dynamo.config.patch(recompile_limit=2):
-        own, other = flex.compiled_kernel(grown, "one"), flex.compiled_kernel(grown, "other")
-        own(torch.ones(2), "a")
-        own(torch.ones(2), "ab")
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            own(torch.ones(2), "abc")
-        assert len(graphs.made) == 2
-        assert other(torch.ones(2), "a").tolist() == [2, 2], "each kind has a limit of its own"
+def test_there_is_no_limit_of_recompilations(graphs) -> None:
+    with torch._dynamo.config.patch(recompile_limit=1), torch.inference_mode():
+        for queries in (60, 1):
+            check(*asked(1, queries, 60))
+            check(*asked(1, queries, 60, softcap=2.0))
+    assert len(graphs.made) == 4
 
 
 KIB = 1024
@@ -244,13 +239,13 @@ def test_an_error_of_the_compiler_becomes_a_log_line(monkeypatch, caplog) -> Non
         raise OutOfResources("out of resource: shared memory, Required: 151552")
 
     monkeypatch.setattr(flex, "fuses", lambda x: True)
-    monkeypatch.setattr(flex, "compiled_kernel", lambda *kind: fails)
+    monkeypatch.setattr(flex, "compiled", lambda: fails)
     monkeypatch.setattr(attention, "chosen", lambda *given: ("flex", None))
     attention.log_once.cache_clear()
     tensors, call = asked(1, 5, 60)
     for _ in range(2):
         out = attention.attend(*tensors, call)
-        torch.testing.assert_close(out, reference.attend(*tensors, call), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, dense(*tensors, call), rtol=1e-5, atol=1e-5)
     (said,) = caplog.messages
     assert re.search("plain operations.*was not compiled.*shared memory", said)
     with pytest.raises(OptionError, match=r"not compiled.*shared memory.*kernel='auto'"):

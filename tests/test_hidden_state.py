@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import re
 import threading
@@ -14,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.position import install, queries  # noqa: F401 - these register all
 from rope_ext.position.learned import NAMES
 from rope_ext.rotary.context import forward_context
-from rope_ext.rotary.swapping import plain, swap
+from rope_ext.rotary.swapping import mark_hooked, undo
 from tests.helpers.sources import PACKAGES, nodes
 
 ROOT = Path(__file__).parents[1]
@@ -74,16 +75,7 @@ def test_classes_are_swapped_in_one_place() -> None:
         "__init__.py",  # of the package itself
         "position/forward.py",  # a layer of a cache that is emptied
     }
-    given = [
-        part.id
-        for _, node in parsed()
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "swap"
-        for part in ast.walk(node.args[1])
-        if isinstance(part, ast.Name)
-    ]
-    assert {*given} - {"hooked"} == {
-        name for name in LISTED if re.fullmatch(r"_?[A-Z][a-z]\w*", name)
-    }
+    assert {name for name in LISTED if re.fullmatch(r"[A-Z][a-z]\w*", name)} == {"Hooked"}
 
 
 def test_every_lock_is_listed() -> None:
@@ -105,25 +97,15 @@ def test_every_name_in_the_registries_of_others_is_listed() -> None:
     assert ours == {name for name in LISTED if name.startswith("rope_ext")} - {*NAMES}
 
 
-class Loud:
-    """Methods of a swapped class."""
-
-    def says(self) -> str:
-        return super().says() + "!"
-
-
 class Said:
     """Some class of others."""
 
-    def says(self) -> str:
-        return "said"
 
-
-def test_a_swapped_class_is_that_of_its_object_alone_and_can_be_taken_back() -> None:
-    one, other = Said(), Said()
-    swap(one, Loud)
-    swap(one, Loud)  # not on top of itself
-    assert (one.says(), other.says()) == ("said!", "said")
-    assert isinstance(one, Said) and type(one).__name__ == "Said" and plain(one) is Said
-    one.__class__ = plain(one)
-    assert one.says() == "said" and type(one) is Said
+def test_a_marked_class_is_that_of_its_object_alone_and_is_taken_back() -> None:
+    one, other, changes = Said(), Said(), []
+    mark_hooked(one, changes)
+    mark_hooked(one, changes)  # not on top of itself
+    assert isinstance(one, Said) and type(one).__name__ == "Said" and type(one) is not Said
+    assert type(copy.deepcopy(one)) is type(one) and type(other) is Said
+    undo(changes)
+    assert type(one) is Said

@@ -1,1 +1,1 @@
-"""How fast things are, side by side with the unpatched model."""
+"""Benchmarks, most of them relative to the unpatched model."""

@@ -1,11 +1,11 @@
-"""What attention in several bands costs: ratios to rotary and torch's own causal attention.
+"""Measures the time of attention in bands, relative to RoPE with torch's causal attention.
 
     python -m lab.benchmarks.attention --lengths 4096,8192,16384 --window 1024
 
-All variants of a length take turns, so that whatever else the machine does hits each of them; a
-ratio is the median over the rounds of variant / native within one round. "dense" is what the
-published code of ReRoPE does: both logit matrices, then a choice. The peak of memory is that of a
-process of its own for each variant and length.
+Variants alternate, so that other load on the machine affects all of them; a ratio is the median
+over rounds of variant / native within one round. "dense" computes both logit matrices and selects,
+like the published code of ReRoPE. Peak memory is measured in a fresh process for each variant and
+length.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lab.benchmarks.measuring import (
     show,
     tensors,
 )
+from rope_ext.attention import bands as plain
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention import reference
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, each_table
 from rope_ext.methods.geometry import ChunkGap, Distance
 
 HEADS = 8
 LAYERS = 16
-"""Of a decoding step, each with keys of its own; what they share is made once."""
+"""Layers of a decoding step, each with its own keys; what they share is computed once."""
 DENSE_MOST = 4096
-"""Tokens up to which the dense form fits into memory."""
+"""Longest text for which the dense form fits into memory, tokens."""
 
 
 def halves(columns: int) -> Pairs:
@@ -58,7 +58,7 @@ def bands(
     columns: int = COLUMNS,
     device: str | torch.device = "cpu",
 ) -> list[RotatedBand]:
-    """What a method asks of the kernel; in decoding the keys are cached as far as can be."""
+    """The kernel's arguments for a method; in decoding, keys are cached if possible."""
     rotation = functools.partial(_rotation, columns=columns)
     at = torch.arange(keys, dtype=torch.float32, device=device)
     own, key = rotation(at[-queries:]), rotation(at)
@@ -95,7 +95,7 @@ VARIANTS = ("rerope", "self_extend", "string", "dual_chunk")
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As transformers rotates."""
+    """Rotate as transformers does."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -114,7 +114,7 @@ def native(
 
 
 def ranges_of(call: Call, queries: int, keys: int, device: torch.device) -> decode_kernel.Ranges:
-    """What the last of consecutive tokens see, for the decode kernel."""
+    """Key ranges of the last of consecutive tokens, for the decode kernel."""
     at = torch.arange(keys - queries, keys, device=device)[None]
     found = [
         RotatedBand(
@@ -136,7 +136,7 @@ def attend(
     window: int,
     kernel: str = "auto",
 ) -> Callable[[], torch.Tensor]:
-    """A call of the variant."""
+    """Return a function that runs the variant once."""
     queries, keys, columns = query.shape[2], key.shape[2], query.shape[-1]
     if variant == NATIVE:
         made = _rotation(torch.arange(keys, device=query.device), columns)
@@ -151,7 +151,7 @@ def attend(
         ranges = ranges_of(call, queries, keys, query.device)
         return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
     if variant == "dense":
-        return functools.partial(reference.attend, query, key, value, call)
+        return functools.partial(plain.attend, query, key, value, call)
     return functools.partial(attention.attend, query, key, value, call, kernel)
 
 
@@ -169,7 +169,7 @@ def step(
     cached: Sequence[tuple[torch.Tensor, torch.Tensor]],
     window: int,
 ) -> Callable[[], None]:
-    """The attention of one decoding step in all layers, ``cached``: the keys and values of each."""
+    """Return one decoding step through all layers; ``cached``: keys and values of each."""
     of_each = [attend(variant, query, *layer, window) for layer in cached]
 
     def run() -> None:
@@ -183,7 +183,7 @@ def decode(
     keys: int, kv_heads: int, window: int, dtype: torch.dtype, rounds: int
 ) -> dict[str, Measured]:
     query, *first = tensors(HEADS, kv_heads, 1, keys, dtype)
-    # In memory of their own, as in a model: none finds its keys in the processor's cache.
+    # Separate memory, as in a model: no layer finds its keys in the processor's cache.
     cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]
     with torch.inference_mode():
         return ratios({v: step(v, query, cached, window) for v in (NATIVE, *VARIANTS)}, rounds)

@@ -1,15 +1,15 @@
-"""Whether ``calibrate`` and ``search`` keep their promises on text that they never saw.
+"""Measures ``calibrate`` and ``search`` on unseen text.
 
     python -m lab.benchmarks.calibration --output runs/calibration
 
-Calibrates methods on both bundled checkpoints, and measures each against its published default on
+Calibrates methods on both bundled checkpoints, and compares each with its published default on
 other documents: perplexity within the trained length and at the target length, and passkeys with
 other keys. The cell ``search`` searches a LongRoPE table that has to beat the calibrated ``yarn``,
-and measures it against that. Text: of ``tiny-512``, the training part of Python's library, and to
-measure on, its held-out part; of ``tiny-bytes-512``, every second held-out document, and to measure
-on, the others.
+and compares the two. ``tiny-512`` is calibrated on the training part of Python's library and
+measured on the held-out part; ``tiny-bytes-512`` on every second held-out document, and measured on
+the others.
 
-Every cell is a file in the output, and one that was interrupted resumes.
+Every cell is a file in the output; interrupted cells resume.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHECKPOINTS = ("tiny-512", "tiny-bytes-512")
 METHODS = ("yarn", "llama3", "ntk", "self_extend", "rerope")
 SEARCH, YARN = "search", "yarn"
 COST = 0.02
-SEED = 1  # calibrations and searches have 0
+SEED = 1  # calibrations and searches use 0
 
 Measured = dict[str, list[Any]]
 
@@ -58,15 +58,15 @@ def texts_of(checkpoint: str) -> tuple[list[str], list[str]]:
 
 
 class Unseen:
-    """What methods are measured on.
+    """Text and prompts to measure methods on.
 
     Args:
-        model: not patched.
-        tokenizer: of the model.
-        texts: that nothing was chosen on.
-        length: of the windows and prompts, tokens; a quarter of it is scored.
-        windows: how many.
-        prompts: how many.
+        model: unpatched model.
+        tokenizer: its tokenizer.
+        texts: documents that were not used for calibration.
+        length: length of the windows and prompts, tokens; a quarter of it is scored.
+        windows: number of windows.
+        prompts: number of prompts.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Unseen:
         self.prompts = prompts_of(tokenizer, [length], prompts, rows.windows, SEED)
 
     def under(self, method: Method) -> Measured:
-        """Losses of every document, and which prompts are found."""
+        """Loss of every document, and whether each prompt is found."""
 
         def advance(rows: int) -> None: ...
 
@@ -105,7 +105,7 @@ class Unseen:
 
 
 def measured(unseen: Unseen, before: Method, after: Method) -> dict[str, Any]:
-    """Two methods on the same rows, with paired 95 % intervals in nats, and of shares found."""
+    """Compare two methods on the same rows: paired 95 % intervals, in nats and in shares found."""
     one = unseen.under(before)
     other = one if after == before else unseen.under(after)
     cell: dict[str, Any] = {"before": method_to_json(before), "after": method_to_json(after)}
@@ -162,11 +162,11 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
 
 
 def kept(name: str, cell: Mapping[str, Any]) -> bool:
-    """Whether a cell meets the bar.
+    """Whether a cell passes.
 
-    A calibration: inside, perplexity rises by no more than 2 % at the upper end; far out, it does
-    not rise beyond noise. A search: neither loss far out nor answers are worse than those of
-    calibrated yarn.
+    A calibration passes if perplexity within the trained length rises by at most 2 % (upper end of
+    the interval), and does not clearly rise at the target length. A search passes if neither loss
+    at the target length nor answers are worse than those of the calibrated yarn.
     """
     if name == SEARCH:
         return cell["far"][1] <= cell["far"][0] and cell["found"][1] >= cell["found"][0]
@@ -196,7 +196,7 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
 
 
 def parser_of(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
-    """With the arguments of every benchmark of methods on checkpoints."""
+    """A parser with the arguments shared by benchmarks of methods on checkpoints."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--checkpoints", default=",".join(CHECKPOINTS))
@@ -211,7 +211,7 @@ def run(
     show: Callable[[Mapping[tuple[str, str], Mapping[str, Any]]], None],
     suffix: str = "",
 ) -> None:
-    """Make every cell that is not yet a file in the output, and show all after each."""
+    """Compute every cell without a file in the output, and print all cells after each."""
     args.output.mkdir(parents=True, exist_ok=True)
     cells = {}
     for checkpoint in split(args.checkpoints):
@@ -225,10 +225,10 @@ def run(
 
 def main() -> None:
     parser = parser_of(__doc__.splitlines()[0], (*METHODS, SEARCH))
-    parser.add_argument("--options", default="", help="of methods; default: all that they declare")
-    parser.add_argument("--windows", type=int, default=24, help="unseen")
-    parser.add_argument("--prompts", type=int, default=32, help="unseen")
-    parser.add_argument("--tables", type=int, default=48, help="of a search")
+    parser.add_argument("--options", default="", help="method options to tune; default: all")
+    parser.add_argument("--windows", type=int, default=24, help="unseen text windows")
+    parser.add_argument("--prompts", type=int, default=32, help="unseen prompts")
+    parser.add_argument("--tables", type=int, default=48, help="tables per search")
     args = parser.parse_args()
     run(args, lambda checkpoint, name: cell_of(checkpoint, name, args), show)
 

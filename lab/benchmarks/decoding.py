@@ -1,7 +1,7 @@
-"""Token after token in a model of many layers, where what each of them adds cannot hide.
+"""Measures decoding in a model with many layers, where the cost of each layer adds up.
 
-Eager with a cache that grows, and compiled whole with a static one, for the position methods of
-:mod:`benchmarks.speed`; weights are random, which no time depends on.
+Eager with a growing cache, and fully compiled with a static one, for the position methods of
+:mod:`benchmarks.speed`. Weights are random, which does not affect times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, COLUMNS, STEPS = 8, 32, 4
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model; ``prompt`` is what the cache begins with, tokens."""
+    """Size of the model; ``prompt``: tokens in the cache at the start."""
 
     layers: int = 16
     trained: int = 512
@@ -60,10 +60,10 @@ def measure(
     """``{column: {variant: measured}}``, eager and compiled, for two numbers of key heads.
 
     Args:
-        variants: keywords of ``rope_ext.patch``.
-        of: of the model.
-        dtype: of its weights.
-        rounds: runs of each, of :data:`STEPS` tokens.
+        variants: keyword arguments of ``rope_ext.patch``.
+        of: size of the model.
+        dtype: dtype of the weights.
+        rounds: runs of each variant, of :data:`STEPS` tokens.
     """
     ids = torch.randint(3, 1000, (1, of.prompt), generator=torch.Generator().manual_seed(0))
     for kv_heads in (HEADS, HEADS // 4):
@@ -73,7 +73,7 @@ def measure(
         for how, make in (("eager", _eager), ("compiled", partial(_compiled, of.backend))):
             column = f"{how}, {kv_heads} key heads"
             tell(f"decoding: {column}, {rounds} rounds")
-            # A graph for each model, all of them of the same code.
+            # One graph for each model, all from the same code.
             with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
                 runs = {name: make(model, ids, rounds) for name, model in models.items()}
                 yield {column: ratios(runs, rounds)}
@@ -94,7 +94,7 @@ def _compiled(backend: str, model: nn.Module, ids: torch.Tensor, rounds: int) ->
 def _steps(
     model: nn.Module, step: Callable[..., Any], ids: torch.Tensor, cache: Cache
 ) -> Callable[[], None]:
-    """Some tokens by ``step``, after the prompt."""
+    """Return a function that decodes :data:`STEPS` tokens with ``step`` after the prompt."""
     model(ids, past_key_values=cache, logits_to_keep=1)
     return partial(_run, step, ids[:, :1].clone(), cache)
 

@@ -1,11 +1,10 @@
-"""What encodings beside the rotation cost: ratios to torch's own causal attention.
+"""Measures the time of encodings, relative to torch's causal attention.
 
     python -m lab.benchmarks.encodings --lengths 2048,4096,8192,16384
 
-``matrix`` is how such a bias is usually added: a tensor of ``[1, heads, tokens, tokens]`` as the
-mask of torch's attention (16384 tokens: some 8 GiB). Variants take turns, as in
-:mod:`benchmarks.attention`; the peak of memory is that of a process of its own for each variant
-and length.
+``matrix`` is the usual way to add a bias: a ``[1, heads, tokens, tokens]`` tensor as the mask of
+torch's attention (about 8 GiB at 16384 tokens). Variants alternate, as in
+:mod:`benchmarks.attention`; peak memory is measured in a fresh process for each variant and length.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from rope_ext.position.learned import DistanceBias
 
 MATRIX = "matrix (alibi)"
 BLOCKS = ("dape", "cope")
-"""Encodings whose logits are made in blocks, which takes several times as long."""
+"""Encodings with logits computed in blocks, which takes several times as long."""
 BLOCKS_MOST = 8192
-"""Tokens up to which they are timed."""
+"""Longest text for which they are measured, tokens."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 _ROPE = Rope.geometric(1e4, 64, 512)
 
@@ -43,7 +42,7 @@ def bias_of(name: str, heads: int) -> DistanceBias:
 def attend(
     variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """A call of the variant, its bias made anew in each."""
+    """Return a function that runs the variant once, including its bias."""
     scale, (heads, tokens) = query.shape[-1] ** -0.5, query.shape[1:3]
     plain = functools.partial(F.scaled_dot_product_attention, query, key, value, scale=scale)
     if variant == NATIVE:

@@ -1,12 +1,12 @@
-"""Everything that only a GPU can tell, in one command of less than ten minutes.
+"""Tests and measures everything that needs a GPU, in less than ten minutes.
 
     python -m lab.benchmarks.gpu --output gpu.jsonl
 
-Prints a line of JSON for each thing as soon as it is known: first whether the kernels are right
-(``ok``), then how fast they are beside the same flash attention of torch. The last line counts
-what failed, and the command ends with status 1 if anything did. Every part has a share of the
-time; what does not fit is named as skipped. ``--device cpu --small`` tests the command itself; with
-``TRITON_INTERPRET=1`` the decoding kernel runs, too.
+Prints one line of JSON per result: first whether the kernels are correct (``ok``), then their speed
+relative to torch's flash attention. The last line counts the failures, and the exit status is 1 if
+there are any. Every part has a share of the time; measurements that do not fit are reported as
+skipped. ``--device cpu --small`` tests the command itself; with ``TRITON_INTERPRET=1`` the decoding
+kernel runs, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 import rope_ext
 from lab.benchmarks import attention as bands
 from lab.benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
-from rope_ext.attention import cards, reference
+from rope_ext.attention import bands as plain
+from rope_ext.attention import cards
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
@@ -51,27 +52,27 @@ from rope_ext.methods.geometry import Distance, Sinks
 MIB = 2**20
 SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 25}
 SHARES |= {"decode": 20, "lora": 10, "methods": 20}
-"""Of the time, per cent; what a part leaves is for those that follow."""
+"""Share of the time for each part, per cent; later parts get the unused time."""
 KERNELS = ("flash", "flex")
 TILINGS = ({}, {"SIZE_ROTATED": 32}, {"SIZE_ROTATED": 64}, {"SIZE": 128}, {"num_warps": 2})
 TILINGS = (*TILINGS, {"num_stages": 2}, {"num_stages": 4})
-"""Changes of the tiles that the decoding kernel uses."""
+"""Other tiles to try in the decoding kernel."""
 
 
 class OutOfTimeError(Exception):
-    """A part has used its share up."""
+    """A part has used up its share of the time."""
 
 
 @dataclass
 class Run:
-    """What is asked for, and what came of it.
+    """Settings and results of a run.
 
     Args:
-        device: ``"cuda"``, or ``"cpu"`` for a test of the command.
-        small: everything as small as it goes.
-        minutes: for all parts.
-        output: a file for the lines, beside the standard output.
-        kernels: those to be compared.
+        device: ``"cuda"``, or ``"cpu"`` to test the command.
+        small: use the smallest sizes.
+        minutes: time budget for all parts.
+        output: file that also gets the lines.
+        kernels: kernels to compare.
     """
 
     device: str
@@ -81,7 +82,7 @@ class Run:
     kernels: tuple[str, ...] = KERNELS
     failed: int = 0
     began: float = field(default_factory=time.monotonic)
-    until: float = 0.0  # of the part that runs, seconds since it began
+    until: float = 0.0  # end of the current part, seconds since the start
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,20 +101,20 @@ class Run:
                 file.write(line + "\n")
 
     def attempt(self, part: str, named: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
-        """Tell what ``run`` returns, or why it failed: the others go on."""
+        """Print the result of ``run``, or its error; the run continues."""
         if self.seconds() > self.until:
             raise OutOfTimeError
         began = time.monotonic()
         try:
             found = run()
-        except Exception as error:  # whatever it is, it is a finding
+        except Exception as error:  # any error is a result
             found = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
         self.tell(part, **named, **found, took=round(time.monotonic() - began, 2))
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
     def peak(self) -> int | None:
-        """MiB at most since the last time; None on a CPU."""
+        """Peak memory since the last call, MiB; None on a CPU."""
         if self.device != "cuda":
             return None
         found = torch.cuda.max_memory_allocated() // MIB
@@ -122,7 +123,7 @@ class Run:
 
 
 def exact(run: Run) -> None:
-    """Outputs and gradients against the dense form in float64, beside its own error in half."""
+    """Compare outputs and gradients with the dense form in float64, and with its error in half."""
     n, window = (48, 16) if run.small else (700, 256)
     shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
     if run.small:
@@ -186,25 +187,25 @@ def _exact(
         seen = bands.ranges_of(call, queries, keys, torch.device(run.device))
         return decode_kernel.attend(*qkv, call, seen)
 
-    truth = results(torch.float64, reference.attend)
+    truth = results(torch.float64, plain.attend)
     ours = decoded if kernel == "decode" else functools.partial(attend, kernel=kernel)
-    found, plain = (
+    found, own = (
         _apart(got, truth)
         for got in (
             results(run.dtype, ours),
-            results(run.dtype, reference.attend),
+            results(run.dtype, plain.attend),
         )
     )
     # The dense form has the error of torch's flash attention; a band adds a rotation and a merge.
     least = 1e-5 if run.dtype == torch.float32 else 5e-4
-    ok = all(one <= 2 * other + least for one, other in zip(found, plain, strict=True))
-    return {"ok": ok, "error": found, "error_of_dense": plain}
+    ok = all(one <= 2 * other + least for one, other in zip(found, own, strict=True))
+    return {"ok": ok, "error": found, "error_of_dense": own}
 
 
 def _asked(
     variant: str, queries: int, keys: int, window: int, columns: int, device: str
 ) -> list[RotatedBand]:
-    """Bands as :func:`benchmarks.attention.bands` has them, and two more kinds of them."""
+    """The bands of :func:`benchmarks.attention.bands`, and two more kinds."""
     if variant not in ("first tokens", "rows that see nothing"):
         return bands.bands(variant, queries, keys, window, columns, device)
     near, far = bands.bands("rerope", queries, keys, window, columns, device)
@@ -215,7 +216,7 @@ def _asked(
 
 
 def decoding(run: Run) -> None:
-    """The decoding kernel: exactness, a call beside torch's flash attention, its tiles."""
+    """Test the decoding kernel, time it against torch's flash attention, and try other tiles."""
     if not decode_kernel.runs_on(torch.device(run.device)):
         run.tell("decode", skipped="it needs Triton and a GPU of capability 8.0 or later")
         return
@@ -249,7 +250,7 @@ def decoding(run: Run) -> None:
 def _tiled(
     run: Run, given: list[torch.Tensor], window: int, splits: int, change: dict[str, int]
 ) -> dict[str, Any]:
-    """Milliseconds of a call in a graph with other tiles."""
+    """Milliseconds per call with other tiles, in a CUDA graph."""
     usual = decode_kernel.tiles
     with (
         mock.patch.object(decode_kernel, "SPLITS", splits),
@@ -259,10 +260,10 @@ def _tiled(
 
 
 def paths(run: Run) -> None:
-    """Logits of a whole model on each of its paths against float64, beside the model's own error.
+    """Compare logits of a model on every path with float64, and with the model's own error.
 
-    Without a bias and with one, in every dtype: prefill, padded decoding with a growing cache, and
-    compiled decoding in a static cache with a mask.
+    With and without a bias, in every dtype: prefill, padded decoding with a growing cache, and
+    compiled decoding with a static cache and a mask.
     """
     dtypes = (torch.float32,) if run.small else (torch.bfloat16, torch.float16, torch.float32)
     for dtype, method in itertools.product(
@@ -285,7 +286,7 @@ def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
         for first, last in itertools.pairwise((0, *range(length, length + steps + 1))):
             tokens, mask, run_by = batch["input_ids"][:, first:last], batch["attention_mask"], model
             if step is not model and first:
-                run_by = step  # with the same mask in all steps, so that there is one graph
+                run_by = step  # the same mask in all steps, for a single graph
             else:
                 mask = mask[:, :last]
             out = run_by(input_ids=tokens, attention_mask=mask, past_key_values=cache)
@@ -315,7 +316,7 @@ def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
 
 
 def model_of(run: Run, layers: int) -> nn.Module:
-    """Random weights in the shape of Llama 3 8B, but for its vocabulary and most of its layers."""
+    """Random weights with the shape of Llama 3 8B, except for the vocabulary and fewer layers."""
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "vocab_size": 32000}
     if run.small:
@@ -325,7 +326,7 @@ def model_of(run: Run, layers: int) -> nn.Module:
 
 
 def tiny(run: Run, trained_length: int = 64) -> nn.Module:
-    """Two layers, heads of 64: nothing but the attention is worth a thought."""
+    """A model with two layers and heads of 64, whose time is mostly attention."""
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=256,
@@ -356,7 +357,7 @@ def ids_of(run: Run, rows: int, length: int, padded: bool = False) -> dict[str, 
 
 @contextlib.contextmanager
 def never_dense() -> Iterator[None]:
-    """FlexAttention that falls back to its dense form fails."""
+    """Fail if FlexAttention falls back to its dense form."""
     higher_order = importlib.import_module("torch._higher_order_ops.flex_attention")
     before = higher_order.math_attention
 
@@ -371,7 +372,7 @@ def never_dense() -> Iterator[None]:
 
 
 def graphs(run: Run) -> None:
-    """What is compiled over evaluation, generation and training; a second time nothing is."""
+    """Count compilations in evaluation, generation and training; a second round needs none."""
     for method, kernel in itertools.product(("rerope", "dual_chunk"), run.kernels):
         model = rope_ext.patch(tiny(run), method, factor=4, kernel=kernel)
 
@@ -401,7 +402,7 @@ def graphs(run: Run) -> None:
 
 
 def syncs(run: Run) -> None:
-    """How often a step of decoding waits for the device; in a compiled one it may not."""
+    """Count device synchronizations in a decoding step; a compiled step must have none."""
     if run.device != "cuda":
         run.tell("syncs", skipped="only a GPU can be waited for")
         return
@@ -452,7 +453,7 @@ def _no_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
 def _static(
     run: Run, model: nn.Module, rows: int, length: int, mode: str
 ) -> tuple[Callable[[], torch.Tensor], StaticCache]:
-    """A compiled step of decoding after a prompt, in a static cache."""
+    """A compiled decoding step after a prompt, with a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=length + 64)
     backend = {"backend": "eager"} if run.device == "cpu" else {"mode": mode}
     with torch.inference_mode():
@@ -468,7 +469,7 @@ def _static(
 
 
 def timed(run: Run) -> None:
-    """Bands beside the flash attention of torch, by the events of the device."""
+    """Time bands relative to torch's flash attention, with device events."""
     heads, kv_heads, columns, window = (4, 2, 16, 16) if run.small else (32, 8, 128, 4096)
     variants = ("rerope",) if run.small else ("rerope", "dual_chunk", "self_extend")
     lengths = (64, 128) if run.small else (2**14, 2**16, 2**17)
@@ -539,11 +540,11 @@ def _captured(one: Callable[[], object]) -> Callable[[], None]:
 
 
 FLASH = "unpatched, torch's flash attention"
-"""Beside what torch chooses by itself, which on some cards plans a kernel for each new length."""
+"""Measured next to torch's own choice, which on some GPUs builds a plan for each new length."""
 
 
 def variants(run: Run, layers: int, encodings: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """One model in all variants, in turn: there is room for one only."""
+    """Patch one model with each variant in turn, because only one fits in memory."""
     model = model_of(run, layers)
     if "flash" in run.kernels:
         with rope_ext.patched(model, "rerope", factor=8):
@@ -561,7 +562,7 @@ def variants(run: Run, layers: int, encodings: bool = True) -> Iterator[tuple[st
 
 
 def whole(run: Run) -> None:
-    """Tokens per second and the peak of memory, eager and compiled."""
+    """Tokens per second and peak memory, eager and compiled."""
     length, layers = (64, 2) if run.small else (2**14, 16)
     for variant, model in variants(run, layers):
         for name, once in (("prefill", _prefill), ("decode", _decode), ("compiled decode", _graph)):
@@ -607,7 +608,7 @@ def _rate(run: Run, once: Callable[[], None], tokens: int) -> dict[str, Any]:
 
 
 def lora(run: Run) -> None:
-    """One training step of an adapter."""
+    """Time a LoRA training step."""
     from peft import LoraConfig, get_peft_model  # slow to import
 
     length = 64 if run.small else 2**16
@@ -619,7 +620,7 @@ def lora(run: Run) -> None:
         batch = ids_of(run, 1, length)["input_ids"]
 
         def once(adapted: nn.Module = adapted, batch: torch.Tensor = batch) -> None:
-            # The loss of a few tokens: the logits of all would weigh more than the layers.
+            # The loss of a few tokens: all logits would need more memory than the layers.
             adapted(batch, use_cache=False, logits_to_keep=64).logits.float().logsumexp(
                 -1
             ).mean().backward()
@@ -632,7 +633,7 @@ def lora(run: Run) -> None:
 
 
 def methods(run: Run) -> None:
-    """Logits and gradients of a small model under every method, against the CPU's float64."""
+    """Compare logits and gradients of a small model under every method with float64 on the CPU."""
     trained_length, length = (64, 150) if run.small else (128, 300)
     needed = {"longrope": {"long_factor": [4.0] * 32}, "string": {"factor": 1.9}}
     needed |= {"abf": {"base": 1e5}, "learned": {"extend": "interpolate"}}
@@ -659,7 +660,7 @@ def _method(
     method: str,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Under one method; ``own``: errors of the model without it."""
+    """Errors under one method; ``own``: errors of the unpatched model."""
     models = copy.deepcopy(base), _twin(base)
     for model in models:
         torch.manual_seed(0)
@@ -719,7 +720,7 @@ PARTS = {
 
 
 def device_facts(device: str) -> dict[str, Any]:
-    """Where it runs."""
+    """Describe the device."""
     packages = ("torch", "transformers", "triton")
     facts: dict[str, Any] = {"device": device}
     for name in packages:
@@ -762,7 +763,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     kernels = tuple(args.kernels.split(","))
     if args.device == "cpu":
-        kernels = ("flash",)  # the one that there is
+        kernels = ("flash",)  # the only one
         if os.environ.get("TRITON_INTERPRET") == "1":  # of a Triton that is imported later
             decode_kernel.runs_on, decode_kernel.SPLITS = lambda device: True, 2
     run = Run(args.device, args.small, args.minutes, args.output, kernels)
@@ -776,9 +777,9 @@ def main(arguments: list[str] | None = None) -> int:
             PARTS[part](run)
         except OutOfTimeError:
             run.tell(part, skipped="the rest of this part: its share of the time is used up")
-        except Exception as error:  # what a part needs before its first line
+        except Exception as error:  # overhead of a part before its first line
             run.tell(part, ok=False, error=f"{type(error).__name__}: {error}"[:500])
-        gc.collect()  # the models of a part whose time was used up
+        gc.collect()  # free the models of a part that ran out of time
     run.tell("end", failed=run.failed, seconds=round(run.seconds(), 1))
     return 1 if run.failed else 0
 

@@ -1,4 +1,4 @@
-"""Whether a temperature for every head extends better than one for all heads.
+"""Compares a temperature for every head with one for all heads.
 
     python -m lab.benchmarks.heads --output runs/heads
 
@@ -8,17 +8,17 @@ scale max(0, ln(i + 1) / ln L - 1)``. Here every layer and head has its own ``sc
 * ``entropy``: the scale that keeps the mean entropy of the head's attention, for queries at the end
   of the target length, at what it is at the end of the trained length in the unpatched model. It is
   measured on text, without gradients.
-* ``learned``: trained, and nothing else with it, as Scalable-Softmax has it (Nakanishi 2025, arXiv
+* ``learned``: only the scales are trained, as in Scalable-Softmax (Nakanishi 2025, arXiv
   2501.19399), on the sum that ``calibrate`` minimizes: the loss of text beyond the trained length
-  and that of passkey answers;
-* ``adapter``, with ``--adapter`` and instead of the other two: what ``recipes/finetune.py`` trained
-  as ``temperature="ssmax"``, on rows of text that state facts and ask for them in other words.
+  plus that of passkey answers;
+* ``adapter``, with ``--adapter`` and instead of the other two: the scales that
+  ``recipes/finetune.py`` trained with ``temperature="ssmax"``, on rows of text that state facts and
+  ask for them in other words.
 
-All are compared with the best of a few scales for all heads, chosen by the same sum. The
-comparison is on documents and passkeys that nothing was chosen on. Within the trained length every
-scale is without effect, so nothing is lost there.
+All are compared with the best of a few scales for all heads, chosen by the same sum, on unseen
+documents and passkeys. Within the trained length, no scale has any effect.
 
-Every cell is a file in the output, and one that was interrupted resumes.
+Every cell is a file in the output; interrupted cells resume.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ ONE = (0.0, 0.5, 1.0, 1.5, 2.0)
 """Scales for all heads; 1 is ``log_n``."""
 SCALES = torch.linspace(0, 8, 33)
 """Scales at which entropies are measured; between them, they are interpolated."""
-ROUNDS = 2  # a third moves the scales of tiny-512 at 2048 tokens by 0.03 at most
-QUERIES = 16  # at the end of every window
+ROUNDS = 2  # a third round changes the scales of tiny-512 at 2048 tokens by at most 0.03
+QUERIES = 16  # number of queries at the end of every window
 SEED = 7
 
 
@@ -86,7 +86,7 @@ def scaled(model: nn.Module, scales: torch.Tensor | None) -> Iterator[None]:
 
     Args:
         model: a Llama or a Qwen3, patched or not.
-        scales: ``[layers, heads]``; None: no factor.
+        scales: ``[layers, heads]``; None: no scaling.
     """
     with ExitStack() as stack:
         for index, layer in enumerate(() if scales is None else _layers(model)):
@@ -121,19 +121,19 @@ def entropies(
     scales: torch.Tensor | None = None,
     queries: int = QUERIES,
 ) -> torch.Tensor:
-    """Mean entropy of the attention of the last ``queries`` tokens, if a head had other scales.
+    """Mean attention entropy of the last ``queries`` tokens, for several scales of each head.
 
     Memory is linear in the length of a window.
 
     Args:
-        model: under the method, with ``scales`` in force.
+        model: patched model with ``scales`` applied.
         windows: token ids.
-        scales: in force, ``[layers, heads]``; None: none are.
-        queries: at the end of every window.
+        scales: applied scales, ``[layers, heads]``, or None.
+        queries: number of queries at the end of every window.
 
     Returns:
-        Nats, ``[layers, heads, scales]``: by :data:`SCALES` of the head, all other heads as they
-        are.
+        Nats, ``[layers, heads, scales]``: for each of :data:`SCALES` in this head, with all other
+        heads unchanged.
     """
     found: dict[int, list[torch.Tensor]] = {}
 
@@ -158,10 +158,10 @@ def entropies(
 
 
 def matched(by_scale: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The scale at which each entropy is its target, or the nearest of :data:`SCALES`.
+    """The scale at which each entropy reaches its target, or the nearest of :data:`SCALES`.
 
     Args:
-        by_scale: entropies by scale, which they fall with, ``[layers, heads, scales]``.
+        by_scale: entropies by scale, decreasing, ``[layers, heads, scales]``.
         target: entropies, ``[layers, heads]``.
     """
     above = (by_scale > target[..., None]).sum(-1)  # the first scale at or below the target
@@ -178,13 +178,13 @@ def by_entropy(
     windows: Sequence[Sequence[int]],
     inside: Sequence[Sequence[int]],
 ) -> torch.Tensor:
-    """Scales ``[layers, heads]`` that keep the entropy of the trained length; see the module.
+    """Scales ``[layers, heads]`` that keep the entropy at the trained length; see the module.
 
     Args:
-        model: not patched.
-        method: without a temperature.
-        windows: token ids, of the target length.
-        inside: token ids, of the trained length.
+        model: unpatched model.
+        method: method without a temperature.
+        windows: token ids of the target length.
+        inside: token ids of the trained length.
     """
     scales = None
     target = entropies(model, inside)[..., 0]
@@ -204,7 +204,7 @@ def learned(
     steps: int,
     rate: float = 0.1,
 ) -> torch.Tensor:
-    """Scales ``[layers, heads]`` trained from 0 by Adam, on one window and one prompt at a step."""
+    """Scales ``[layers, heads]``, trained from 0 by Adam on one window and one prompt per step."""
     heads = model.config.num_attention_heads
     scales = torch.zeros(len(_layers(model)), heads, requires_grad=True)
     optimizer = torch.optim.Adam([scales], lr=rate, betas=(0.9, 0.95))
@@ -236,7 +236,7 @@ def _loss(model: Any, row: Sequence[int], tail: int) -> torch.Tensor:
 
 
 class Cell:
-    """One checkpoint at one length, with the text to choose on and the text to measure on."""
+    """One checkpoint at one length, with text for selection and for measurement."""
 
     def __init__(self, checkpoint: str, args: argparse.Namespace) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32)
@@ -263,7 +263,7 @@ class Cell:
         )
 
     def compare(self, name: str) -> dict[str, Any]:
-        """Losses and passkeys of the best scale for all, and of scales by head."""
+        """Compare losses and passkeys of the best common scale and of scales by head."""
         model = self.model
         method = build_method(name, factor=self.length / TRAINED, temperature=1.0)
         shape = len(_layers(model)), model.config.num_attention_heads
@@ -333,10 +333,10 @@ def _text(interval: tuple[float, float] | None) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__.splitlines()[0], METHODS)
-    parser.add_argument("--windows", type=int, default=12, help="to choose on, and unseen")
+    parser.add_argument("--windows", type=int, default=12, help="windows per half of the text")
     parser.add_argument("--trials", type=int, default=20, help="passkeys at each of five depths")
-    parser.add_argument("--steps", type=int, default=40, help="of learning; 0: do not learn")
-    parser.add_argument("--adapter", type=Path, help="directory, of recipes/finetune.py")
+    parser.add_argument("--steps", type=int, default=40, help="training steps; 0: no training")
+    parser.add_argument("--adapter", type=Path, help="output directory of recipes/finetune.py")
     args = parser.parse_args()
     suffix = f"-{args.length}-{args.adapter.name}" if args.adapter else f"-{args.length}"
     run(args, lambda checkpoint, name: Cell(checkpoint, args).compare(name), show, suffix)

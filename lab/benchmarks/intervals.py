@@ -1,11 +1,11 @@
-"""How often the intervals of reports cover the truth, and call equal systems clearly different.
+"""Simulates the coverage of report intervals, and how often equal systems look different.
 
     python -m lab.benchmarks.intervals
 
-Simulates the very functions of :mod:`rope_eval.reports.intervals` on documents whose true mean is
-known, beside the percentile bootstrap, Student's t and, for paired rates, intervals in common use.
-``covers`` is the share of intervals of nominal 95 % that hold the truth, and ``clear`` the share
-of pairs of equal systems that are called clearly different.
+Runs the functions of :mod:`rope_eval.reports.intervals` on documents with a known true mean, next
+to the percentile bootstrap, Student's t and, for paired rates, other common intervals. ``covers``
+is the share of nominal 95 % intervals that contain the truth, and ``clear`` the share of pairs of
+equal systems that are called clearly different.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Losses:
     """A distribution of the mean losses of documents.
 
     Args:
-        draw: losses of a shape.
-        mean: the true one.
+        draw: draws losses of a given shape.
+        mean: true mean.
         weight: standard deviation of the logarithm of tokens per document.
     """
 
@@ -85,11 +85,11 @@ PARTIAL: dict[str, tuple[Draw, Draw]] = {
         lambda rng, shape: np.full(shape, 0.9),
     ),
 }
-"""Two systems of equal mean whose answers are found in part."""
+"""Two systems with equal means and partly correct answers."""
 
 
 def percentile_bootstrap(values: np.ndarray, weights: np.ndarray, rng: np.random.Generator) -> Ends:
-    """What reports had before; ``values`` are ``[samples, documents]``."""
+    """Percentile bootstrap of the mean; ``values`` are ``[samples, documents]``."""
     means = np.empty((len(values), RESAMPLES))
     rows = np.arange(len(values))[:, None]
     for index in range(RESAMPLES):
@@ -111,17 +111,17 @@ def student(values: np.ndarray, weights: np.ndarray) -> Ends:
 
 
 def covered(ends: Ends, truth: float) -> float:
-    """Share of intervals that hold the truth; rounding must not count as a miss."""
+    """Share of intervals that contain the truth, with a tolerance for rounding."""
     return float(np.mean((ends[0] - 1e-9 <= truth) & (truth <= ends[1] + 1e-9)))
 
 
 def without_zero(ends: Ends) -> float:
-    """Share of intervals that leave zero out."""
+    """Share of intervals that exclude zero."""
     return float(np.mean((ends[0] > 0) | (ends[1] < 0)))
 
 
 def means(rng: np.random.Generator, samples: int) -> Iterator[list[str]]:
-    """How often intervals of mean losses cover: a row for each distribution and count."""
+    """Coverage of intervals of mean losses: one row per distribution and number of documents."""
     for name, losses in LOSSES.items():
         for count in COUNTS:
             shape = (samples, count)
@@ -137,7 +137,7 @@ def means(rng: np.random.Generator, samples: int) -> Iterator[list[str]]:
 
 
 def rates() -> Iterator[list[str]]:
-    """How often intervals of one rate cover, of all rates the mean and the least; exact."""
+    """Exact coverage of intervals of one rate: the mean and the minimum over all rates."""
     for count in COUNTS:
         found = np.arange(count + 1)
         chances = stats.binom.pmf(found, count, RATES[:, None])
@@ -157,7 +157,7 @@ def rates() -> Iterator[list[str]]:
 
 
 def newcombe(one: np.ndarray, other: np.ndarray) -> Ends:
-    """Newcombe's hybrid of two Wilson intervals (his method 10), which reports had before.
+    """Newcombe's hybrid of two Wilson intervals (his method 10).
 
     Newcombe 1998, Statistics in Medicine 17, 2635-2650.
     """
@@ -181,12 +181,12 @@ def newcombe(one: np.ndarray, other: np.ndarray) -> Ends:
 
 
 def outcomes(trials: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Everything that two systems may score on some prompts, right or wrong.
+    """All possible scores of two systems on some prompts, right or wrong.
 
     Returns:
-        Scores of one and of the other, ``[outcomes, trials]``, and how many prompts only one and
-        only the other answers. Prompts that both answer or none do are all answered by both: our
-        interval does not tell them apart.
+        Scores of either system, ``[outcomes, trials]``, and the number of prompts that only one
+        system answers, for each. Prompts answered by both or by neither all count as answered by
+        both: our interval does not distinguish them.
     """
     only = [(a, b) for a in range(trials + 1) for b in range(trials + 1 - a)]
     one, other = np.ones((2, len(only), trials))
@@ -197,7 +197,7 @@ def outcomes(trials: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 
 
 def pairs() -> Iterator[list[str]]:
-    """Paired rates of right and wrong answers; every outcome is counted, none is drawn."""
+    """Paired rates of right and wrong answers, by enumeration of all outcomes."""
     for trials in COUNTS:
         one, other, wins, losses = outcomes(trials)
         row = [str(trials)]
@@ -218,7 +218,7 @@ def pairs() -> Iterator[list[str]]:
 
 
 def partial(rng: np.random.Generator, samples: int) -> Iterator[list[str]]:
-    """Paired rates of answers that are found in part, of systems of equal mean."""
+    """Paired rates of partly correct answers, for systems with equal means."""
     for name, (one, other) in PARTIAL.items():
         for count in COUNTS:
             shape = (samples, count)
@@ -233,7 +233,7 @@ def partial(rng: np.random.Generator, samples: int) -> Iterator[list[str]]:
 
 
 def table(title: str, header: Sequence[str], rows: Iterator[list[str]]) -> None:
-    """Print a table in Markdown, row by row as it is made."""
+    """Print a Markdown table, each row as soon as it is computed."""
     print(f"{title}\n\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     for row in rows:
         print(f"| {' | '.join(row)} |", flush=True)
@@ -243,7 +243,7 @@ def table(title: str, header: Sequence[str], rows: Iterator[list[str]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=8000, help="simulated for each number")
+    parser.add_argument("--samples", type=int, default=8000, help="simulations for each number")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args(arguments)
     rng = np.random.default_rng(args.seed)

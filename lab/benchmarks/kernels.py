@@ -1,13 +1,13 @@
-"""The shared memory of every kernel that Triton compiles for rope_ext, by GPU; none is needed.
+"""Lists the shared memory of every Triton kernel of rope_ext for several GPUs, without a GPU.
 
     python -m lab.benchmarks.kernels --output kernels.jsonl
 
 Needs the package ``triton`` and a C++ compiler. Attention runs on fake tensors of a mocked GPU, so
-that graphs, options and sizes are those of a real one; inductor lowers them, Triton compiles each
+graphs, options and sizes are those of a real one. Inductor lowers them, and Triton compiles each
 kernel for the capability until it has allocated shared memory (with ``--whole`` to machine code,
-which takes several times as long), and nothing is launched. Prints a line of JSON for each case,
-then a table in Markdown. With the same ``--output``, it continues an interrupted run. The command
-ends with status 1 if a kernel was not compiled or needs more than the GPU has.
+which takes several times as long); nothing is launched. Prints a line of JSON for each case, then a
+Markdown table. The same ``--output`` continues an interrupted run. The exit status is 1 if a kernel
+is not compiled or needs more than the GPU has.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Case:
     """A call of attention on a GPU.
 
     Args:
-        card: its capability.
+        card: capability of the GPU.
         kind: ``PLAIN``, ``"bias"`` or one of ``KINDS``.
         heads: a key of ``HEADS``.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         phase: ``TRAIN`` or ``PREFILL``.
     """
 
@@ -72,7 +72,7 @@ class Case:
 
 
 def cases(cards: Iterable[str], small: bool = False) -> list[Case]:
-    """Plain and biased heads of all sizes for all cards, the other kinds for some of them."""
+    """Plain and biased heads of all sizes for all GPUs, and the other kinds for some GPUs."""
     if small:
         of_each = [
             ("bands", "128", "float16", TRAIN),
@@ -139,7 +139,7 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """The most bytes of every kind, and the estimate of these tiles in brackets, in Markdown."""
+    """Largest number of bytes by kind, with the estimate for its tiles in brackets, in Markdown."""
     cells: dict[tuple[str, str, str], dict[str, tuple[int, int] | str]] = {}
     for line in lines:
         card = line["card"]
@@ -166,12 +166,12 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def of_attention(kernel: dict[str, Any]) -> bool:
-    """Whether it multiplies queries and keys; others need next to no shared memory."""
+    """Whether a kernel multiplies queries and keys; others need hardly any shared memory."""
     return "BLOCK_N" in kernel or "BLOCK_N1" in kernel
 
 
 def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
-    """What rope_ext expects these tiles to need at most; None for those that it never passes."""
+    """Upper bound that rope_ext assumes for these tiles; None for tiles that it never uses."""
     size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
     heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias")
     if "BLOCK_N" in kernel:
@@ -182,7 +182,7 @@ def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
 
 
 def measure(card: str, todo: list[Case], whole: bool, output: Path) -> None:
-    """Append the lines of a card to a file, in a process of its own."""
+    """Append the lines of a GPU to a file, in a separate process."""
     compiled: list[dict[str, Any]] = []
     with mocked(CARDS[card], compiled, whole), output.open("a") as file:
         for case in todo:
@@ -193,10 +193,10 @@ def measure(card: str, todo: list[Case], whole: bool, output: Path) -> None:
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cards", default="7.5,8.0,8.6,8.9,9.0", help="capabilities, by commas")
-    parser.add_argument("--small", action="store_true", help="a few cases of each card")
+    parser.add_argument("--cards", default="7.5,8.0,8.6,8.9,9.0", help="GPU capabilities")
+    parser.add_argument("--small", action="store_true", help="a few cases for each GPU")
     parser.add_argument("--whole", action="store_true", help="compile to machine code")
-    parser.add_argument("--output", type=Path, help="file for the lines of JSON")
+    parser.add_argument("--output", type=Path, help="JSON lines file")
     args = parser.parse_args(given)
     cards = args.cards.split(",")
     if unknown := set(cards) - {*CARDS}:

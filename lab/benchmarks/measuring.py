@@ -1,4 +1,4 @@
-"""What the benchmarks measure: seconds in turns, the peak of a fresh process, and the machine."""
+"""Helpers for benchmarks: alternating timings, peak memory, a description of the machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COLUMNS = 64
-"""Of every head."""
+"""Columns of every head."""
 NATIVE = "native"
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
-"""Query, key and value to a call of what is measured."""
+"""Turns query, key and value into a call to measure."""
 
 
 def tensors(
@@ -39,9 +39,9 @@ def tensors(
     columns: int = COLUMNS,
     device: str = "cpu",
 ) -> list[torch.Tensor]:
-    """Query, key and value as a projection leaves them, tokens before heads in memory.
+    """Query, key and value in the memory layout of a projection, tokens before heads.
 
-    A single query finds them as a cache does, heads before tokens.
+    For a single query, keys and values have the layout of a cache, heads before tokens.
     """
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
@@ -59,12 +59,12 @@ def trained(run: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None
 
 
 def of_same_weights(model: nn.Module) -> nn.Module:
-    """A copy to patch: modules and buffers are its own, parameters those of ``model``."""
+    """Copy a model for patching, with its own modules and buffers but shared parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def seconds_of(run: Callable[[], object], device: str = "cpu") -> float:
-    """Of one call; on a GPU those of its stream, without what starting it takes if it is short."""
+    """Seconds of one call; on a GPU, time on its stream, without launch overhead if it is short."""
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -78,13 +78,13 @@ def seconds_of(run: Callable[[], object], device: str = "cpu") -> float:
 
 
 class Measured(NamedTuple):
-    """What became of one variant.
+    """Result of one variant.
 
     Args:
         seconds: median.
-        ratio: median of the ratios to the native of the same round.
-        low: the quarter of these ratios below which the smallest lie.
-        high: likewise of the largest.
+        ratio: median of the ratios to native in the same round.
+        low: lower quartile of these ratios.
+        high: upper quartile.
     """
 
     seconds: float
@@ -102,9 +102,9 @@ Key = TypeVar("Key", bound=Hashable)
 def in_turns(
     runs: Mapping[Key, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[Key, list[float]]:
-    """Seconds of every run in every round, after one to warm up.
+    """Seconds of every run in every round, after a warm-up.
 
-    All take turns, so that whatever else the machine does hits each of them.
+    Runs alternate, so that other load on the machine affects all of them.
     """
     seconds: dict[Key, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -116,7 +116,7 @@ def in_turns(
 
 
 def compared(seconds: Mapping[str, Sequence[float]], native: str = NATIVE) -> dict[str, Measured]:
-    """Every variant beside ``native``, round by round."""
+    """Compare every variant with ``native``, round by round."""
     found = {}
     for variant, values in seconds.items():
         of_round = [v / n for v, n in zip(values, seconds[native], strict=True)]
@@ -129,12 +129,12 @@ def compared(seconds: Mapping[str, Sequence[float]], native: str = NATIVE) -> di
 def ratios(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[str, Measured]:
-    """Runs in turns, each compared with the native one."""
+    """Run the variants alternately, and compare each with the native one."""
     return compared(in_turns(runs, rounds, device))
 
 
 def machine() -> dict[str, Any]:
-    """What measured times depend on; bfloat16: whether the processor has units for it."""
+    """Describe the machine; ``bfloat16``: whether the processor has units for it."""
     known = torch.cpu.get_capabilities()
     return {
         "processor": str(known.get("cpu_name") or platform.processor() or platform.machine()),
@@ -163,7 +163,7 @@ def prefill(
 
 
 def resident(field: str) -> float:
-    """MiB of this process, from Linux; ``ru_maxrss`` would be inherited from the parent."""
+    """A memory field of this process in MiB, from Linux (``ru_maxrss`` would be inherited)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -171,7 +171,7 @@ def resident(field: str) -> float:
 
 
 def peak(attend: Attend, heads: int, length: int) -> float:
-    """MiB that a training step adds to the process, which must be a fresh one."""
+    """MiB that a training step adds to this process, which must be fresh."""
     inputs, small = (
         [x.requires_grad_() for x in tensors(heads, heads, tokens, tokens, torch.float32)]
         for tokens in (length, 64)
@@ -206,7 +206,7 @@ def show(console: Console, title: str, columns: dict[str, dict[str, Measured]]) 
 def show_peaks(
     console: Console, title: str, lengths: Sequence[int], peaks: dict[str, list[float]]
 ) -> None:
-    """A row for each variant, MiB at each length."""
+    """Print one row per variant, with MiB at each length."""
     from rich.table import Table  # the GPU benchmark runs without rich
 
     table = Table(title=title)
@@ -218,7 +218,7 @@ def show_peaks(
 
 
 def parser(description: str, lengths: str, parts: str, rounds: int) -> argparse.ArgumentParser:
-    """The options that all have."""
+    """A parser with the options of all benchmarks."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--lengths", default=lengths, help="comma-separated lengths in tokens")
     made.add_argument("--rounds", type=int, default=rounds)

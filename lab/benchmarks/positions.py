@@ -1,15 +1,15 @@
-"""Which positions short rows should be trained on, at an equal number of tokens.
+"""Compares schemes of positions for training on short rows, with equal numbers of tokens.
 
     python -m lab.benchmarks.positions --output runs/positions
 
-Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens by
-their recipe, on text alone, with the same steps and tokens. The learning rate of each is doubled
-and halved as long as that lowers the loss at the target, after one training, on text that is not
-measured on. Before and after, text and passkeys that nothing was trained or chosen on are scored
-within the trained length and at the target. ``mixed_windows`` trains Dynamic YaRN on rows of 4096
-tokens, ``pose_dynamic`` the same with PoSE, and all others YaRN, on rows of 1024.
+Every scheme of recipes/positions.py fine-tunes both bundled checkpoints from 512 to 4096 tokens
+with their recipe, on text alone, with the same steps and tokens. The learning rate of each scheme
+is doubled and halved while that lowers the loss at the target length, after one training, on text
+that is not used for measurement. Before and after training, unseen text and passkeys are scored
+within the trained length and at the target length. ``mixed_windows`` trains Dynamic YaRN on rows of
+4096 tokens, ``pose_dynamic`` Dynamic YaRN with PoSE, and all others YaRN, on rows of 1024.
 
-Every cell is a file in the output, and one that was interrupted resumes.
+Every cell is a file in the output; interrupted cells resume.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SCHEMES: dict[str, Scheme] = {
 def words_of(
     checkpoint: str, name: str, seed: int, steps: int, rate: float, folder: Path
 ) -> list[str]:
-    """The command line of recipes/finetune.py for one training."""
+    """The command line of recipes/finetune.py for one training run."""
     positions, method, length = SCHEMES[name]
     words = ["--config", RECIPES[checkpoint].config, "--method", method, "--factor", str(FACTOR)]
     words += ["--positions", positions, "--pose_chunks", "0", "--length", str(length)]
@@ -78,14 +78,14 @@ def model_of(checkpoint: str, adapter: Path | None) -> Any:
 
 @cache
 def rows_to_choose_by(checkpoint: str, windows: int) -> tuple[tuple[int, ...], ...]:
-    """Windows of the target length, from text that nothing is measured on."""
+    """Windows of the target length, from text that is not used for measurement."""
     tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[0]
     length, cure = FACTOR * TRAINED, "--windows asks for more"
     return windows_of(tokenizer, texts, length, windows, SEED, cure).windows
 
 
 def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
-    """Loss at the target length, nats per token, on those windows."""
+    """Loss at the target length on :func:`rows_to_choose_by`, nats per token."""
     model, rows = model_of(checkpoint, adapter), rows_to_choose_by(checkpoint, windows)
     with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
         return mean(losses_at_end(model, rows, FACTOR * TRAINED // 4, lambda rows: None))
@@ -95,7 +95,7 @@ def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int)
 def measured(
     checkpoint: str, method: str, adapter: Path | None, windows: int, prompts: int
 ) -> Measured:
-    """Losses of every document and passkeys found, at the trained and at the target length."""
+    """Loss of every document, and passkeys found, at the trained and the target length."""
     tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[1]
     model = model_of(checkpoint, adapter)
     unseen = Unseen(model, tokenizer, texts, FACTOR * TRAINED, windows, prompts)
@@ -107,9 +107,9 @@ def measured(
 
 
 def lowest(loss: Callable[[float], float], rate: float) -> float:
-    """The rate with the lowest loss: doubled and halved as long as that lowers it.
+    """Find the rate with the lowest loss by doubling and halving.
 
-    Not below ``LEAST``: where any training is worse than none, none is low enough.
+    Stops at ``LEAST``: if any training is worse than none, no rate is low enough.
     """
     for factor in (2.0, 0.5):
         while rate * factor >= LEAST and loss(rate * factor) < loss(rate):
@@ -118,7 +118,7 @@ def lowest(loss: Callable[[float], float], rate: float) -> float:
 
 
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Choose a rate with the first seed, train with every seed, and measure before and after."""
+    """Choose a rate with the first seed, train with every seed, measure before and after."""
     method, began = SCHEMES[name][1], time.monotonic()
 
     def trained(rate: float, seed: int) -> Path:
@@ -141,14 +141,14 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
 
 
 def verdict(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> str:
-    """The change of perplexity from ``other`` to ``one``, and whether it can be told.
+    """The change of perplexity from ``other`` to ``one``, and whether it is clear.
 
-    It can if the 95 % intervals over documents, of means over seeds, and over seeds, of means over
-    documents, both exclude 0; an interval over fewer than four seeds does not exist.
+    It is clear if two 95 % intervals exclude 0: over documents, of means over seeds, and over
+    seeds, of means over documents. Intervals over seeds need at least four.
 
     Args:
         one: mean losses of documents, by seed; nats per token.
-        other: of the same documents and seeds.
+        other: the same for the other scheme.
     """
     gaps = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
     ends = [mean_interval(gaps.mean(dim).tolist()) for dim in (0, 1)]
@@ -191,10 +191,10 @@ def main(given: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True)
     add("--checkpoints", default=",".join(CHECKPOINTS))
-    add("--schemes", default=",".join(SCHEMES), dest="methods", help="compared with pose")
-    add("--steps", type=int, default=40, help="of 8192 tokens")
-    add("--seeds", type=int, default=4, help="trainings; with fewer than 4, nothing can be told")
-    add("--windows", type=int, default=24, help="unseen")
+    add("--schemes", default=",".join(SCHEMES), dest="methods", help="schemes to compare with pose")
+    add("--steps", type=int, default=40, help="training steps of 8192 tokens")
+    add("--seeds", type=int, default=4, help="number of trainings; intervals need 4")
+    add("--windows", type=int, default=24, help="unseen text windows")
     add("--prompts", type=int, default=40, help="passkeys, half in filler and half in text")
     args = parser.parse_args(given)
     mistakes, names = Mistakes(), ("steps", "seeds", "windows", "prompts")

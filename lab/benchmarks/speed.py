@@ -1,4 +1,4 @@
-"""Measure what a patch costs in time: every ratio in the docs, in one run.
+"""Measure the time that a patch costs, relative to the unpatched model.
 
     python -m lab.benchmarks.speed
 
@@ -64,7 +64,7 @@ KINDS = {
 
 
 def kind(method: Any) -> str:
-    """Of a method, one of ``KINDS``."""
+    """Kind of a method, one of ``KINDS``."""
     if method.is_dynamic:
         return "dynamic"
     return "encoding" if method.kind == "rotation" else method.kind
@@ -97,7 +97,7 @@ def finished(run: Callable[[], None], device: torch.device) -> None:
 def measure(
     models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int
 ) -> dict[str, dict[str, Measured]]:
-    """``{task: {variant: measured}}`` on ids ``[rows, tokens]``; all of it takes turns."""
+    """``{task: {variant: measured}}`` on ids ``[rows, tokens]``; variants alternate."""
     runs: dict[tuple[str, str], Callable[[], None]] = {}
     for variant, patched in models.items():
         cache = DynamicCache(config=patched.config)
@@ -134,7 +134,7 @@ def measure_attention(
 
 
 def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> float:
-    """Median seconds of one call of ``rope_ext.patch``, for YaRN."""
+    """Median seconds of ``rope_ext.patch`` with YaRN."""
     values = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -145,10 +145,10 @@ def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> fl
 
 
 def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All that is measured, as JSON, after each part.
+    """Yield all results so far as JSON after each part.
 
     Raises:
-        RopeExtError: something is unknown or cannot be loaded.
+        RopeExtError: a method or option is unknown, or the model cannot be loaded.
     """
     if args.small:
         args.lengths, args.attention_lengths, args.window, args.rounds = "64", "128", 32, 2
@@ -222,7 +222,7 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _built(method: str, precise: bool | None = None, **options: Any) -> Any:
-    """The method of these keywords of ``rope_ext.patch``."""
+    """The method that ``rope_ext.patch`` builds from these keyword arguments."""
     return build_method(method, **options)
 
 
@@ -234,7 +234,7 @@ def _plain(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, d
 
 
 def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, Measured]]]]:
-    """Title and columns of every table, one for each kind and each dtype."""
+    """Title and columns of every table, one per kind and dtype."""
     rows = f"{data['batch_size']} x " if data["batch_size"] > 1 else ""
     for dtype, lengths in data["models"].items():
         for one, words in KINDS.items():
@@ -260,7 +260,7 @@ def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, M
 
 
 def headline(data: Mapping[str, Any]) -> str:
-    """The machine, in one line."""
+    """One line that describes the machine."""
     known = data["machine"]
     units = "with" if known["bfloat16"] else "without"
     return (
@@ -299,15 +299,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--model", default=MODEL, help="directory or Hub ID")
-    add("--method", default="", help="names, comma between; all kinds if left out")
+    add("--method", default="", help="comma-separated names; default: one of each kind")
     add("--option", action="append", help="METHOD.NAME=VALUE")
     add("--factor", type=float, default=4.0)
-    add("--lengths", default="2k", help="tokens, such as 2k,8k")
-    add("--attention-lengths", default="8k,16k", help="likewise")
-    add("--window", type=parse_length, default=1024, help="of attention alone, tokens")
-    add("--rounds", type=int, default=15, help="runs of each; of attention a fifth")
-    add("--parts", default=",".join(PARTS), help="of %(default)s")
-    add("--small", action="store_true", help="few tokens and rounds, to see that it runs")
+    add("--lengths", default="2k", help="comma-separated lengths in tokens, such as 2k,8k")
+    add("--attention-lengths", default="8k,16k", help="the same, for attention alone")
+    add("--window", type=parse_length, default=1024, help="window for attention alone, tokens")
+    add("--rounds", type=int, default=15, help="rounds; a fifth of them for attention")
+    add("--parts", default=",".join(PARTS), help="comma-separated, from %(default)s")
+    add("--small", action="store_true", help="few tokens and rounds, to test the command")
     add("--dtype", default="auto")
     add("--attn", help="attention implementation")
     add("--device", default="auto")

@@ -1,9 +1,9 @@
-"""What a window in most layers saves: memory of the cache, and time, at 16 times the length.
+"""Measures the cache memory and time that a window in most layers saves, at 16 times the length.
 
     python -m lab.benchmarks.windows
 
-The model of :mod:`benchmarks.decoding`, float32, random weights; ``swan`` beside the unpatched
-model and ``nope`` in the same layers, whose other layers have no window.
+Uses the model of :mod:`benchmarks.decoding`, in float32 with random weights; compares ``swan`` with
+the unpatched model and with ``nope`` in the same layers, without windows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def cached(cache: Cache) -> int:
-    """Bytes of keys and values in a growing cache, with memory that only seems free."""
+    """Bytes of keys and values in a growing cache, counting the whole storage of views."""
     kept = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
     return sum(x.untyped_storage().nbytes() for x in kept)
 
@@ -50,12 +50,12 @@ def step(model: nn.Module, token: torch.Tensor, cache: Cache) -> None:
 
 
 def measure(of: decoding.Size, length: int, rounds: int) -> Table:
-    """A row for each variant.
+    """Measure every variant.
 
     Args:
-        of: of the model; its ``prompt`` is not used.
+        of: size of the model; its ``prompt`` is not used.
         length: tokens in the cache.
-        rounds: runs of each.
+        rounds: runs of each variant.
     """
     ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(0))
     models = {NATIVE: of.build(decoding.HEADS, torch.float32)}
@@ -87,8 +87,8 @@ def measure(of: decoding.Size, length: int, rounds: int) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="of decoding; of prefill a fifth")
-    parser.add_argument("--small", action="store_true", help="few tokens, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds; a fifth for prefill")
+    parser.add_argument("--small", action="store_true", help="few tokens, to test the command")
     args = parser.parse_args(arguments)
     of = decoding.Size(5, 32) if args.small else decoding.size(False)
     console = Console(width=140)

@@ -4,8 +4,8 @@
     accelerate launch --num_processes 8 -m lab.laboratory --resume
 
 Everything else is equal: initial weights where shapes match, rows and their order, steps, and the
-effort to find learning rates. Results are appended as they arrive; --resume continues an
-interrupted run.
+search for learning rates. Results are appended as they arrive; --resume continues an interrupted
+run.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
 def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[str, Any]:
     """Settings that cells must share to be comparable."""
     settings = {name: getattr(args, name) for name in (*_SIZES, "choosing_share", "learning_rate")}
-    # Also of a subject that is left out, so that a later run of the same command can add it.
+    # Also for a subject that is left out, so that a later run can add it.
     settings["tasks"] = list(subjects[LENGTHS].names if LENGTHS in subjects else TASKS)
     text = subjects.get(TEXT) or Text(args.length)
     seen = hashlib.sha256(text.stream.tobytes() + text.held_out.tobytes())
@@ -169,7 +169,7 @@ def main(given: list[str] | None = None) -> int:
             found = Rates(**record["chosen"])
             return training.run(subjects[cell.subject], cell.name, cell.seed, found, tell)
 
-        ranks.wait()  # all processes share out the same rest
+        ranks.wait()  # all processes divide the same rest
         failed = work(ranks, log, [Cell.rates(s, name) for s in subjects for name in names], choose)
         ranks.wait()
         done = log.read()
@@ -208,7 +208,7 @@ def work(
         except RopeExtError as error:
             record = {"refused": first_line(error)}
             tell(f"refused: {record['refused']}")
-        except Exception as error:  # one encoding that breaks must not end a night's run
+        except Exception as error:  # one failing encoding must not end the run
             traceback.print_exc()
             tell(f"broke ({type(error).__name__}); --resume tries it again")
             failed += 1

@@ -1,11 +1,11 @@
-"""Causal linear attention, with the positions that it can have: RoPE, and decay with the distance.
+"""Causal linear attention with RoPE or decay with the distance.
 
     o_i = sum_j e^(-m (i - j)) <R_i phi(q_i), R_j phi(k_j)> v_j
           / sum_j e^(-m (i - j)) <phi(q_i), phi(k_j)>,            j <= i, phi(x) = elu(x) + 1
 
-``R`` is in the numerator alone: Su et al. 2021, arXiv 2104.09864, equation 19. ``phi`` is that of
-Katharopoulos et al. 2020, arXiv 2006.16236. ``m`` are ALiBi's slopes: under the softmax, its bias
-is the same factor. :func:`attention` computes a sequence in chunks, :func:`step` the next token
+``R`` is only in the numerator: Su et al. 2021, arXiv 2104.09864, equation 19. ``phi`` is from
+Katharopoulos et al. 2020, arXiv 2006.16236. ``m`` are ALiBi's slopes: in a softmax, its bias is the
+same factor. :func:`attention` computes a sequence in chunks, :func:`step` the next token
 from a state whose size does not depend on the length.
 """
 
@@ -26,12 +26,12 @@ LINEAR = {
     "linear_alibi": (False, True),
     "linear_rope_alibi": (True, True),
 }
-"""Models with linear attention: whether they rotate, and whether they decay."""
+"""Models with linear attention, by name: whether they rotate, and whether they decay."""
 _CHUNK = 128
 
 
 class State(NamedTuple):
-    """Sums over the past: of keys times values, ``[..., columns, value columns]``, and of keys."""
+    """Sums over the past: keys times values, ``[..., columns, value columns]``, and keys."""
 
     products: torch.Tensor
     keys: torch.Tensor
@@ -49,10 +49,10 @@ def attention(
 
     Args:
         query: ``[batch, heads, tokens, columns]``, as are the others.
-        key: not rotated, as is ``query``: the rotation comes after ``phi``.
-        value: of the keys.
-        angles: of the rotation, radians, ``[tokens, columns / 2]`` or with a batch and a head
-            dimension before; None: no rotation.
+        key: not rotated, like ``query``: the rotation comes after ``phi``.
+        value: values of the keys.
+        angles: rotation in radians, ``[tokens, columns / 2]``, or with leading batch and head
+            dimensions; None: no rotation.
         slope: ``m``, ``[heads]``; None: no decay.
         chunk: tokens whose products are computed at once.
     """
@@ -88,7 +88,7 @@ def step(
 
 
 def register() -> None:
-    """Make every name in :data:`LINEAR` an ``attn_implementation`` of transformers.
+    """Register every name in :data:`LINEAR` as an ``attn_implementation`` of transformers.
 
     For rows without padding, and models that do not rotate queries and keys themselves: RoPE is
     applied here, after ``phi``.
@@ -124,14 +124,14 @@ def _phi(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of columns, each half the columns apart, as transformers does."""
+    """Rotate pairs of columns that are half the columns apart, as transformers does."""
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def _decayed(past: torch.Tensor, slope: torch.Tensor | None, dims: int) -> torch.Tensor:
-    """A sum of the past, one token later; ``dims``: its dimensions after the heads."""
+    """Decay a sum over the past by one token; ``dims``: its dimensions after the heads."""
     if slope is None:
         return past
     return past * torch.exp(-slope)[(..., *[None] * dims)]

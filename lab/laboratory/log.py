@@ -19,7 +19,7 @@ _RATES = "rates for "
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One model: what it is trained on, its encoding, and its seed; or a choice of rates."""
+    """One model by subject, encoding and seed, or one choice of rates."""
 
     subject: str
     name: str
@@ -43,8 +43,8 @@ class Log:
     """Cells of one run in a folder.
 
     Args:
-        folder: it need not exist.
-        settings: shared by all cells.
+        folder: directory, which need not exist.
+        settings: settings shared by all cells.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Log:
         return found
 
     def read(self) -> dict[Cell, dict[str, Any]]:
-        """Finished cells, without a line that was cut off when its process ended."""
+        """Read the finished cells; a truncated last line is ignored."""
         cells = {}
         for path in self.files():
             for line in path.read_text(encoding="utf-8").splitlines()[1:]:

@@ -26,16 +26,16 @@ from rope_ext.methods.registry import all_encodings
 
 ROPE, QUARTER = "rope", "rope_25"
 SHARES = {ROPE: 1.0, QUARTER: 0.25}
-"""Models with a rotation: the share of each head's columns that it turns."""
+"""Models with RoPE, by name: the share of each head's columns that rotates."""
 ASKED = (*LINEAR, *SCRATCH)
-"""Models that are trained only if they are asked for; RoPE's rotation is left out of them."""
+"""Models that are trained only if selected; the model's own RoPE is disabled."""
 VOCABULARY = 260
 _BASE = 10000.0
-_FACTOR = 16.0  # where an encoding cannot be made without one
-_SAME = 1 + 1e-6  # a base that is the trained one but for rounding, since ABF refuses to do nothing
+_FACTOR = 16.0  # for encodings that cannot be built without one
+_SAME = 1 + 1e-6  # nearly the trained base, because ABF refuses to change nothing
 
 Reading = Callable[[float], Method | None]
-"""What is put on a trained model to read it at ``factor`` times its length; None: nothing."""
+"""How to patch a trained model to evaluate it at ``factor`` times its length; None: unpatched."""
 
 _TEST_TIME: dict[str, Reading] = {
     "yarn": lambda factor: rope_ext.YaRN(factor=factor),
@@ -55,7 +55,7 @@ class Size:
     heads: int = 4
 
     def build(self, name: str, seed: int, length: int) -> StableLmForCausalLM:
-        """Build the model ``name`` with new weights and a trained context of ``length`` tokens.
+        """Build the model ``name`` with new weights and a trained length of ``length`` tokens.
 
         Raises:
             RopeExtError: it does not support the encoding.
@@ -88,7 +88,7 @@ class Size:
             attach(model, SCRATCH[name])
         elif name not in SHARES:
             torch.manual_seed(seed)
-            # That plain transformers cannot load it: it is never saved.
+            # The warning that plain transformers cannot load it: it is never saved.
             with quieted(logging.getLogger("rope_ext"), logging.ERROR):
                 rope_ext.patch(model, _encoding(name))
         return model
@@ -100,9 +100,9 @@ def known() -> list[str]:
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
-    """The selected names of :func:`known`, including RoPE for comparison.
+    """The selected names from :func:`known`, plus RoPE for comparison.
 
-    Without a selection, all but :data:`ASKED`.
+    Without a selection, all except :data:`ASKED`.
 
     Raises:
         OptionError: there is no such model.
@@ -118,7 +118,7 @@ def chosen(names: Sequence[str] | None) -> list[str]:
 
 
 def readings(name: str) -> Mapping[str, Reading]:
-    """How to evaluate a trained model: as it is, and with methods applied after training."""
+    """Ways to evaluate a trained model: as is, and with methods applied after training."""
     ways: dict[str, Reading] = {name: lambda factor: None}
     if name in SHARES:
         ways |= {f"{name}+{way}": make for way, make in _TEST_TIME.items()}
@@ -129,7 +129,7 @@ def readings(name: str) -> Mapping[str, Reading]:
 
 @contextmanager
 def read_with(model: torch.nn.Module, make: Reading, factor: float) -> Iterator[None]:
-    """The model with the patch of ``make``; unpatched within its trained length."""
+    """The model patched with ``make``; unpatched within its trained length."""
     method = make(factor) if factor > 1 else None
     if method is None:
         yield

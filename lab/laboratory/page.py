@@ -35,7 +35,7 @@ from rope_eval.versions import versions
 PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
 PICTURE = "laboratory.png"
 _NONE, _SAME = "\u2013", "the same"
-_SHARES = (-3.0, 103.0)  # limits of an axis in percent
+_SHARES = (-3.0, 103.0)  # axis limits in percent
 _MOST_NAMES = 8  # in a sentence
 
 
@@ -295,7 +295,7 @@ def _tasks(results: Results) -> Section:
 
 
 def _rates(results: Results) -> Section:
-    """Which learning rates were chosen, out of which, by subject."""
+    """Chosen and tried learning rates by subject."""
     return Section(
         "Learning rates",
         (
@@ -342,7 +342,7 @@ def _rates_of(record: Mapping[str, float]) -> tuple[float, float, float]:
 
 
 def _training(results: Results) -> Section:
-    """Training loss curves, by subject, and how soon RoPE's is reached."""
+    """Training loss curves by subject, and the steps to reach RoPE's loss."""
     pictures = []
     for subject in sorted({cell.subject for cell in results.cells}, reverse=True):
         lines = {

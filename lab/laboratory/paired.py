@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 CONFIDENCE = 0.95
 LEAST = 3
-"""Pairs for an interval: two rates out of a few words are often equal, by chance."""
+"""Minimum number of pairs for an interval: rates of a few words are often equal by chance."""
 _STEPS = 200  # of the integral under Student's curve
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean of differences and its interval, without ends for fewer than ``LEAST`` pairs."""
+    """A mean difference with its interval, which needs at least ``LEAST`` pairs."""
 
     mean: float
     low: float | None
@@ -29,7 +29,7 @@ class Difference:
         return self.low is not None and (self.low > 0 or self.high < 0)
 
     def within(self, low: float, high: float) -> Difference:
-        """The same with an interval that ends where possible values do."""
+        """The same difference, with the interval clipped to possible values."""
         return replace(self, low=max(self.low, low), high=min(self.high, high))
 
 

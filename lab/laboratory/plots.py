@@ -1,4 +1,4 @@
-"""Pictures of the report: one panel for each kind of encoding, so that no panel has many lines."""
+"""Figures of the report, with one panel for each kind of encoding."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "by content, from scratch only": ("tapa", "grape_ap"),
 }
-_MOST = 7  # lines of a panel beside that of RoPE
-WIDTH, _HEIGHT = 7.2, 2.7  # of a row of two panels in inches: legible at 400 pixels
-_GAP = 0.055  # between labels, as a share of the height of a panel
+_MOST = 7  # lines of a panel in addition to RoPE's
+WIDTH, _HEIGHT = 7.2, 2.7  # size of a row of two panels in inches: legible at 400 pixels
+_GAP = 0.055  # distance between labels, as a share of the panel height
 _BASELINE = {"color": "#555555", "linestyle": "--", "marker": ""}
 
 Lines = Mapping[str, Mapping[float, float]]
-"""Values by name and place on the horizontal axis."""
+"""Values by name and position on the horizontal axis."""
 
 
 def kinds_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by kind of encoding, at most seven each, without RoPE, which every panel has."""
+    """Names by kind of encoding, at most seven each, without RoPE."""
     rest = [name for name in names if name != ROPE]
     found = {kind: [n for n in members if n in rest] for kind, members in KINDS.items()}
     known = {name for members in found.values() for name in members}
@@ -58,15 +58,16 @@ def panels(
     ticks: Sequence[int] = (),
     limits: tuple[float, float] | None = None,
 ) -> Any:
-    """A figure with a panel for each kind; every line is labeled at its end.
+    """Draw a figure with one panel per kind; every line is labeled at its end.
 
     Args:
         lines: what to plot.
         x: label of the horizontal axis; logarithmic if there are ``ticks``.
         y: label of the vertical axis, which all panels share.
-        trained: where the trained length or size is.
-        ticks: of the horizontal axis.
-        limits: of the vertical axis; None: of the lines, up to 1.3 times RoPE's greatest value.
+        trained: trained length or size on the horizontal axis.
+        ticks: ticks of the horizontal axis.
+        limits: limits of the vertical axis; None: the range of the lines, up to 1.3 times RoPE's
+            largest value.
     """
     kinds = kinds_of(lines) or {"RoPE": []}
     down = math.ceil(len(kinds) / 2)
@@ -101,7 +102,7 @@ def picture_of(figure: Any, alt: str) -> Picture:
 
 
 def _limits(lines: Lines) -> tuple[float, float]:
-    """All of what is low, and 1.3 times the height of RoPE: one that explodes hides no other."""
+    """Limits from the lowest value to 1.3 times RoPE's largest, so that outliers are cut off."""
     values = [value for line in lines.values() for value in line.values() if math.isfinite(value)]
     if not values:
         return 0.0, 1.0
@@ -112,7 +113,7 @@ def _limits(lines: Lines) -> tuple[float, float]:
 
 
 def _label(axes: Any, low: float, high: float) -> None:
-    """Names at the ends of lines, moved apart where these meet."""
+    """Write names at the ends of lines, moved apart where they overlap."""
     gap, ends = _GAP * (high - low), []
     for line in axes.get_lines():
         if line.get_label().startswith("_"):

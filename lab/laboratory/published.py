@@ -16,8 +16,8 @@ class Published:
     """A published ranking of encodings.
 
     Args:
-        source: who measured what.
-        measure: our measure to compare it with, by its name on the page.
+        source: reference and what it measured.
+        measure: name of our measure on the page to compare with.
         values: published values, by our names.
         told: these values as text; by default the values themselves.
         rising: whether higher values are better.

@@ -1,7 +1,7 @@
 """Learning rates chosen for each encoding, so that all are compared with equal effort.
 
-An encoding whose parameters move too slowly looks like a worse encoding: with the rate of the
-model's other vectors, a T5 bias can move by 0.4 nats in 300 steps, where it needs four.
+An encoding whose parameters learn too slowly looks like a worse encoding: with the rate of the
+model's other vectors, a T5 bias can change by 0.4 nats in 300 steps, but needs four.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 SEED = 1000
-"""Seed of the models that rates are chosen with; reported models have seeds from 0."""
+"""Seed of models for choosing rates; reported models have seeds from 0."""
 ENCODING, INITIAL, MODEL = (1.0, 5.0, 25.0, 125.0), (1.0, 5.0, 25.0), (0.5, 1.0, 2.0)
 NORMAL = ("deberta", "repo", "shaw", "transformer_xl")
-"""Encodings that initialize their tables from a normal distribution, whose size is chosen, too."""
-_BEYOND = 2  # values to try beyond an end of a list while that end is the best
+"""Encodings with tables from a normal distribution, whose initial size is chosen, too."""
+_BEYOND = 2  # values to try beyond the end of a list while the end is best
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Rates:
     """Factors of the default learning rates, and of initial tables.
 
     Args:
-        model: of the rate of all parameters of the model; 1 is ``--learning-rate``.
-        encoding: of the rate of the encoding's own parameters; 1 is the default rate of the
-            model's vectors.
-        initial: of the encoding's initial tables, if these are random.
+        model: factor of the rate of all parameters of the model; 1 is ``--learning-rate``.
+        encoding: factor of the rate of the encoding's own parameters; 1 is the default rate of
+            the model's vectors.
+        initial: factor of the encoding's initial tables, if these are random.
     """
 
     model: float = 1.0
@@ -36,9 +36,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen rates and all that were tried, with the held-out loss of each in nats.
+    """Chosen rates and all tried ones with their held-out losses in nats.
 
-    Infinite: the training diverged.
+    The loss is infinite if training diverged.
     """
 
     rates: Rates
@@ -46,7 +46,7 @@ class Choice:
 
 
 def choose(loss: Callable[[Rates], float], own: bool, normal: bool = False) -> Choice:
-    """Find the rates with the lowest loss: of the encoding, its initial size, then of the model.
+    """Find the rates with the lowest loss: the encoding's, its initial size, then the model's.
 
     A list of values is extended while its first or last one is the best, at most twice.
 
@@ -76,7 +76,7 @@ def choose(loss: Callable[[Rates], float], own: bool, normal: bool = False) -> C
 def _lowest(
     values: Sequence[float], start: Rates, which: str, measure: Callable[[Rates], float]
 ) -> Rates:
-    """The best of ``start`` with these values of the field ``which``."""
+    """The best variant of ``start`` with one of these values in the field ``which``."""
     found = [replace(start, **{which: value}) for value in values] or [start]
     for _ in range(_BEYOND if values else 0):
         best = min(found, key=measure)

@@ -26,8 +26,8 @@ class Results:
     """Data for the page.
 
     Args:
-        settings: of the run.
-        cells: finished ones.
+        settings: settings of the run.
+        cells: finished cells.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Results:
         self.settings = settings
         self.cells = {cell: record for cell, record in cells.items() if not cell.chooses_for}
         self.choices: dict[str, dict[str, Mapping[str, Any]]] = {}
-        """Records of choices of learning rates, by subject and name."""
+        """Chosen learning rates, by subject and name."""
         for cell, record in cells.items():
             if cell.chooses_for and "chosen" in record:
                 self.choices.setdefault(cell.chooses_for, {})[cell.name] = record
         self.refused: dict[str, str] = {}
         self.ended: dict[str, set[str]] = {}
-        """Models without a result from some length or size on, by that."""
+        """Models without results from some length or size on, by that length or size."""
         for cell, record in self.cells.items():
             if "refused" in record:
                 self.refused[f"{cell.name} ({cell.subject})"] = record["refused"]
@@ -121,7 +121,7 @@ class Results:
         }
 
     def cost(self, what: str, subject: str) -> dict[str, BySeed]:
-        """A measurement of training, by name and seed."""
+        """A cost of training, by name and seed."""
         found: dict[str, BySeed] = {}
         for cell, record in self.cells.items():
             if cell.subject == subject and record.get(what) is not None:
@@ -138,9 +138,9 @@ class Results:
         return found
 
     def speed(self) -> dict[str, BySeed]:
-        """Steps until the training loss on text is RoPE's of the same seed at half-time.
+        """Steps until the training loss on text reaches that of RoPE at half-time, same seed.
 
-        Encodings for which every seed gets there.
+        Only encodings for which every seed reaches it.
         """
         curves = {
             c: r["curve"] for c, r in self.cells.items() if c.subject == "text" and "curve" in r
@@ -194,7 +194,7 @@ class Results:
 
 
 def first_below(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """The first step, interpolated, at which a curve of ``(step, loss)`` is at most ``loss``."""
+    """The first (interpolated) step at which a curve of ``(step, loss)`` is at most ``loss``."""
     for (before, high), (step, low) in pairwise(curve):
         if low <= loss < high:
             return before + (step - before) * (high - loss) / (high - low)

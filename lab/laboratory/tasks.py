@@ -1,7 +1,8 @@
 """Length generalization: copy, reverse, addition, sorting and parity in one model.
 
-Trained on problems of up to ``MOST`` items and evaluated on up to twice as many. Sums begin with
-their last digit, and parity is answered bit by bit, so that a small decoder can learn them.
+Models train on problems of up to ``MOST`` items and are evaluated on up to twice as many. Sums
+begin with their last digit, and parity is answered bit by bit, so that a small decoder can learn
+them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from lab.laboratory.model import Reading, read_with
 
 MOST = 20
 READ = (5, 10, 15, 20, 22, 24, 28, 32, 36, 40)
-"""Items of the problems that are read."""
+"""Numbers of items to evaluate."""
 BEGIN, GIVEN, END = 256, 257, 258
-"""Tokens beside the bytes: before a problem, before its answer, after that."""
+"""Tokens in addition to bytes: before a problem, before its answer, and after the answer."""
 _HELD_OUT = 7919
 _CHOOSING = 512  # problems to choose rates on
 _TOGETHER = 4
-"""Steps whose problems are shared out by length."""
+"""Number of steps whose problems are grouped by length."""
 _LETTERS = np.arange(ord("a"), ord("z") + 1)
 
 
@@ -79,10 +80,10 @@ class Tasks:
     """Problems for training and evaluation.
 
     Args:
-        names: of the tasks, sampled at random.
+        names: names of the tasks, sampled at random.
         batch: problems per step.
         rows: problems of each task to evaluate at each size.
-        steps: of training.
+        steps: training steps.
     """
 
     names: Sequence[str] = tuple(TASKS)
@@ -92,7 +93,7 @@ class Tasks:
 
     @property
     def trained(self) -> int:
-        """Trained context, tokens: the longest row."""
+        """Trained length in tokens: the longest row."""
         rng = np.random.default_rng(0)
         return max(len(problem(rng, name, MOST)[0]) for name in self.names)
 
@@ -100,7 +101,7 @@ class Tasks:
         """Ids and weights of a step; depends only on the seed and the step.
 
         Problems for several steps are sampled at once, and each step gets some of similar length:
-        with all lengths in one step, half of it would be padding.
+        with all lengths in one step, half of the tokens would be padding.
         """
         number, turn = divmod(step, _TOGETHER)
         rng = np.random.default_rng((seed, number))
@@ -110,7 +111,7 @@ class Tasks:
         return _padded(drawn[first : first + self.batch])
 
     def choosing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights of problems that are not reported, to choose rates on."""
+        """Ids and weights of unreported problems, for choosing rates."""
         return _padded(self._drawn(np.random.default_rng(_HELD_OUT), _CHOOSING))
 
     def _drawn(self, rng: np.random.Generator, count: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,9 +1,9 @@
-"""Text with retrieval: Python's standard library in bytes, and a word that is asked for.
+"""Text with retrieval: bytes of Python's standard library, and a word to retrieve.
 
-Training on plain text is too short for retrieval to emerge, and a head that looks up what followed
-the previous token (an induction head) takes even longer. So the word consists of tokens that do not
-occur in text, each from a separate alphabet, and can be found by content. This favors no encoding,
-and every encoding has to bridge the distance.
+With plain text, training is too short for retrieval to emerge, and a head that looks up what
+followed the previous token (an induction head) takes even longer. So the word consists of tokens
+that do not occur in text, each from a separate alphabet, and can be found by content. This favors
+no encoding, and every encoding has to bridge the distance.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lab.laboratory.model import Reading, read_with
 from rope_eval.data.text import python_library
 
 END, GIVEN, ASKED = 256, 257, 258
-"""Tokens beside the bytes: between documents, before the word, before it is asked for."""
-PLACES, LETTERS = 3, 26  # of the word: bytes from 128 on, which is why text is kept below
-_ANSWER = 4.0  # what a token of an answer counts; of text: 1
-_HELD_OUT = 7919  # seed of what is read, whatever was trained
-_CHOOSING = 128  # rows to choose rates on
+"""Tokens in addition to bytes: between documents, before the word, and before the question."""
+PLACES, LETTERS = 3, 26  # of the word: bytes from 128 on; text uses only lower ones
+_ANSWER = 4.0  # loss weight of a token of an answer; text has 1
+_HELD_OUT = 7919  # seed of the evaluated rows, for all models
+_CHOOSING = 128  # rows for choosing rates
 TIMES = (1, 2, 4, 8, 16)
 
 Row = tuple[np.ndarray, np.ndarray]
-"""Token ids, and how much the loss of each counts."""
+"""Token ids, and the loss weight of each."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Text:
     """Rows for training and evaluation.
 
     Args:
-        length: of a training row, tokens.
+        length: length of a training row, tokens.
         batch: rows per step.
         rows: rows to evaluate at each length.
-        steps: of training.
+        steps: training steps.
         texts: documents, for ``"train"`` or ``"held_out"``.
     """
 
@@ -50,7 +50,7 @@ class Text:
 
     @property
     def trained(self) -> int:
-        """Trained context, tokens."""
+        """Trained length, tokens."""
         return self.length
 
     @cached_property
@@ -81,7 +81,7 @@ class Text:
         return ids, weights
 
     def choosing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and weights of held-out rows that are not reported, to choose rates on."""
+        """Ids and weights of unreported held-out rows, for choosing rates."""
         return self._rows(self._unseen[: len(self._unseen) // 4], (_HELD_OUT,), _CHOOSING)
 
     @torch.no_grad()
@@ -123,13 +123,13 @@ class Text:
 def retrieval(
     rng: np.random.Generator, stream: np.ndarray, length: int, questions: int | None = None
 ) -> Row:
-    """Text with a word anywhere in its first part, which is asked for later and at the end.
+    """Text with a word anywhere in its first part, and questions for it later and at the end.
 
     Args:
         rng: random number generator.
-        stream: of text.
-        length: of the row, tokens.
-        questions: their number; None: one to four.
+        stream: stream of text.
+        length: length of the row, tokens.
+        questions: number of questions; None: one to four.
     """
     count = int(rng.integers(1, 5)) if questions is None else questions
     word = 128 + LETTERS * np.arange(PLACES) + rng.integers(0, LETTERS, PLACES)
@@ -158,7 +158,7 @@ def _excerpt(rng: np.random.Generator, stream: np.ndarray, tokens: int) -> np.nd
 def _forward(
     model: torch.nn.Module, rows: np.ndarray, trained: int, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Loss of every token except the first of each row, and whether it is the most likely."""
+    """Loss of every token but the first of each row, and whether the token is the most likely."""
     losses, right = [], []
     some = max(1, 16 * trained // rows.shape[1])  # as many tokens at a time as in training
     for part in torch.from_numpy(rows).split(some):

@@ -15,9 +15,9 @@ from lab.laboratory.model import Reading, Size, readings
 from lab.laboratory.rates import NORMAL, SEED, Rates, choose
 from lab.pretrain.train import MuonAdamW, schedule, weighted_loss
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells when it begins and ends
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler prints when it starts
 POINTS = 20
-"""Of the curve of training losses."""
+"""Number of points of the training loss curve."""
 
 
 class Subject(Protocol):
@@ -38,12 +38,12 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """What all models share.
+    """Settings that all models share.
 
     Args:
-        size: of the model.
-        learning_rate: for matrices (Muon); other parameters use a sixth of it (AdamW).
-        device: to run on.
+        size: size of the model.
+        learning_rate: rate for matrices (Muon); other parameters use a sixth of it (AdamW).
+        device: device to run on.
     """
 
     size: Size
@@ -53,7 +53,7 @@ class Training:
     def run(
         self, subject: Subject, name: str, seed: int, rates: Rates, tell: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Train and evaluate one model; arguments and errors as of :meth:`train`."""
+        """Train and evaluate one model; arguments and errors are those of :meth:`train`."""
         model, record = self.train(subject, name, seed, rates, tell)
         clock = _clock(self.device)
         began, found = clock(), {}
@@ -65,7 +65,7 @@ class Training:
     def choose_rates(
         self, subject: Subject, name: str, tell: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Train models with several rates, and choose by their loss on rows to choose on.
+        """Train models with several rates, and choose by their loss on unreported rows.
 
         Raises:
             RopeExtError: the model does not support the encoding.
@@ -90,14 +90,14 @@ class Training:
     def train(
         self, subject: Subject, name: str, seed: int, rates: Rates, tell: Callable[[str], None]
     ) -> tuple[torch.nn.Module, dict[str, Any]]:
-        """A trained model, and what its training cost.
+        """Return a trained model, and the cost of its training.
 
         Args:
-            subject: to train on.
-            name: of the encoding.
-            seed: of weights and rows.
+            subject: data to train on.
+            name: name of the encoding.
+            seed: seed of weights and rows.
             rates: factors of the learning rate.
-            tell: called with the progress.
+            tell: function that receives the progress.
 
         Raises:
             RopeExtError: the model does not support the encoding.
@@ -119,7 +119,7 @@ class Training:
             def update(ids: torch.Tensor = ids, weights: torch.Tensor = weights) -> float:
                 return train_step(model, optimizer, ids, weights)
 
-            if step == 1:  # the first one also makes what is kept: states, tables
+            if step == 1:  # the first step also allocates states and tables
                 loss, peak = peak_of(update, self.device)
             else:
                 loss = update()
@@ -145,12 +145,12 @@ class Training:
 
 
 def _own(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of its encoding."""
+    """Parameters of the model's encoding."""
     return [p for name, p in model.named_parameters() if "rope_ext" in name]
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """CPU time where there is no GPU to wait for: other programs then cost it nothing."""
+    """CPU time if there is no GPU, which other programs do not affect."""
     return time.perf_counter if device.type == "cuda" else time.process_time
 
 

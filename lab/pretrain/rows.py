@@ -74,7 +74,7 @@ class Rows(torch.utils.data.Dataset):
     def returning(self, rng: random.Random, segment: list[int], given: int) -> Row:
         """A segment that is repeated several times, starting anywhere in its first half.
 
-        The first ``given`` tokens of a repetition only tell where to look; the others have a loss.
+        The first ``given`` tokens of a repetition only identify it; the others have a loss.
         """
         size = len(segment)
         ids, weights = [*self.head, *segment], [0.0] * (len(self.head) + size)

@@ -31,7 +31,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The frame is repeated so that its words become tokens, since 512 tokens is a short context.
+    # The frame is repeated so that its words become tokens, because 512 tokens are few.
     tokenizer.train_from_iterator([*texts, *[frame] * 400], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0), ("</s>", 1)]

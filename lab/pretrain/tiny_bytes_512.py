@@ -231,7 +231,7 @@ class ProseRows(Rows):
 
 
 def fresh_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A model that can copy before training: see :func:`put_induction`."""
+    """Build a model that can copy before training; see :func:`put_induction`."""
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),

@@ -1,1 +1,1 @@
-"""Published tables as commands: one file each in ``tables``."""
+"""Reproduces published tables, one file each in ``tables``."""

@@ -1,12 +1,11 @@
 """Measure a published table and compare with its numbers.
 
     python -m lab.reproduce --list
-    python -m lab.reproduce yarn-llama2               # where the weights, the data and a GPU are
+    python -m lab.reproduce yarn-llama2               # needs the weights, the data and a GPU
     python -m lab.reproduce yarn-llama2 --dry-run     # the same steps on checkpoints/tiny-512
 
-Each file in lab/reproduce/tables names the model, the data, every published number with its
-source, and how far a measured number may be from it. None was measured here: no such GPU was at
-hand.
+Each file in lab/reproduce/tables contains the model, the data, every published number with its
+source, and the tolerance for a measured number. None has been measured yet, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rope_ext.errors import OptionError, nearest
 TABLES = Path(__file__).parent / "tables"
 STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
 STAND_IN_TEXT = "checkpoints/tiny-bytes-512/held_out.jsonl"
-_FLOPS = 2e14  # what a card of 400 to 1000 TFLOP/s in bfloat16 does, as a rule of thumb
+_FLOPS = 2e14  # rule of thumb for a GPU with 400 to 1000 TFLOP/s in bfloat16
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Cell:
     Args:
         length: context in tokens.
         published: the number, in the unit of the table.
-        method, factor, options: as ``rope-ext eval`` takes them; ``none`` is the model as it is.
-        model, text: instead of those of the table.
+        method, factor, options: as for ``rope-ext eval``; ``none`` is the unpatched model.
+        model, text: replace those of the table.
     """
 
     length: int
@@ -58,21 +57,21 @@ class Table:
     """A published table, or the part that can be measured with ``rope-ext eval``.
 
     Args:
-        title: what is measured.
+        title: description of the measurement.
         source: paper and table.
         model: Hub ID.
         trained: trained length, tokens.
-        parameters: of the model, for the estimate of GPU hours.
-        task: of ``rope-ext eval``: perplexity, passkey or ruler.
+        parameters: parameters of the model, to estimate GPU hours.
+        task: task of ``rope-ext eval``: perplexity, passkey or ruler.
         metric: unit of the numbers: perplexity, loss (nats per token) or rate (per cent).
         tolerance: largest difference, relative for perplexity and loss, in points for a rate.
         cells: the numbers.
         arguments: further options of the task.
-        samples: prompts or segments of text per length, for the estimate of GPU hours.
-        stride: tokens by which a window moves over a segment; 0: it does not.
+        samples: prompts or text segments per length, to estimate GPU hours.
+        stride: stride of a sliding window in tokens; 0: no sliding window.
         text: evaluation text.
-        prepare: a command to run before, such as a search; the user runs it.
-        note: what differs from the published protocol, or is disputed.
+        prepare: a command that the user has to run first, such as a search.
+        note: differences from the published protocol, or disputed points.
     """
 
     title: str
@@ -94,9 +93,9 @@ class Table:
 
     @property
     def gpu_hours(self) -> float:
-        """Estimated from 2 operations per parameter and token, without those of attention.
+        """Estimate from 2 operations per parameter and token, without attention.
 
-        A window that moves passes over segments of the longest length of its command.
+        A sliding window moves over segments with the longest length of its command.
         """
         tokens = 0
         for run in runs(self, Path(), dry=False):
@@ -108,10 +107,10 @@ class Table:
 
 
 def read(name: str) -> Table:
-    """The table of that name.
+    """Read the table with that name.
 
     Raises:
-        OptionError: there is none.
+        OptionError: there is no such table.
     """
     path = TABLES / f"{name}.yaml"
     if not path.exists():
@@ -128,7 +127,7 @@ def read(name: str) -> Table:
 
 
 def names() -> list[str]:
-    """All tables."""
+    """Names of all tables."""
     return sorted(path.stem for path in TABLES.glob("*.yaml"))
 
 
@@ -139,7 +138,7 @@ class Run:
     words: tuple[str, ...]
     output: Path
     cells: Mapping[int, Cell]
-    """By the length that is measured, in tokens."""
+    """Cells by measured length, in tokens."""
 
 
 def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
@@ -148,7 +147,7 @@ def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
     Args:
         table: what to measure.
         output: folder for the results.
-        dry: use the stand-in, with lengths in proportion to its trained length, and few cases.
+        dry: use the stand-in, with lengths in proportion to its trained length and few cases.
     """
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in table.cells:
@@ -176,20 +175,20 @@ _FEW = {
     "passkey": ("--trials", "1", "--depths", "1"),
     "ruler": ("--trials", "1", "--ruler-tasks", "niah_single_1"),
 }
-"""Options that come last and so win, in a dry run."""
+"""Options that override the others in a dry run."""
 
 
 def _length(table: Table, cell: Cell, dry: bool) -> int:
-    """The length to measure; in a dry run the shortest still has room for a prompt."""
+    """The length to measure; in a dry run, at least long enough for a prompt."""
     shortest = min(table.trained, *(one.length for one in table.cells))
     return cell.length * STAND_IN_LENGTH // shortest if dry else cell.length
 
 
 def measured(run: Run, metric: str) -> dict[int, float]:
-    """What a run found, by length, in the unit of the table."""
+    """Measured numbers of a run by length, in the unit of the table."""
     data = json.loads((run.output / "results.json").read_text(encoding="utf-8"))
     system = data["systems"][-1]["name"]  # the first one is the unpatched model
-    if data["suites"]:  # the average of its tasks
+    if data["suites"]:  # the average of the tasks
         (suite,) = data["suites"].values()
         values = {int(n): found["value"] for n, found in suite[system]["average"].items()}
     else:
@@ -209,7 +208,7 @@ def agrees(table: Table, cell: Cell, value: float) -> bool:
 
 
 def reproduce(table: Table, output: Path, dry: bool) -> bool:
-    """Measure, print beside the published numbers, and say whether all agree."""
+    """Measure, print the results next to the published numbers, return whether all agree."""
     print(f"{table.title} ({table.source}), in {table.metric}")
     if table.prepare:
         print(f"before: {table.prepare}")

@@ -158,7 +158,7 @@ def _observe(
         tokens = dense.query.shape[2]
         queries = slice((tokens - 1) % -(-tokens // QUERIES), None, -(-tokens // QUERIES))
         layout = layer.layout
-        theta = layout.site.loaded.double()[layout.pair].to(dense.query.device)
+        theta = layout.site.loaded.double().to(dense.query.device)
         angles = -torch.arange(tokens, device=theta.device)[:, None] * theta
         back = angles.cos(), angles.sin()
         query, key = (layout.pairs.rotate(x.float(), back) for x in (dense.query, dense.key))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from rope_ext.apply.configuration import is_scaled
 from rope_ext.apply.raising import TYPES
+from rope_ext.apply.rebuild import Written
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.position.layers import ignores_scaling
@@ -24,9 +25,8 @@ class Applied:
 
     method: Method  # the method with every option filled in
     target_length: int  # context after the extension, tokens
-    values: dict[str, Any]  # values for the configuration
-    native: bool  # whether plain transformers scales by these values
-    plain: bool  # whether plain transformers computes the same from them
+    saved: Written  # what the configuration says
+    plain: bool  # whether plain transformers computes the same from it
     precise: bool  # whether angles are computed in float64
     notes: tuple[str, ...]  # sentences for describe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +28,17 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-@contextmanager
-def written(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> Iterator[list[Any]]:
-    """Write a patch into the configurations of the text model, which the block gets.
+def write(
+    place: PatchTarget,
+    values: Mapping[str, Any],
+    older: Callable[[], Mapping[str, Any]],
+    changes: Changes,
+) -> None:
+    """Write a patch into the configurations of the text model until ``changes`` are undone.
 
-    When ``changes`` are undone, every field that was set here or in the block is as before.
+    ``older`` gives the fields in ``OLDER`` when all others are written. They affect the saved file
+    only: ``rope_scaling`` is a property of the class, so only ``to_dict`` sees a value on the
+    instance. Classes that read their base from ``rope_theta`` get none.
     """
     outermost: Any = place.model.config
     texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
@@ -45,7 +51,13 @@ def written(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> 
                     setattr(config, name, copy.deepcopy(values[name]))
         if EXPERTS in values:
             setattr(outermost, EXPERTS, values[EXPERTS])
-        yield list(texts.values())
+        for config in texts.values():
+            fields = getattr(type(config), "__dataclass_fields__", {})
+            ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
+            if ours and hasattr(config, "rope_parameters"):
+                for name in OLDER:
+                    vars(config).pop(name, None)
+                vars(config).update(copy.deepcopy(dict(older())))
     finally:
         for config, old in before:
             now = vars(config)
@@ -69,20 +81,6 @@ def earlier_record(config: Any) -> Record | None:
     A native record is in force, because transformers builds it from the other fields.
     """
     return _record(config, native=False)
-
-
-def write_older(config: Any, values: Mapping[str, Any]) -> None:
-    """Write the fields in ``OLDER``, which affect the saved file only.
-
-    ``rope_scaling`` is a property of the class, so only ``to_dict`` sees a value on the instance.
-    Classes that read their base from ``rope_theta`` are skipped.
-    """
-    fields = getattr(type(config), "__dataclass_fields__", {})
-    ours = type(config).__module__.startswith("transformers.") and "rope_theta" not in fields
-    if ours and hasattr(config, "rope_parameters"):
-        for name in OLDER:
-            vars(config).pop(name, None)
-        vars(config).update(copy.deepcopy(dict(values)))
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:

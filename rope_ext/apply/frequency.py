@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from rope_ext.apply import position, raising
@@ -36,9 +35,7 @@ def apply(
     targets = {site: target(method, site) for site in scaled}
     hooks.refuse_unused(decoder, scaled)
     growing = getattr(method, "mode", None) == "growing"
-    precise = options.precise
-    if precise == "auto":
-        precise = length > hooks.PRECISE_BEYOND and not growing
+    precise = options.is_precise(length) and not (growing and options.precise == "auto")
     keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
     if growing and (precise or keep):
         raise OptionError(
@@ -47,21 +44,27 @@ def apply(
         )
     temperature = method.tempered(scaled[0].rope)
     require_scaling(place, method)
-    if keep or method.start_tokens:
-        saved = unsaved(place, length)
-    else:
-        saved = written(place, method, length)
+    expressible = not (keep or method.start_tokens)
+    saved = written(place, method, length) if expressible else unsaved(place, length)
     if temperature is not None:  # the frequencies stay those of the method without it
         saved = replace(unsaved(place, length), built=saved.built)
     sequences = None
-    if growing:
-        _grow(place, method.name, saved.native, changes)
-    else:
-        moving = temperature is not None and temperature.constant is None
-        if method.is_dynamic or method.start_tokens or moving:
-            sequences = Sequences(method, min(site.rope.length for site in scaled))
-            follow(decoder, place.model, sequences, changes)
-        _write(method, targets, saved.built, precise, keep, sequences, changes)
+    moving = temperature is not None and temperature.constant is None
+    if not growing and (method.is_dynamic or method.start_tokens or moving):
+        sequences = Sequences(method, min(site.rope.length for site in scaled))
+        follow(decoder, place.model, sequences, changes)
+    for site, (inv_freq, scaling) in targets.items():
+        if growing:
+            _grow(site, method.name, saved.native, changes)
+            continue
+        native = keep and site.shared
+        hooked = precise or native or sequences is not None
+        values = saved.built.get(site, inv_freq.float()), scaling
+        if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
+            values = site.loaded, site.scaling
+        buffers.write(site, *values)
+        if hooked:
+            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native).put(changes)
     if keep:
         local = hooks.local_layers(decoder, text_config(decoder).layer_types)
         changes += [handle.remove for handle in hooks.keep_native(decoder, local)]
@@ -77,52 +80,27 @@ def apply(
     return Applied(
         method=method,
         target_length=length,
-        values=saved.values,
-        native=saved.native,
+        saved=saved,
         # Plain transformers changes frequencies within a sequence, and has float32 angles only.
         plain=saved.native and not precise and sequences is None,
         precise=precise,
-        notes=(f"saving: {saved.note}", *notes),
+        notes=tuple(notes),
     )
 
 
-def _write(
-    method: FrequencyMethod,
-    targets: dict[RotarySite, tuple[torch.Tensor, float]],
-    built: dict[RotarySite, torch.Tensor],
-    precise: bool,
-    keep: bool,
-    sequences: Sequences | None,
-    changes: Changes,
-) -> None:
-    """Give every site its frequencies and scaling, and a hook where that is not enough."""
-    for site, (inv_freq, scaling) in targets.items():
-        native = keep and site.shared
-        hooked = precise or native or sequences is not None
-        if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
-            buffers.write(site, site.loaded, site.scaling, hooked, changes)
-        else:
-            buffer = built.get(site, inv_freq.float())
-            buffers.write(site, buffer, scaling, hooked, changes)
-        if hooked:
-            hook = hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native)
-            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
-
-
-def _grow(place: PatchTarget, name: str, native: bool, changes: Changes) -> None:
+def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
     """Leave the frequencies to transformers' own dynamic type."""
     if not native:
         raise UnsupportedModelError(
-            f"{type(place.decoder).__name__}: transformers cannot build its dynamic type for this "
+            f"{type(site.module).__name__}: transformers cannot build its dynamic type for this "
             f"family; use mode='fixed'"
         )
-    for site in place.scaled:
-        buffers.grow(site, changes)
+    buffers.grow(site, changes)
     refuse = functools.partial(_refuse_sharded, name)
-    changes.append(place.decoder.register_forward_pre_hook(refuse).remove)
+    changes.append(site.module.register_forward_pre_hook(refuse).remove)
 
 
-def _refuse_sharded(name: str, decoder: nn.Module, args: tuple[Any, ...]) -> None:
+def _refuse_sharded(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
     refuse_sharded(name)
 
 

@@ -12,12 +12,11 @@ from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_s
 from rope_ext.apply.rebuild import unsaved
 from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
-from rope_ext.methods import FrequencyMethod, PositionMethod, Rope
+from rope_ext.methods import FrequencyMethod, PositionMethod
 from rope_ext.options import Options
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import buffers
 from rope_ext.rotary.calls import refuse_continuous_batching
-from rope_ext.rotary.hooks import PRECISE_BEYOND
 from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.rotary.swapping import Changes
 
@@ -57,7 +56,7 @@ def _apply(
 ) -> Applied:
     from rope_ext.position.install import Installed  # loads every kernel
 
-    decoder, under, rope = place.decoder, options.frequency, place.scaled[0].rope
+    decoder, under, rope = place.decoder, options.frequency, options.rope(place.scaled[0].rope)
     beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
     label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
     added = " and ".join(f"{option}=" for option in beside)
@@ -66,12 +65,10 @@ def _apply(
         instead = f"patch with {method.name!r}"
     if added:
         named, instead = f"{named} with {added}", f"{instead} without {added}"
-    if under is not None:
-        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
     for each in (method, under):
         if each is not None:
             require_scaling(place, each)
-    table = {site: _write(place, site, method, options, changes) for site in place.scaled}
+    table = {site: _write(place, site, method, options) for site in place.scaled}
     if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
             f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
@@ -80,7 +77,7 @@ def _apply(
         )
     reached, length = method.reached(rope), method.target_length(rope)
     method = cast("PositionMethod", method.resolved(rope))
-    precise = length > PRECISE_BEYOND if options.precise == "auto" else options.precise
+    precise = options.is_precise(length)
     include_sliding = options.sliding_layers == "scale"
     encoding = method if isinstance(method, Encoding) else options.bias
     windowed = any(site.local or site.shared for site in place.sites)
@@ -105,8 +102,7 @@ def _apply(
     )
     installed = Installed(decoder, position_map, changes)
     refuse_continuous_batching(place.model, installed.unbatched(), changes)
-    saved = unsaved(place, length)
-    notes = [f"saving: {saved.note}", *installed.notes]
+    notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):
         notes.append(
             f"images: their positions have several axes, and {named} attends by one, so that "
@@ -127,8 +123,7 @@ def _apply(
     return Applied(
         method=method,
         target_length=length,
-        values=saved.values,
-        native=False,
+        saved=unsaved(place, length),
         plain=False,
         precise=precise,
         notes=tuple(notes),
@@ -136,7 +131,7 @@ def _apply(
 
 
 def _write(
-    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options, changes: Changes
+    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options
 ) -> tuple[torch.Tensor, float]:
     """Give a site the frequencies (float64, ``[pairs]``) and scaling under a position method."""
     under, family = options.frequency, type(place.decoder).__name__
@@ -144,7 +139,7 @@ def _write(
         refuse_scaled(place.decoder, site, under, options.compose)
         inv_freq, _ = target(under, site)
         scaling, _ = site.factors(under, method)
-        buffers.write(site, inv_freq.float(), scaling, True, changes)
+        buffers.write(site, inv_freq.float(), scaling)
         return inv_freq, scaling
     if site.rope_type in ("dynamic", "longrope"):
         raise AlreadyScaledError(
@@ -152,5 +147,5 @@ def _write(
             f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
         )
     scaling, _ = site.factors(method)
-    buffers.write(site, site.loaded, scaling, True, changes)
+    buffers.write(site, site.loaded, scaling)
     return site.loaded.double(), scaling

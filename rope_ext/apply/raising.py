@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from rope_ext.config.settings import METHODS, method_of
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
@@ -61,9 +60,8 @@ def raise_factor(
     name = TYPES[kind]
     if method.name != name:
         raise OptionError(
-            f"compose='raise' raises the factor of the checkpoint's own scaling, which is "
-            f"{kind!r}, not {method.name!r}; pass method={name!r}, or compose=True to put "
-            f"{method.name!r} on top"
+            f"compose='raise' raises the factor of the checkpoint's own {kind!r}, not of "
+            f"{method.name!r}; pass method={name!r}, or compose=True to put {method.name!r} on top"
         )
     plain = method_class(name)(factor=method.factor)
     given = [k for k, v in method.options().items() if v != getattr(plain, k)]
@@ -74,34 +72,30 @@ def raise_factor(
             f"compose='raise' takes everything but the factor from the checkpoint; leave "
             f"{', '.join(given)} out"
         )
-    found = {site: _raised(place.decoder, site, method.factor) for site in scaled}
+    found = {site: _raised(family, site, method.factor) for site in scaled}
+    sites = [found[site][0] if site in found else site for site in place.sites]
     methods = {made for _, made in found.values()}
     if len(methods) > 1:
         raise UnsupportedModelError(
             f"{family} scales its kinds of layers by different options, and compose='raise' "
             f"raises one set; pass compose=True to extend all of them further"
         )
-    sites = [found[site][0] if site in found else site for site in place.sites]
     return replace(place, sites=sites, scaled=[found[s][0] for s in scaled]), methods.pop()
 
 
-def _raised(
-    decoder: nn.Module, site: RotarySite, factor: float
-) -> tuple[RotarySite, FrequencyMethod]:
-    own, kind = site.settings.parameters, site.rope_type
-    old, length = not_none(site.settings.factor), not_none(site.settings.length)
+def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, FrequencyMethod]:
+    own, kind, settings = site.settings.parameters, site.rope_type, site.settings
+    old, length = not_none(settings.factor), not_none(settings.length)
     if factor <= old:
         raise OptionError(
             f"factor={factor!r} does not raise the checkpoint's own factor, which is {old!r}; pass "
             f"a larger one"
         )
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
-    entry = {**copy.deepcopy(dict(own)), "factor": float(factor)}
-    target = reach(factor, length)
+    entry, target = {**copy.deepcopy(dict(own)), "factor": float(factor)}, reach(factor, length)
     if kind == "llama3":  # its factor divides frequencies by more, or less, than its context grows
-        target = reach(factor / old, not_none(site.settings.target))
-    made = _method(own, old)
-    loaded = site.loaded
+        target = reach(factor / old, not_none(settings.target))
+    made, loaded = _method(own, old), site.loaded
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()
     elif not (
@@ -109,21 +103,16 @@ def _raised(
         and math.isclose(made.attention_scaling(rope), site.scaling, rel_tol=1e-6)
     ):
         raise UnsupportedModelError(
-            f"{type(decoder).__name__}: its frequencies are not those of rope_type {kind!r} in its "
-            f"configuration, so its factor cannot be raised; pass compose=True to extend them "
-            f"further"
+            f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration, "
+            f"so its factor cannot be raised; pass compose=True to extend them further"
         )
     if kind == "yarn":  # engines and files name these always
         entry |= {name: float(getattr(made, name)) for name in ("beta_fast", "beta_slow")}
-        given, own_factor = own.get("attention_factor"), _attention_factor(own, old)
-        if given is not None and math.isclose(given, own_factor or yarn_factor(old), rel_tol=1e-6):
+        usual = _attention_factor(own, old) or yarn_factor(old)
+        if math.isclose(entry.get("attention_factor") or 0, usual, rel_tol=1e-6):
             del entry["attention_factor"]  # it follows from the factor, and grows along
-    unscaled = replace(
-        site,
-        **{"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()},
-        raised=(entry, target),
-    )
-    return unscaled, _method(entry, float(factor))
+    unscaled = {"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()}
+    return replace(site, **unscaled, raised=(entry, target)), _method(entry, float(factor))
 
 
 def _method(entry: Mapping[str, Any], factor: float) -> FrequencyMethod:
@@ -136,25 +125,15 @@ def _method(entry: Mapping[str, Any], factor: float) -> FrequencyMethod:
 def _attention_factor(entry: Mapping[str, Any], factor: float) -> float | None:
     """What follows from ``mscale``, as transformers computes it; None: the usual one."""
     mscale, share = entry.get("mscale"), entry.get("mscale_all_dim")
-    if not mscale or not share:
-        return None
     grown = yarn_factor(factor) - 1
-    return (mscale * grown + 1) / (share * grown + 1)
+    return (mscale * grown + 1) / (share * grown + 1) if mscale and share else None
 
 
 def finish(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> list[str]:
-    """Change what else a checkpoint's own scaling has set.
+    """Change what else a checkpoint's own scaling has set; returns sentences for ``describe``.
 
     transformers changes dynamic frequencies in every forward, and latent attention computes its
     softmax scale from ``mscale_all_dim`` when a layer is built.
-
-    Args:
-        place: raised by :func:`raise_factor`.
-        values: the new values of the configuration.
-        changes: gets what is changed.
-
-    Returns:
-        A sentence for ``describe``, or none.
     """
     for module in {site.module for site in place.scaled}:
         if getattr(module, "rope_type", None) == "dynamic":

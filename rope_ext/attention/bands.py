@@ -1,7 +1,8 @@
 """Attention in bands by plain operations of torch: any device, dtype, positions, mask and scores.
 
 Blocks of queries attend to the keys that they see, all bands in one softmax, and the backward pass
-computes each block again, so memory is linear in the number of keys.
+computes each block again, so memory is linear in the number of keys. In float64 it is the oracle
+that every kernel is tested against.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -35,16 +37,21 @@ NUMBERS = 2**20
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     call: Call,
     places: Places | None = None,
 ) -> torch.Tensor:
-    """Attention as :class:`Call` describes it; ``places`` are positions that do not just count."""
+    """Attention as :class:`Call` describes it; ``places`` are positions that do not just count.
+
+    ``value=None`` asks for the weights, ``[batch, heads, queries, keys]``, float32 or better: a row
+    sums to one, less what its sink takes, and is zero for a query that sees no key.
+    """
     scores = call.scores
     if scores is not None and places is not None and max(places.query.dim(), places.key.dim()) > 1:
         rows = [_of_row(call, places, row) for row in range(len(query))]
-        each = zip(*(x.split(1) for x in (query, key, value)), rows, strict=True)
-        return torch.cat([attend(*tensors, *of_row) for *tensors, of_row in each])
+        values = [None if value is None else value[n : n + 1] for n in range(len(query))]
+        each = zip(query.split(1), key.split(1), values, rows, strict=True)
+        return torch.cat([attend(q, k, v, *of_row) for q, k, v, of_row in each])
     query = call.scale_query(query)
     learned = {} if scores is None else scores.learned
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
@@ -118,7 +125,7 @@ def _block(
     names: tuple[str, ...],
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
     *learned: torch.Tensor,
@@ -131,7 +138,10 @@ def _block(
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
     parts = [x for x in shown if x[1][0].stop > x[1][0].start]
     if not parts:
-        return query.new_zeros(*query.shape[:3], value.shape[-1], dtype=value.dtype)
+        columns = key.shape[2] if value is None else value.shape[-1]
+        return query.new_zeros(
+            *query.shape[:3], columns, dtype=(key if value is None else value).dtype
+        )
     for band, (keys, seen) in parts:
         q = call.pairs.rotate(query, part_of(band.query, rows), to)
         k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
@@ -164,11 +174,14 @@ def _block(
         weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)
     outs, sizes = [], [x.shape[-1] for x in found] + [1] * (sinks is not None)
     for (_, (keys, _)), own in zip(parts, weights.split(sizes, -1), strict=False):
+        if value is None:
+            outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
+            continue
         own = own.to(value.dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
         own = _product(own, value[:, :, keys]).unflatten(2, (-1, count)).flatten(1, 2)
         outs.append(own)
     out = functools.reduce(torch.add, outs)
-    if scores is not None and block is not None:
+    if scores is not None and block is not None and value is not None:
         with without_autocast(query):
             more = scores.more(weights[..., : block.key.shape[2]], block)
         out = out if more is None else out + more.to(out.dtype)

@@ -224,7 +224,15 @@ class Places:
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
 
     @classmethod
-    def in_order(cls, query: torch.Tensor, key: torch.Tensor) -> Places:
-        """The same at positions that may repeat: a token never sees those after it."""
-        index = torch.arange(len(key), device=key.device)
-        return cls(query, key, newest=index[len(key) - len(query) :])
+    def in_slots(
+        cls, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, filled: int | torch.Tensor
+    ) -> Places:
+        """Queries in the slots from ``filled`` on, whose positions may repeat.
+
+        A token never sees the slots after it. All are ``[rows or 1, tokens]``; ``real`` says which
+        slots have a token.
+        """
+        newest = filled + torch.arange(query.shape[1], device=query.device)
+        mask = real if len(real) == 1 else real[:, None, None]
+        query, key = (x[0] if len(x) == 1 else x for x in (query, key))
+        return cls(query, key, mask, newest)

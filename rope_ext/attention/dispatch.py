@@ -28,7 +28,7 @@ from rope_ext.attention.call import (
     each_table,
     wide,
 )
-from rope_ext.attention.runs import Run, runs
+from rope_ext.attention.runs import BACK, Run, goes_back, runs
 from rope_ext.errors import OptionError, UnsupportedModelError, nearest
 from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
 
@@ -147,21 +147,13 @@ def attend_runs(
     out = out.transpose(1, 2)
     for run, call in found:
         rows = slice(None) if run.rows is None else run.rows
-        q, k, v = (
-            query[rows][:, :, run.queries],
-            key[rows][:, :, run.keys],
-            value[rows][:, :, run.keys],
-        )
-        if run.steady:
-            part = attend(q, k, v, replace(call, start=int(run.places[0])), kernel)
-        else:
-            at = run.places.to(query.device)
-            part = bands.attend(q, k, v, call, Places.in_order(at[len(at) - q.shape[2] :], at))
+        k, v = (x[rows][:, :, run.keys] for x in (key, value))
+        call = replace(call, start=run.start)
+        part = attend(query[rows][:, :, run.queries], k, v, call, kernel)
         if run.rows is None and part.shape[2] == query.shape[2]:
             return part  # all of them
         out = out.to(part.dtype)
-        for index, row in enumerate(run.rows or range(len(query))):
-            out[row, :, run.queries] = part[index]
+        out[rows, :, run.queries] = part
     return out
 
 
@@ -278,20 +270,36 @@ def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: 
         with torch.no_grad():
             out, lse = _compute(query, key, value, call, kernel == "flash")
         return _empty(query, value).copy_(out), lse
-    found = []
-    for run in runs(at[0], at[1], len(query), int(at[2])):
-        row = 0 if run.rows is None else run.rows[0]
-
-        def of(rotation: Rotation, there: torch.Tensor | slice, row: int = row) -> Rotation:
-            return each_table(rotation, lambda x: x[row if len(x) > 1 else 0][there])
-
-        of_run = [
-            RotatedBand(band.geometry, of(band.query, run.queries), of(band.key, run.keys))
+    places, sequences, first = at[0], at[1], int(at[2])
+    found = runs(places, sequences, len(query), first)
+    if found is not None:
+        calls = [(run, replace(call, bands=_of_run(call, run))) for run in found]
+        out = attend_runs(query, key, value, calls, kernel)
+    elif bool(goes_back(places, sequences >= 0)):
+        raise UnsupportedModelError(BACK)
+    else:
+        new = places[:, first : first + query.shape[2]]
+        there = Places.in_slots(new, places, sequences >= 0, first)
+        of_all = [
+            RotatedBand(band.geometry, *(each_table(x, lambda table: table[:, None]) for x in both))
             for band in call.bands
+            for both in [(band.query, band.key)]
         ]
-        found.append((run, replace(call, bands=of_run)))
-    out = attend_runs(query, key, value, found, kernel)
+        out = bands.attend(query, key, value, replace(call, bands=of_all), there)
     return _empty(query, value).copy_(out), query.new_empty(0, dtype=wide(query))
+
+
+def _of_run(call: Call, run: Run) -> list[RotatedBand]:
+    """The bands of a run, of tables by row."""
+    row = 0 if run.rows is None else run.rows[0]
+
+    def part(rotation: Rotation, there: slice) -> Rotation:
+        return each_table(rotation, lambda x: x[row if len(x) > 1 else 0][there])
+
+    return [
+        RotatedBand(band.geometry, part(band.query, run.queries), part(band.key, run.keys))
+        for band in call.bands
+    ]
 
 
 @operator.register_fake

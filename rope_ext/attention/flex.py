@@ -1,21 +1,21 @@
 """The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp.
 
 On CUDA a call is compiled: rotations, one fused kernel for each band, and their merge. It must
-never fall back to the unfused operation, which holds all logits at once. So each kind of call is
-compiled separately with ``fullgraph``, and everything that changes from call to call is passed in
-tensors.
+never fall back to the unfused operation, which holds all logits at once. So it is compiled with
+``fullgraph`` for any number of kinds of calls, and everything that changes from call to call is
+passed in tensors.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from rope_ext.attention import cards
@@ -76,7 +76,7 @@ class Part(NamedTuple):
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention as :class:`Call` describes it."""
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    query, parts, sizes = call.scale_query(query), [], []
+    query, parts = call.scale_query(query), []
     for band in call.bands:
         at = extent(band.geometry, queries, keys, call.start)
         if (count := at.stop - at.start) == 0:
@@ -85,7 +85,6 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         if queries > 1:
             ends = queries, count, call.start + keys - queries, call.start + at.start
             mask = block_mask_of(band.geometry, *ends, query.device)
-            sizes += [-(-queries // _BLOCK), -(-count // _BLOCK)]
         if call.bias is not None:
             apart = torch.full((), keys - queries - at.start, device=query.device)
         k, v = key.narrow(2, at.start, count), value.narrow(2, at.start, count)
@@ -102,16 +101,12 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     fixed = repr(float(call.scale)), options, call.pairs.first, call.pairs.second
     if not fuses(query):
         return _attend(*given, *fixed)
-    tensors = [x for x in (query, call.sinks, cap, call.bias) if x is not None]
-    for part in parts:
-        tensors += [part.key, part.value, *(part.of_query or ()), *(part.of_key or ())]
-    sizes = _alike([1, *sizes, *(size for x in tensors for size in x.shape)])
-    kind = [
-        (type(band.geometry), band.query is None, band.key is None) for band in call.bands
-    ], torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # fmt: skip
-    kind = repr((*kind, fixed, sizes, _alike(map(id, tensors)), *map(_kind, tensors)))
     try:
-        return compiled_kernel(_attend, kind)(*given, *fixed)
+        try:
+            return compiled()(*given, *fixed)
+        except FailOnRecompileLimitHit:  # there are as many graphs as kinds of calls
+            with config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
+                return compiled()(*given, *fixed)
     except Exception as error:
         if not type(error).__module__.startswith(_COMPILERS):
             raise
@@ -223,7 +218,6 @@ class NotCompiledError(Exception):
 
 _COMPILERS = ("triton", "torch._inductor", "torch._dynamo")
 """Modules whose errors say that a kernel was not compiled, or does not fit on the GPU."""
-_copies = itertools.count()
 
 
 def fuses(x: torch.Tensor) -> bool:
@@ -232,23 +226,6 @@ def fuses(x: torch.Tensor) -> bool:
 
 
 @cache
-def compiled_kernel(function: FunctionType, _kind: str) -> Callable:
-    """``function``, which has no closure, with its own limit of recompilations.
-
-    Dynamo counts them by code object. Beyond the limit it raises under ``fullgraph``.
-    """
-    code = function.__code__
-    code = code.replace(co_name=f"{code.co_name}_{next(_copies)}")
-    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
-    return torch.compile(own, dynamic=True, fullgraph=True)
-
-
-def _kind(x: torch.Tensor) -> tuple[Any, ...]:
-    """Properties that dynamo compiles a separate graph for; of sizes, head columns."""
-    return x.dtype, x.device, x.requires_grad, x.is_inference(), x.dim(), x.shape[3:]
-
-
-def _alike(given: Iterable[int]) -> tuple[int, ...]:
-    """Which of these are equal, as a kind: dynamo takes equal sizes for the same from then on."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(x, index) for index, x in enumerate(given))
+def compiled() -> Callable[..., torch.Tensor]:
+    """:func:`_attend` in one graph for each kind of call."""
+    return torch.compile(_attend, dynamic=True, fullgraph=True)

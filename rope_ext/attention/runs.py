@@ -10,102 +10,80 @@ from typing import NamedTuple
 
 import torch
 
-from rope_ext.errors import UnsupportedModelError
+BACK = (
+    "the position ids go back within one row, where a position method would have to attend to the "
+    "future; give packed documents no attention mask and use_cache=False, so that transformers "
+    "keeps them apart, or rows of their own if the model never does (gpt_oss), and pad on the left "
+    "(padding_side='left' of the tokenizer)"
+)
 
-_BACK = {  # what to do where positions decrease
-    False: "give packed documents no attention mask and use_cache=False, so that transformers "
-    "keeps them apart, or rows of their own if the model never does (gpt_oss)",
-    True: "it is padded on the right, behind which generation goes on; pad on the left "
-    "(padding_side='left' of the tokenizer)",
-}
+
+def goes_back(places: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Whether a token is at a lower position than one before it in its row, bool, no dimensions.
+
+    ``places`` and ``real``, which slots have a token: ``[rows or 1, slots]``.
+    """
+    return ((places.where(real, -1).cummax(1).values > places) & real).any()
 
 
 class Run(NamedTuple):
-    """Tokens of one sequence, in all rows that have them in the same slots.
+    """Tokens of one sequence that count one by one, in all rows that have them in the same slots.
 
     Args:
         rows: None: all.
-        first: slot of the first query of the batch.
-        slots: of its keys, int64; the last ones are those of its queries.
-        count: of its queries.
-        places: positions of its keys, int64, ``[keys]``, on the CPU.
-        steady: whether they count one by one.
+        keys: slots of its keys; the last ones are those of its queries.
+        queries: its queries among the new tokens.
+        start: position of its first key.
     """
 
     rows: list[int] | None
-    first: int
-    slots: torch.Tensor
-    count: int
-    places: torch.Tensor
-    steady: bool
-
-    @property
-    def queries(self) -> slice | torch.Tensor:
-        """Index of its queries among the new tokens."""
-        return _range(self.slots[len(self.slots) - self.count :] - self.first)
-
-    @property
-    def keys(self) -> slice | torch.Tensor:
-        """Index of its keys among the slots."""
-        return _range(self.slots)
+    keys: slice
+    queries: slice
+    start: int
 
 
-def _range(index: torch.Tensor) -> torch.Tensor | slice:
-    """A slice if the index has no gaps, which avoids a copy."""
-    start, end = int(index[0]), int(index[-1]) + 1
-    return slice(start, end) if end - start == len(index) else index
-
-
-def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -> list[Run]:
-    """The batch as runs.
+def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -> list[Run] | None:
+    """The batch as runs; None if positions jump, or padding lies between the tokens of a sequence.
 
     Args:
         places: position of the token in each slot, int64, ``[rows or 1, slots]``.
         sequences: the sequence in each slot, likewise; negative without a token.
         rows: batch size.
         first: slot of the first query.
-
-    Raises:
-        UnsupportedModelError: positions go back within a sequence.
     """
     places, sequences = places.cpu(), sequences.cpu()
     alike = len(places) == len(sequences) == 1
-    found: dict[tuple, tuple[list[int], torch.Tensor, torch.Tensor]] = {}
+    found: dict[tuple[int, int, int], list[int]] = {}
     for row in range(1 if alike else rows):
         of_row, at = (x[row if len(x) > 1 else 0] for x in (sequences, places))
-        for number in of_row[of_row >= 0].unique():
-            slots = torch.nonzero(of_row == number).flatten()
-            if slots[-1] >= first:
-                key = tuple(slots.tolist()), tuple(at[slots].tolist())
-                found.setdefault(key, ([], slots, at[slots]))[0].append(row)
-    made = []
-    for of_run, slots, at in found.values():
-        step = at.diff()
-        back = step < 0
-        if bool(back.any()):
-            raise UnsupportedModelError(
-                f"the position ids of row {of_run[0]} go back within one sequence, where a "
-                f"position method would have to attend to the future; "
-                f"{_BACK[bool((back & (slots.diff() > 1)).any())]}"
-            )
-        count = int((slots >= first).sum())
-        made.append(
-            Run(None if alike else of_run, first, slots, count, at, bool((step == 1).all()))
+        numbers, counts = of_row.unique_consecutive(return_counts=True)
+        real = numbers[numbers >= 0]
+        if len(real.unique()) < len(real):
+            return None
+        stop = 0
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            begin, stop = stop, stop + count
+            if number < 0 or stop <= first:
+                continue
+            if bool((at[begin:stop].diff() != 1).any()):
+                return None
+            found.setdefault((begin, stop, int(at[begin])), []).append(row)
+    return [
+        Run(
+            None if alike else of_run,
+            slice(begin, stop),
+            slice(max(begin - first, 0), stop - first),
+            start,
         )
-    return made
+        for (begin, stop, start), of_run in found.items()
+    ]
 
 
 def within(found: list[Run], reach: int | None) -> Iterator[Run]:
-    """The runs, split so that the queries of each are at most ``reach`` tokens apart."""
+    """The runs, split so that each has at most ``reach`` queries."""
     for run in found:
-        if reach is None:
-            yield run
-            continue
-        keys = len(run.places)
-        begin = keys - run.count
-        at = run.places.tolist()
-        for end in range(begin + 1, keys + 1):
-            if end == keys or at[end] - at[begin] > reach:
-                parts = {"slots": run.slots[:end], "places": run.places[:end]}
-                yield run._replace(count=end - begin, **parts)
-                begin = end
+        begin, end = run.queries.start, run.queries.stop
+        for first in range(begin, end, reach or end - begin):
+            last = min(first + (reach or end - begin), end)
+            keys = slice(run.keys.start, run.keys.stop - (end - last))
+            yield run._replace(keys=keys, queries=slice(first, last))

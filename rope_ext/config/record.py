@@ -71,9 +71,9 @@ class Record:
         """JSON-serializable values."""
         return {
             "version": VERSION,
-            "method": _to_json(self.method),
-            "resolved": _to_json(self.resolved),
-            "arguments": {name: _to_json(value) for name, value in self.arguments.items()},
+            "method": method_to_json(self.method),
+            "resolved": method_to_json(self.resolved),
+            "arguments": {name: method_to_json(value) for name, value in self.arguments.items()},
             "trained_length": self.trained_length,
             "target_length": self.target_length,
             "native": self.native,
@@ -103,8 +103,8 @@ class Record:
             if version < VERSION:
                 arguments = {"bias": None, "layers": None, **arguments}
             record = cls(
-                method=_method(data["method"]),
-                resolved=_method(data["resolved"]),
+                method=method_from_json(data["method"]),
+                resolved=method_from_json(data["resolved"]),
                 arguments=arguments,
                 trained_length=data["trained_length"],
                 target_length=data["target_length"],
@@ -196,23 +196,10 @@ def record_of(config: Any) -> Record | None:
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 
 
-def method_to_json(method: Method) -> dict[str, Any]:
-    """Convert a method to JSON-serializable values."""
-    return _to_json(method)
-
-
-def method_from_json(data: Any) -> Method:
-    """Inverse of :func:`method_to_json`.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the values do not describe a method.
-    """
-    return _method(data)
-
-
-def _to_json(value: Any) -> Any:
+def method_to_json(value: Any) -> Any:
+    """Convert a method, or an option of one, to JSON-serializable values."""
     if isinstance(value, Method):
-        options = {name: _to_json(option) for name, option in value.options().items()}
+        options = {name: method_to_json(option) for name, option in value.options().items()}
         return {"name": value.name, **options}
     if isinstance(value, Temperature):
         return value.to_json()
@@ -220,9 +207,9 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return tuple(value) if isinstance(value, list) else value
-    return _method(value) if "name" in value else value  # a temperature, which the method reads
+    if isinstance(value, Mapping) and "name" in value:  # others are temperatures, of a method
+        return method_from_json(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +222,12 @@ def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _method(data: Any) -> Method:
+def method_from_json(data: Any) -> Method:
+    """Inverse of :func:`method_to_json`.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: the values do not describe a method.
+    """
     options = {name: _from_json(value) for name, value in data.items() if name != "name"}
     if "published" in method_class(data["name"]).__dataclass_fields__:
         options.setdefault("published", True)  # saved when that was the only default

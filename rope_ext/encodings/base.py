@@ -37,10 +37,10 @@ class Heads(NamedTuple):
 class Encoding(PositionMethod):
     """Base of the encodings that replace RoPE.
 
-    A model trained with RoPE needs further training with one of them.
+    A model trained with RoPE needs further training after the patch.
 
     Args:
-        factor: the target context divided by the trained length; 1 only changes the encoding.
+        factor: the target length divided by the trained length; 1 only changes the encoding.
     """
 
     kind: ClassVar[str] = "encoding"
@@ -50,7 +50,7 @@ class Encoding(PositionMethod):
     projected: ClassVar[bool] = False  # :meth:`scores` gets the ``key_projection`` of its layer
     by_layer: ClassVar[bool] = False  # its options choose its layers, and ``layers=`` cannot
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
-    # Layers whose input it changes: the first, every, or the one with which the last n begin.
+    # Layers whose input it changes: the first, every, or the first of the last n.
     entered: ClassVar[Literal["first", "every"] | int | None] = None
 
     factor: float = 1.0
@@ -82,13 +82,13 @@ class Encoding(PositionMethod):
         return cls.places is not Encoding.places
 
     def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
-        """The initial parameters of :meth:`places` in a layer with so many key heads."""
+        """The initial parameters of :meth:`places` in a layer with ``heads`` key heads."""
         return {}
 
     def places(self, x: torch.Tensor, t: torch.Tensor, learned: Learned) -> torch.Tensor:
         """Positions to rotate queries and keys by, ``[rows, key heads, tokens]``.
 
-        They depend on the token alone, so that keys are rotated before they are cached. ``x`` is
+        They depend on the token alone, so that keys can be rotated before caching. ``x`` is
         the input of the layer, float32 or better, ``[rows, tokens, columns]``; ``t`` the positions
         in the sequence, in the same dtype, ``[rows or 1, tokens]``.
         """
@@ -102,7 +102,7 @@ class Encoding(PositionMethod):
         return None
 
     def window_beside(self) -> int | None:
-        """Number of tokens that layers with the rotation attend to; None: all."""
+        """Number of tokens that layers with RoPE attend to; None: all."""
         return None
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -110,7 +110,7 @@ class Encoding(PositionMethod):
         return None
 
     def growth(self, pairs: int) -> torch.Tensor | None:
-        """How much ``ln`` of a query grows, and that of a key falls, with every token.
+        """Growth of the logarithm of a query, and decrease of that of a key, per token.
 
         Float64, ``[pairs]``, 0 or less, so that logits fall with the distance. None: no growth.
         """

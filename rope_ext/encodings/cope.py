@@ -23,7 +23,7 @@ class CoPE(Encoding):
     ``j`` to the query, at most ``positions - 1``. ``<q_i, e[p_ij]>`` is added to the logit, without
     the model's scale, as in the paper's listing, and interpolated linearly between integers. Each
     layer has one table, shared by its heads and initialized to zero. Attention runs in blocks of
-    queries, several times as slow as without it.
+    queries and is several times slower.
 
     Args:
         positions: rows of the table (``npos_max``). A larger number with ``replace=True`` keeps a

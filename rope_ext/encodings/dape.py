@@ -26,11 +26,11 @@ _FIRE = "fire_"
 class DAPE(Encoding):
     """Replaces RoPE with a bias by distance that a small network adapts to the logits of all heads.
 
-    ``S + B + f([S; B])``: ``S`` are the logits of the content, ``B`` is a bias by distance, and
-    ``f`` maps both, for all heads (``2H``), to ``hidden`` and to ``H`` numbers, with a leaky ReLU
-    of slope 0.01. Without a bias it is ``S + f(S)``. Version 1 uses one key at a time. In version 2
-    both layers are convolutions over ``width`` keys, with zeros for keys that a query does not
-    attend to. Attention runs in blocks of queries, several times as slow as without it.
+    ``S + B + f([S; B])``: ``S`` are the logits of the content and ``B`` is a bias by distance.
+    ``f`` maps the ``2H`` numbers of all heads to ``hidden`` units, with a leaky ReLU of slope 0.01,
+    and to ``H`` numbers. Without a bias it is ``S + f(S)``. Version 1 uses one key at a time. In
+    version 2, both layers are convolutions over ``width`` keys, with zeros for keys that a query
+    does not attend to. Attention runs in blocks of queries and is several times slower.
 
     Args:
         on: the bias ``B``: ``"kerple_log"`` (the authors' best), ``"kerple_power"``, ``"alibi"``,
@@ -87,11 +87,11 @@ class DAPE(Encoding):
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
     ) -> torch.Tensor | None:
-        """The bias that the network adapts, if it depends on the distance alone."""
+        """The bias ``B``, if it depends on the distance alone."""
         return self._bias and self._bias.bias(distance, heads, rope, learned)
 
     def fire(self, heads: int, rope: Rope, learned: Learned) -> FIREScores | None:
-        """The bias that the network adapts, if it also depends on the position of the query."""
+        """The bias ``B``, if it also depends on the position of the query."""
         if self.on != "fire":
             return None
         own = {k.removeprefix(_FIRE): x for k, x in learned.items() if k.startswith(_FIRE)}

@@ -19,21 +19,21 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class DeBERTa(InputEncoding):
-    """Replaces RoPE with disentangled attention between contents and relative positions.
+    """Replaces RoPE with disentangled attention to content and relative positions.
 
-    The sum of content to content, content to position and position to content is divided by the
-    square root of three, in addition to the model's scale. Each head of a layer learns its vectors
-    by distance directly, one set for keys and one for queries; the paper projects them from one
-    embedding in each layer.
+    The sum of the content-to-content, content-to-position and position-to-content terms is divided
+    by the square root of three, in addition to the model's scale. Each head of a layer learns one
+    vector per distance for keys and one for queries; the paper projects them from one embedding in
+    each layer.
 
     ``absolute_layers`` adds a learned vector for each position to the hidden state that enters the
-    first of the last ``n`` layers, as the paper's "enhanced mask decoder" does. There it becomes
-    the input of the queries alone, and one layer runs ``n`` times; here each layer keeps its
-    weights and computes queries, keys and values from its input.
+    first of the last ``n`` layers, as in the paper's "enhanced mask decoder". There, only queries
+    get it, and one layer runs ``n`` times; here, each layer keeps its weights and computes queries,
+    keys and values from its input.
 
     Args:
-        clip: tokens; the paper's k. There is one vector for each distance below it: the half of the
-            released code's table that a causal model uses. A larger one with ``replace=True`` keeps
+        clip: tokens; the paper's k. Each distance below it has one vector, as in the half of the
+            released table that a causal model uses. A larger ``clip`` with ``replace=True`` keeps
             trained vectors.
         absolute_layers: ``n``; 2 in the paper. 0: no absolute positions.
         length: entries of the table of absolute positions, tokens; by default the context length.

@@ -22,12 +22,12 @@ class FIRE(Encoding):
     """Replaces RoPE with a small network of the distance relative to the position of the query.
 
     ``f(ln(1 + |c| d) / ln(1 + |c| max(i, T)))`` for query ``i``, so that the input of the network
-    is between 0 and 1 at any length. ``f`` maps this number to ``hidden`` units, ReLU, and the
-    heads; ``T = |m| threshold``. ``c`` starts at 0.1, ``m`` at 1, and the network with torch's
+    is between 0 and 1 at any length. ``f`` maps this number to ``hidden`` units with a ReLU, and to
+    the heads; ``T = |m| threshold``. ``c`` starts at 0.1, ``m`` at 1, and the network with torch's
     default initialization; each layer learns its own.
 
     Args:
-        threshold: tokens; before it, the bias depends on the distance alone. The models of DAPE's
+        threshold: tokens; for earlier queries, the bias depends on the distance alone. DAPE's
             authors, whose code this follows, train with half of their argument: 256 by default.
         hidden: size of the hidden layer.
 
@@ -77,7 +77,7 @@ class FIREScores(Scores):
         return block.content + self.bias(block)
 
     def bias(self, block: Block) -> torch.Tensor:
-        """What is added to the logits: ``[heads, rows, keys]``."""
+        """The bias: ``[heads, rows, keys]``."""
         learned = {name: value.to(block.content) for name, value in self.learned.items()}
         c, place = learned["c"].abs(), block.query_at.to(block.content)
         reach = learned["multiplier"].abs() * self.threshold

@@ -21,18 +21,18 @@ class FLOATER(Sized):
 
     ``p(t)`` is ``p(t - 1)`` plus the integral of ``f(tau, p)`` over ``step``: one fourth-order
     Runge-Kutta step per token, where the authors take five. ``f`` is a network of two layers with a
-    ReLU; ``tau`` is concatenated to the input of each. Its last layer, and so all positions, start
-    at 0. Every forward of training runs through the tokens of the longest row one by one.
+    ReLU; ``tau`` is concatenated to the input of each. Its last layer starts at 0, and so do all
+    positions. In training, every forward processes the tokens of the longest row one by one.
 
     Args:
         flow: ``"continuous"``, or ``"discrete"`` for the recursion
             ``p(t) = p(t - 1) + f(p(t - 1))``, whose ``f`` has tanh instead of the ReLU and does not
             get ``tau``.
-        step: of ``tau`` between two tokens; only for the continuous flow.
+        step: step of ``tau`` between two tokens; only for the continuous flow.
         hidden: hidden units of ``f``; by default the hidden size of the model.
         into: ``"every"`` layer receives the same ``p(t)``, as published, or the ``"first"`` only.
 
-    Liu et al. 2020, arXiv 2003.09229; the recursion, of which it is the continuous form: Su 2021,
+    Liu et al. 2020, arXiv 2003.09229; the recursion is its discrete form, Su 2021,
     kexue.fm/archives/8130.
     """
 

@@ -19,7 +19,7 @@ from rope_ext.methods.rope import Rope
 
 @dataclass(frozen=True, kw_only=True)
 class InputEncoding(Encoding):
-    """Base of the encodings before the layers."""
+    """Base of encodings that add positions to the input of layers."""
 
     entered: ClassVar[Literal["first", "every"] | int | None] = "first"
     sized: ClassVar[bool] = False  # ``p`` is of magnitude 1 and has a scale
@@ -33,7 +33,7 @@ class InputEncoding(Encoding):
         return {}
 
     def limit(self, rope: Rope) -> int | None:
-        """Length in tokens of the longest sequence it has positions for; None: no limit."""
+        """Longest sequence that has positions, in tokens; None: no limit."""
         return None
 
     def cure(self, tokens: int, rope: Rope) -> str:
@@ -66,8 +66,8 @@ class Sized(InputEncoding):
     """Base of encodings whose ``p`` has a scale.
 
     Args:
-        scale: factor of ``p``; None: the root mean square of the input of the first layer for a
-            sample of the vocabulary, computed when the model is patched and saved with the weights.
+        scale: factor of ``p``. None: the root mean square of the first layer's input for a sample
+            of the vocabulary, computed when the model is patched and saved with the weights.
     """
 
     sized: ClassVar[bool] = True

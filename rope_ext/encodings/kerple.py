@@ -43,8 +43,8 @@ class KerpleLog(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 ln(1 + r2 d)``.
 
     Both parameters are at least 0.01; ``r1`` is drawn from [0, 2] and ``r2`` from [0, 1]: seed
-    torch for reproducible results. Each layer has its own, as in DAPE's code; in KERPLE's, all
-    layers share them.
+    torch for reproducible results. Each layer has its own parameters, as in DAPE's code; in
+    KERPLE's code, all layers share them.
 
     Chi et al. 2022, arXiv 2205.09921.
     """
@@ -68,7 +68,7 @@ class KerplePower(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 
     Both parameters are at least 0.01, and ``r2`` is at most 2; ``r1`` is drawn from [0, 1] and
-    ``r2`` from [0, 2]. The logarithm (``kerple_log``) is the better form in the paper.
+    ``r2`` from [0, 2]. In the paper, the logarithm (``kerple_log``) is better.
 
     Chi et al. 2022, arXiv 2205.09921.
     """

@@ -24,8 +24,8 @@ class LearnedPositions(InputEncoding):
     """Replaces RoPE with a learned vector for each position, added to the embeddings.
 
     The table is initialized from a normal distribution with the scale of the embeddings. To extend
-    a trained one, patch again with ``replace=True`` and a larger ``length``, which adds rows to
-    train, or with ``extend``.
+    a trained table, patch again with ``replace=True`` and a larger ``length``, which adds untrained
+    rows, or with ``extend``.
 
     Args:
         length: entries of the table, tokens; by default the trained length, or ``factor`` times

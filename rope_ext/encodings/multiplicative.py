@@ -20,15 +20,15 @@ from rope_ext.methods.rope import Rope
 class Multiplicative(InputEncoding):
     """Replaces RoPE with a vector for each position that multiplies the embeddings.
 
-    A learned table starts at 1, which changes nothing. The sinusoid is that of ``sinusoidal``:
-    where its sine is 0, a column of the token is lost, half of the first token's. A norm before the
-    first layer cancels common factors, so only differences between columns matter.
+    A learned table starts at 1, which changes nothing. The sinusoid is that of ``sinusoidal``: a
+    sine of 0 deletes a column, for the first token half of them. A norm before the first layer
+    cancels common factors, so only differences between columns matter.
 
     Args:
         table: ``"learned"`` or ``"sinusoidal"``.
         length: entries of the learned table, tokens; by default the context length.
 
-    Su 2021, kexue.fm/archives/8130, among the absolute encodings.
+    Su 2021, kexue.fm/archives/8130.
     """
 
     name: ClassVar[str] = "multiplicative"

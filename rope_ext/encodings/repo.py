@@ -24,16 +24,16 @@ class RePo(Encoding):
 
     ``z = (silu(x W_g) * (x W_c)) W_z``, one position for every key head; ``x`` is the input of the
     query and key projections, and ``W_g`` and ``W_c`` map it to an eighth of its columns. Queries
-    and keys are rotated by ``z`` instead of their index in the sequence, whose order then acts
-    through the causal mask alone. The first 5 of 16 layers keep RoPE; ``layers`` chooses others.
-    Query heads that share keys share positions. The paper trains all weights for 50 billion tokens.
+    and keys are rotated by ``z`` instead of their index in the sequence, so only the causal mask
+    provides the order. The first 5 of 16 layers keep RoPE; ``layers`` chooses others. Query heads
+    that share keys share positions. The paper trains all weights on 50 billion tokens.
 
     Args:
-        positions: ``"learned"``, as published, or ``"shifted"`` for ``t + z``. ``W_z`` is then zero
-            at first, so that training begins with the original model.
+        positions: ``"learned"``, as published, or ``"shifted"`` for ``t + z``. ``W_z`` then starts
+            at zero, so that training starts from the original model.
 
-    Li et al. 2025, arXiv 2512.14391; sizes, layers and initial values are those of the authors'
-    code and its two configurations (OLMo-2: 5 of 16 layers, 10 of 32).
+    Li et al. 2025, arXiv 2512.14391; sizes, layers and initial values are from the authors' code
+    and its two configurations (OLMo-2: 5 of 16 layers, 10 of 32).
     """
 
     name: ClassVar[str] = "repo"

@@ -19,7 +19,7 @@ class RoPE(PositionMethod):
     Alone it changes nothing, so patching with it raises an error.
 
     Args:
-        factor: the target context divided by the trained length; longer distances are new to the
+        factor: the target length divided by the trained length; longer distances are new to the
             rotation.
 
     Su et al. 2021, arXiv 2104.09864.

@@ -27,10 +27,10 @@ class RPE3D(Encoding):
 
     Args:
         chunk: tokens; three quarters of the trained length by default, as published.
-        base: of the second angle; the base of the rotation by default, as published.
+        base: base of the second angle; the base of the rotation by default, as published.
 
-    Ma et al. 2025, arXiv 2406.09897, definition 1. The authors' code is dual chunk attention whose
-    chunks from the third on are rotated by another angle.
+    Ma et al. 2025, arXiv 2406.09897, definition 1. The authors' code is dual chunk attention with
+    another rotation angle from the third chunk on.
     """
 
     name: ClassVar[str] = "3d_rpe"

@@ -15,15 +15,15 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class Sandwich(Encoding):
-    """Replaces RoPE with a bias: the products of sinusoidal positions with each other.
+    """Replaces RoPE with a bias: the inner product of two sinusoidal positions.
 
     ``(sum_i cos(d / base^(2i / width)) - width / 2) / (8h / H)`` for head ``h = 1 .. H`` and
     ``i = 1 .. width / 2``: the first heads have the shortest range. Subtracting ``width / 2`` makes
     it 0 at distance 0 and does not change attention weights.
 
     Args:
-        width: of the sinusoidal positions, an even number; 128 is the best one in the paper.
-        base: of their frequencies.
+        width: width of the sinusoidal positions, an even number; 128 is best in the paper.
+        base: base of their frequencies.
 
     Chi et al. 2023, arXiv 2212.10356. The divisors of the heads are those of NVIDIA NeMo's
     implementation, which uses the head dimension instead of 128.
@@ -50,7 +50,7 @@ class Sandwich(Encoding):
     ) -> torch.Tensor:
         exact = distance.double()  # float32 would round the angles
         total = torch.zeros_like(exact)
-        for i in range(1, self.width // 2 + 1):  # one at a time, so memory stays that of a vector
+        for i in range(1, self.width // 2 + 1):  # one at a time, so memory stays small
             total += torch.cos(exact * self.base ** (-2 * i / self.width)) - 1
         ratio = 8 / heads * torch.arange(1, heads + 1, dtype=exact.dtype, device=exact.device)
         return (total / ratio[:, None]).to(distance)

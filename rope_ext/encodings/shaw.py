@@ -22,16 +22,16 @@ _BASE = 10000.0
 class Shaw(Encoding):
     """Replaces RoPE with vectors for each distance, added to keys and values.
 
-    The heads of a layer share its vectors. All distances beyond ``clip`` share the last vector.
+    The heads of a layer share its vectors; distances beyond ``clip`` share the last one.
 
     Args:
-        clip: tokens; the paper's k, which is 16 and 8 there, for translation. A larger one with
+        clip: tokens; the paper's k (16 and 8, for translation). A larger ``clip`` with
             ``replace=True`` keeps trained vectors.
         table: ``"learned"``, or ``"sinusoidal"`` for NEZHA's fixed sinusoids of the distance,
             without learned parameters.
-        p_min: all distances below share the vector of this distance, in tokens; ``clip`` is the
-            ``p_max`` of the same notation.
-        values: whether vectors are added to values, too, or to keys only.
+        p_min: smaller distances share the vector of this distance, in tokens; ``clip`` is
+            ``p_max`` in this notation.
+        values: whether to add vectors to values, too, or to keys only.
 
     Shaw et al. 2018, arXiv 1803.02155; sinusoids: Wei et al. 2019, arXiv 1909.00204, equations 5,
     6.

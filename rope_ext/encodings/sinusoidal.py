@@ -22,7 +22,7 @@ class Sinusoidal(Sized):
     The paper multiplies embeddings by ``sqrt(d)`` instead, so that both have a magnitude of 1.
 
     Args:
-        base: of the wavelengths, ``2 pi`` to ``2 pi base`` tokens.
+        base: wavelengths range from ``2 pi`` to ``2 pi base`` tokens.
 
     Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
     """

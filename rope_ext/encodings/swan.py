@@ -17,18 +17,18 @@ class SWAN(Encoding):
     """Lets every n-th layer attend to the whole text without positions, and the others to a window.
 
     The others rotate as trained, so no distance is new to them, and a growing cache keeps only the
-    window for them. Layers ``start``, ``start + every``, ... are those without positions; only
-    their queries get the temperature: ``"log_n"`` unless you give another one, where the paper fits
-    a logarithm. Models that already have windowed layers raise an error.
+    window for them. Layers ``start``, ``start + every``, ... have no positions. Only their queries
+    get the temperature: ``"log_n"`` by default; the paper fits a logarithm. Models that already
+    have windowed layers raise an error.
 
     Args:
         every: layers in a group, one of which has no positions; 4 as published.
         start: the first layer without positions, counted from 0; 0 as published. Llama 4, Cohere
             and SmolLM3 put theirs last in a group: 3.
-        window: tokens that the other layers attend to, with the query itself; a sixteenth of the
-            trained length by default, as published (512 of 8192).
+        window: tokens that the other layers attend to, including the query itself; a sixteenth of
+            the trained length by default, as published (512 of 8192).
 
-    Puvvada et al. 2025, arXiv 2504.08719: its abstract, and summaries of the rest.
+    Puvvada et al. 2025, arXiv 2504.08719, by its abstract and summaries.
     """
 
     name: ClassVar[str] = "swan"

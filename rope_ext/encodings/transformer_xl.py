@@ -19,11 +19,12 @@ class BySinusoid(Scores):
     """Scores from the learned ``u``, ``v`` (``[heads, columns]``) and ``r``.
 
     ``r`` (``[heads, columns, width]``) projects the sinusoid of a distance, ``[sin(d w_0),
-    sin(d w_1), ..., cos(d w_0), ...]``, to a key. As a rotation: the product of a query with ``r``,
-    rotated by the position of the query, is multiplied with the sinusoid of the key's position.
+    sin(d w_1), ..., cos(d w_0), ...]``, to a key. Computed as a rotation: the product of a query
+    with ``r``, rotated by the query's position, is multiplied with the sinusoid of the key's
+    position.
 
     Args:
-        base: of the sinusoid's frequencies.
+        base: base of the sinusoid's frequencies.
     """
 
     base: float
@@ -59,10 +60,12 @@ class TransformerXL(Encoding):
     Args:
         projection: ``"learned"``, or ``"key"`` to use the layer's own key projection as ``W_R``,
             with a sinusoid of the hidden size. Training then changes both uses of it. Families
-            whose keys are more than one linear layer (Qwen3, Gemma 3, DeepSeek-V3) raise an error.
+            whose keys come from more than one linear layer (Qwen3, Gemma 3, DeepSeek-V3) raise an
+            error.
         width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
-            hidden size of the model; attention gets slower as it grows. Only for a learned one.
-        base: of the sinusoid's frequencies.
+            hidden size of the model; attention is slower for larger widths. Only for a learned
+            projection.
+        base: base of the sinusoid's frequencies.
 
     Dai et al. 2019, arXiv 1901.02860, section 3.3; Yang et al. 2019 (XLNet), arXiv 1906.08237.
     """

@@ -24,7 +24,7 @@ class XPos(Encoding):
     not included.
 
     Args:
-        gamma: what the fastest pair keeps over ``scale_base`` tokens, before the division by
+        gamma: what the fastest pair keeps over ``scale_base`` tokens, before dividing by
             ``1 + gamma``.
         scale_base: tokens over which a pair decays by its ``zeta``.
 

@@ -132,14 +132,11 @@ def _read(config: str) -> Served | None:
             f"rope_ext serves {name} in vLLM for {', '.join(PLUGIN_FAMILIES)}, not for {family}; "
             f"load it with rope_ext.from_pretrained"
         )
-    under, rope = state.frequencies, site.rope
-    if under is not None:
-        rope = Rope(under.inv_freq(rope), rope.base, under.target_length(rope))
+    rope = state.options.rope(site.rope)
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
-    pair = torch.arange(len(made))
 
     def table(to: Map, stored: Map) -> RotationTable:
-        return RotationTable(to, stored, made, pair)
+        return RotationTable(to, stored, made)
 
     bands = method.bands()
     stored = bands[-1].key

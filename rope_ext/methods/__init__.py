@@ -1,4 +1,4 @@
-"""One file per method, registered on import; the order here is that of the README."""
+"""One file per method, registered on import in the order of the documentation."""
 
 # isort: off
 from rope_ext.methods.kinds import (

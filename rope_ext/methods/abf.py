@@ -27,8 +27,7 @@ class ABF(FrequencyMethod):
     """Uses a larger base that you choose, for long continued training.
 
     Llama 2 Long went from base 10,000 to 500,000, and Qwen2.5-1M to 10,000,000. Only the base
-    changes, so every engine runs the checkpoint. Without training it is ``ntk`` with another
-    number.
+    changes, so every engine runs the checkpoint. Without training, it is ``ntk`` with another base.
 
     Args:
         base: the new base. None uses the smallest useful base for the target length,

@@ -16,11 +16,11 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class BaseTruncation(FrequencyMethod):
-    """Keeps fast pairs and freezes slow ones: at a small constant, and the slowest at zero.
+    """Keeps fast pairs and sets slow ones to a small constant, the slowest to zero.
 
     ``h = theta`` for ``theta >= upper``, ``constant`` between ``lower`` and ``upper``, 0 at or
-    below ``lower``. For fine-tuning studies: hardly any angle is new at any length, so perplexity
-    stays low, but retrieval loses the slow pairs, which distinguish large distances.
+    below ``lower``. For fine-tuning studies: few angles are new at any length, so perplexity stays
+    low, but retrieval suffers, because only slow pairs distinguish large distances.
 
     Args:
         upper: radians per token; None is ``2 pi / length``.

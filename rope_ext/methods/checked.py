@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def not_none(value: T | None) -> T:
-    """``value``, which is known to be set: an option of a resolved method, for example.
+    """Return ``value``; for options that are always set, such as those of a resolved method.
 
     Raises:
         TypeError: it is None.

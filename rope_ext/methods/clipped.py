@@ -18,9 +18,9 @@ _SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
 @register
 @dataclass(frozen=True, kw_only=True)
 class Clipped(FrequencyMethod):
-    """Slows down the slowest pairs along a half cosine, the slowest to zero (CoPE).
+    """Slows down the slowest pairs along a half cosine, down to zero (CoPE in the paper).
 
-    The first of the ``pairs`` slowest keeps its frequency, and the last no longer rotates. For
+    The first of the ``pairs`` slowest keeps its frequency, and the last one does not rotate. For
     training studies: the authors raise the base of Llama 3 8B to 10,000,000, clip, and train on
     65,536 tokens. The factor only sets the target length.
 

@@ -16,7 +16,7 @@ from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope, whole_number
 
 # For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
-# trained context, and the effective length that the authors found, in trained lengths. For 16
+# trained length, and the effective length that the authors found, in trained lengths. For 16
 # trained lengths, they divide the groups by 4, 4, 2, 16, 32, 32, 16 and 128.
 _FOUND = (
     (1303.8, 4.0),
@@ -38,7 +38,7 @@ class DPE(Tempered):
     Beyond ``window``, distances are ``floor(m/S) + w - floor(w/S) - floor(n/S)``. Fast pairs have
     seen every angle in training and need small groups. The authors find the sizes with needles, one
     group of pairs at a time; the defaults transfer those of Llama-3-8B, and are a guess for any
-    other model. Their choice of the pairs of each head that contribute most is not implemented: all
+    other model. Their selection of the most important pairs in each head is not implemented: all
     pairs are scaled, as in the released example.
 
     Args:
@@ -48,11 +48,11 @@ class DPE(Tempered):
             there are scales, as even as possible.
         scales: group sizes, whole numbers. By default, each group uses the effective length found
             for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations (by
-            ratio) within the trained context; S is the target length divided by it.
+            ratio) within the trained length; ``S`` is the target length divided by this length.
         published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
             better on both bundled checkpoints (docs/temperature.md).
 
-    Lu et al. 2025, arXiv 2504.18857; formulas and lists are those of its code.
+    Lu et al. 2025, arXiv 2504.18857; formulas and lists from the authors' code.
     """
 
     name = "dpe"
@@ -61,7 +61,6 @@ class DPE(Tempered):
     allows_factor_one = True
     candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4)})
 
-    by_pair = True
     valid_options = "a window below the trained length, and scales of at least 2"
 
     window: int | None = None
@@ -83,6 +82,10 @@ class DPE(Tempered):
         if self.groups is not None and self.scales is not None:
             alike = len(self.groups) == len(self.scales)
             self.require("scales", alike, f"a list of {len(self.groups)}, one for each of groups")
+
+    @property
+    def by_pair(self) -> bool:
+        return True
 
     def check(self, length: int | None = None) -> None:
         Method.check(self, length)  # which distances were trained depends on the pairs

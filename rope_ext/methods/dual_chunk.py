@@ -22,9 +22,9 @@ class DualChunk(PositionMethod):
 
     Use it without fine-tuning for large models and many times the trained length; Qwen2.5-1M is
     served with it, on top of YaRN (``frequency=``). Within a chunk, keys and queries use their
-    positions in it. For keys of the previous chunk, queries use a position one chunk further, but
-    at most ``chunk``; for all earlier keys, they use ``chunk``. Tokens less than ``local`` apart
-    keep their distance across chunk boundaries. Cosine and sine are multiplied by
+    positions in the chunk. For keys of the previous chunk, queries use a position one chunk
+    further, but at most ``chunk``; for all earlier keys, they use ``chunk``. Tokens less than
+    ``local`` apart keep their distance across chunk boundaries. Cosine and sine are multiplied by
     ``0.05 ln(s) + 1``, as in the authors' code, but with ``s = factor`` for every token, so that
     cached decoding equals recomputation. The paper's numbers were measured without it:
     ``attention_factor=1``.

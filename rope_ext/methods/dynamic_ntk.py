@@ -15,7 +15,7 @@ from rope_ext.methods.rope import Rope
 @register
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(DynamicMethod):
-    """NTK-aware scaling that follows the sequence length; none within the trained context.
+    """NTK-aware scaling by the sequence length; no scaling within the trained length.
 
     ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens. Short prompts give the outputs
     of the unpatched model, and plain transformers loads the saved checkpoint. ``dynamic_yarn`` does

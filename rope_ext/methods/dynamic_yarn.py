@@ -18,12 +18,12 @@ class DynamicYaRN(DynamicMethod):
     """YaRN whose factor follows the sequence length: ``s = max(1, l / L)`` for ``l`` tokens.
 
     Use it without fine-tuning if prompts differ in length: short ones give the outputs of the
-    unpatched model. Every sequence keeps the frequencies it starts with, under ``generate`` those
-    of the prompt plus ``max_new_tokens``. Other engines use one set for all sequences: pass
+    unpatched model. Every sequence keeps the frequencies it starts with; under ``generate``, these
+    are for the prompt plus ``max_new_tokens``. Other engines use one set for all sequences: pass
     ``length=``.
 
     Args:
-        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_fast: pairs with more rotations within the trained length keep their frequency.
         beta_slow: pairs with fewer rotations are divided by ``s``.
         truncate: round the ends of the ramp outwards.
 

@@ -1,4 +1,4 @@
-"""Which keys a query attends to: the shapes into which position maps split the causal triangle."""
+"""Which keys a query attends to: the shapes into which bands split the causal triangle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ At = TypeVar("At", int, torch.Tensor)
 class Distance:
     """Keys at distances from ``first`` to ``last - 1`` tokens; ``last=None`` has no upper end.
 
-    ``first`` is below 0 only where an attention mask shows queries the keys after them.
+    ``first`` is below 0 only where an attention mask lets queries attend to later keys.
     """
 
     first: int
@@ -29,7 +29,7 @@ class Distance:
     def ends(self, query: At) -> tuple[At, At]:
         """The first position that a query sees, which may be negative, and one past the last.
 
-        Neither ever falls as queries go on. What a query after the keys would see is left out.
+        Neither ever decreases from one query to the next. Keys after the query are left out.
         """
         first = query * 0 if self.last is None else query - self.last + 1
         return first, query - max(self.first, 0) + 1
@@ -88,7 +88,7 @@ class Queries:
         return seen if self.end is None else seen & (query < self.end)
 
     def ends(self, query: At) -> tuple[At, At]:
-        """As :meth:`Distance.ends`; the others see nothing."""
+        """As :meth:`Distance.ends`; other queries see nothing."""
         late = query < 0 if self.end is None else query >= self.end
         return late * (query + 1), (query >= self.begin) * (query - self.first + 1)
 
@@ -99,7 +99,7 @@ Geometry = Distance | ChunkGap | Sinks | Queries
 def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice:
     """The keys that any query may see in a band; exact for one query.
 
-    The queries are the last of the keys, key 0 is token ``start``.
+    The queries are the last tokens of the keys; key 0 is token ``start``.
     """
     low = max(geometry.ends(start + keys - queries)[0] - start, 0)
     return slice(low, max(geometry.ends(start + keys - 1)[1] - start, low))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
@@ -13,6 +15,7 @@ from rope_ext.methods.geometry import Distance, Queries
 from rope_ext.methods.kinds import Band, PositionMethod, identity
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
+from rope_ext.methods.yarn import YaRN
 
 
 @register
@@ -20,18 +23,22 @@ from rope_ext.methods.rope import Rope
 class JetLong(PositionMethod):
     """Beyond ``window``, groups of tokens share a position, and groups grow with the text.
 
-    Use it without fine-tuning where most texts are short: up to the trained length, the model is
-    the unpatched one. The query at ``m`` sees a key at ``n``, more than ``window`` tokens before
-    it, at the distance ``floor(m/G) - floor(n/G)`` with ``G = floor(m/step) + 1``. The authors'
-    code uses the ``G`` of the last token for all queries of a forward, so that cached decoding
-    differs from recomputation after every ``step`` tokens. Here every query has its own, so that
-    the last token is as published and every earlier one as if the text ended with it.
+    Use it without fine-tuning if most texts are short: up to the trained length, outputs are those
+    of the unpatched model. For the query at ``m`` and a key at ``n``, more than ``window`` tokens
+    earlier, the distance is ``floor(m/G) - floor(n/G)`` with ``G = floor(m/step) + 1``. The
+    authors' code uses the ``G`` of the last token for all queries of a forward, so its cached
+    decoding differs from recomputation after every ``step`` tokens. Here every query has its own
+    ``G``, as if the text ended there; the last token is as published.
 
     Args:
         window: the largest exact distance, tokens; 2048 by default, as published, and at most a
             quarter of the trained length.
-        step: the number of tokens after which groups have one token more; the trained length by
-            default, as published.
+        step: tokens after which groups grow by one token; the trained length by default, as
+            published.
+        kept: None uses groups. ``"yarn"`` instead scales distances beyond ``window`` for each pair
+            as YaRN scales its frequency with ``factor=G``; this is the authors' second variant
+            (with a window of 4096 and a temperature). A list gives the share of the frequency that
+            each pair keeps: distances are ``(m - n) (kept + (1 - kept) / G)``.
 
     NVIDIA 2026, arXiv 2607.07740; the formula is that of the authors' code.
     """
@@ -45,15 +52,32 @@ class JetLong(PositionMethod):
 
     window: int | None = None
     step: int | None = None
+    kept: Literal["yarn"] | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_tokens("window")
         self.require_tokens("step")
+        if self.kept is not None and self.kept != "yarn":
+            numbers = not isinstance(self.kept, str) and all(0 <= x <= 1 for x in self.kept)
+            self.require("kept", numbers, '"yarn", or a number from 0 to 1 for each pair')
+            self.set("kept", tuple(self.kept))  # hashable, safe from later edits
+
+    @property
+    def by_pair(self) -> bool:
+        return self.kept is not None
 
     def resolved(self, rope: Rope) -> JetLong:
         window = self.window or max(1, min(2048, rope.length // 4))
-        return replace(self, window=window, step=self.step or rope.length)
+        kept = self.kept
+        if kept == "yarn":
+            kept = tuple(YaRN(factor=self.factor).kept(rope).tolist())
+        if kept is not None:
+            pairs = rope.dim // 2
+            self.require(
+                "kept", len(kept) == pairs, f"a list of {pairs} numbers, one for each pair"
+            )
+        return replace(self, window=window, step=self.step or rope.length, kept=kept)
 
     def bands(self) -> tuple[Band, ...]:
         far, step = not_none(self.window) + 1, not_none(self.step)
@@ -61,7 +85,10 @@ class JetLong(PositionMethod):
 
         def band(group: int) -> Band:
             def shared(t: torch.Tensor) -> torch.Tensor:
-                return t // group
+                if self.kept is None:
+                    return t // group
+                kept = torch.tensor(self.kept, dtype=t.dtype, device=t.device)
+                return t.unsqueeze(-1) * (kept + (1 - kept) / group)
 
             to = identity if group == 1 else shared
             end = None if group == groups else group * step

@@ -2,8 +2,8 @@
 
 A method changes the rotation angle ``t * theta_i``: a frequency method to ``t * h_i``, a position
 method to ``g(t) * theta_i``. It receives the trained embedding as a :class:`Rope`, computes in
-float64, and knows nothing about models. Every method implements the whole interface: whatever its
-kind does not change is as in the trained embedding.
+float64, and knows nothing about models. Every method implements the whole interface: what its kind
+does not change stays as in the trained embedding.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Method(Checked):
         """Raise an OptionError if nothing would be extended; does not need a model.
 
         Args:
-            length: trained context, tokens; None skips the checks that depend on it.
+            length: trained length, tokens; None skips the checks that depend on it.
         """
         idle = self.factor <= 1
         if length is not None:  # a factor may be too close to 1 for a single token
@@ -160,7 +160,7 @@ class Method(Checked):
 
     @property
     def chosen_temperature(self) -> Temperature | None:
-        """The ``temperature`` as given, or as published if none was given; None: 1 everywhere."""
+        """The given ``temperature``, or else the published one; None: 1 everywhere."""
         return as_temperature(self.temperature) or self.own_temperature()
 
     def own_temperature(self) -> Temperature | None:
@@ -170,7 +170,7 @@ class Method(Checked):
     def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
         """Number that multiplies the query at position ``t`` (float64); None: no scaling.
 
-        If heads learn a number each, the initial one.
+        For a learned number per head, the initial value.
         """
         tempered = self.tempered(rope)
         return None if tempered is None else tempered.at(t)
@@ -202,7 +202,7 @@ class FrequencyMethod(Method):
         return self.inv_freq(rope)
 
     def extends(self, rope: Rope) -> bool:
-        """Whether any pair rotates more slowly, and so meets trained angles for longer."""
+        """Whether any pair rotates more slowly, so that its angles stay in the trained range."""
         return bool((self.inv_freq(rope) < rope.inv_freq * (1 - 1e-9)).any())
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
@@ -261,10 +261,14 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
-    by_pair: ClassVar[bool] = False  # every pair has its own positions
     valid_options: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
     # Free here; under a frequency method it would need a hook per layer.
     candidate_temperatures = (LogN(),)
+
+    @property
+    def by_pair(self) -> bool:
+        """Whether every pair has its own positions."""
+        return False
 
     def resolved(self, rope: Rope) -> PositionMethod:
         return self
@@ -296,8 +300,8 @@ class PositionMethod(Method):
     def reached(self, rope: Rope) -> int:
         """Number of tokens, up to the target length, within which every distance was trained.
 
-        If every pair has its own distances, none is new to a pair that made a full rotation in
-        training, or never rotates.
+        If every pair has its own distances, no distance is new to a pair that makes a full rotation
+        within the trained length, or never rotates.
 
         Raises:
             OptionError: the options do not fit the trained length, or extend nothing.
@@ -323,7 +327,7 @@ class PositionMethod(Method):
 
     @staticmethod
     def _known(rope: Rope, used: torch.Tensor) -> bool:
-        """Whether as many distances as ``used`` (:func:`spans`) were trained."""
+        """Whether all distances below ``used`` (:func:`spans`) occurred in training."""
         within = used <= rope.length + 1
         if len(used) > 1:
             within |= (rope.rotations >= 1) | (rope.rotations == 0)
@@ -351,7 +355,7 @@ def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
 
 
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
-    """The same for every pair that has its own distances: float64, ``[1]`` or ``[pairs]``."""
+    """:func:`distances_in_use` for each pair with its own distances: ``[1]`` or ``[pairs]``."""
     m = torch.arange(
         length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
     )
@@ -386,10 +390,10 @@ class LogScaled(PositionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Tempered(PositionMethod):
-    """A position method that is better with ``log_n``, although its paper has no temperature.
+    """A position method that works better with ``log_n``, although its paper has no temperature.
 
     Args:
-        published: as in the paper: ``temperature=1`` unless another one is given.
+        published: use ``temperature=1``, as in the paper, unless another one is given.
     """
 
     candidate_temperatures = (LogN(), 1.0)

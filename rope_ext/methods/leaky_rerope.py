@@ -17,8 +17,8 @@ from rope_ext.methods.rope import Rope
 class LeakyReRoPE(LogScaled):
     """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 
-    Like ``rerope``, but distant tokens keep their order. Distances reach the trained length at
-    ``factor`` times it, so choose the factor for your longest text.
+    Like ``rerope``, but distant tokens keep their order. Choose ``factor`` for your longest text:
+    there, the largest distance equals that of the trained length.
 
     Args:
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).

@@ -20,15 +20,15 @@ class Llama3(FrequencyMethod):
 
     A pair keeps its frequency if its wavelength is below ``length / high_freq_factor``, and is
     divided by ``factor`` if it is above ``length / low_freq_factor``, with a smooth transition in
-    between. Use it to train like Llama 3.1. Checkpoints that already have it take
-    ``compose="raise"`` to raise their factor.
+    between. Use it to train like Llama 3.1. For checkpoints that already have it,
+    ``compose="raise"`` raises their factor.
 
     Args:
-        low_freq_factor: pairs with fewer rotations within the trained context are divided by
+        low_freq_factor: pairs with fewer rotations within the trained length are divided by
             ``factor``.
         high_freq_factor: pairs with more rotations keep their frequency.
 
-    Llama 3.1 release (July 2024), ``apply_scaling``; factor 8, length 8192 there.
+    Llama 3.1 release (July 2024), ``apply_scaling``, with factor 8 and length 8192.
     """
 
     name = "llama3"

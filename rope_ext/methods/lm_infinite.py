@@ -16,9 +16,9 @@ from rope_ext.methods.rope import Rope
 class LMInfinite(PositionMethod):
     """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
 
-    For endless text that does not need old tokens, such as a stream. Any length stays fluent, but
-    the usable context is not extended: tokens outside the window cannot be recalled. They stay in
-    the cache. Sinks outside the window get a distance of ``window``.
+    For endless text that does not need old tokens, such as a stream. Text of any length stays
+    fluent, but the usable context is not extended: tokens outside the window stay in the cache, but
+    cannot be recalled. Sinks outside the window get a distance of ``window``.
 
     Args:
         window: tokens; the trained length by default.

@@ -25,7 +25,7 @@ class LongRoPE(DynamicMethod):
     know are saved as one. Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
 
     Args:
-        long_factor: ``lambda``, one per pair, for sequences longer than the trained context.
+        long_factor: ``lambda``, one per pair, for sequences longer than the trained length.
         short_factor: ``lambda`` for sequences within it; None uses ``long_factor`` everywhere.
         start_tokens: number of first tokens of a sequence that keep the trained frequencies. If it
             is not 0, only rope_ext can reload and run the model.

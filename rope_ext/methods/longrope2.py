@@ -23,7 +23,7 @@ class LongRoPE2(FrequencyMethod):
     """Divides pairs by ``factor`` or more from a critical pair on, and faster ones as NTK does.
 
     In theory, the critical pair is the first one without a full rotation within the trained
-    context. The authors search for a faster one, because slow pairs saw few rotations in training:
+    length. The authors search for a faster one, because slow pairs saw few rotations in training:
     30 instead of 35 for Llama-3-8B. Tune ``critical`` and ``stretch`` on your model with
     :func:`rope_ext.calibrate`. Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``,
     as in LongRoPE's code.
@@ -35,7 +35,7 @@ class LongRoPE2(FrequencyMethod):
         long_factor: a searched or published table, used instead: the divisor of each pair.
 
     Shang et al. 2025, arXiv 2502.20082, section 3. The NTK part follows descriptions of the paper;
-    its training on two kinds of windows is ``positions: mixed_windows`` of the recipes.
+    recipes offer its training on two kinds of windows as ``positions: mixed_windows``.
     """
 
     name = "longrope2"

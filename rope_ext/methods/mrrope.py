@@ -21,16 +21,16 @@ class MrRoPE(FrequencyMethod):
 
     The last pair with more than ``beta_fast`` rotations is unchanged, and the first with fewer than
     ``beta_slow`` is divided by ``factor``. If no pair rotates that often, the fastest one is
-    unchanged, as in YaRN; if none rotates that rarely, the first one to be divided in full would
-    follow the slowest. Cosine and sine are multiplied by ``0.1 ln(s) + 1``.
+    unchanged, as in YaRN; if none rotates that rarely, the ramp ends one pair after the slowest.
+    Cosine and sine are multiplied by ``0.1 ln(s) + 1``.
 
     Args:
-        beta_fast: rotations within the trained context; the paper's alpha.
-        beta_slow: rotations within the trained context; the paper's beta.
+        beta_fast: rotations within the trained length; the paper's alpha.
+        beta_slow: rotations within the trained length; the paper's beta.
         mode: ``"pro"`` divides pair ``t`` of the ``n`` in between by ``factor`` to the power
             ``t (t + 1) / (n (n + 1))``, ``"uni"`` to the power ``t / n``.
 
-    Tian et al. 2026, arXiv 2601.22181, section 3: its formulas, and the authors' code.
+    Tian et al. 2026, arXiv 2601.22181, section 3, and the authors' code.
     """
 
     name = "mrrope"

@@ -17,10 +17,10 @@ from rope_ext.methods.rope import Rope
 class NTKByParts(FrequencyMethod):
     """Divides slow pairs by ``factor`` and keeps fast ones, with a linear ramp in rotations.
 
-    With ``r_i`` rotations of a pair within the trained context,
+    With ``r_i`` rotations of a pair within the trained length,
     ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``. This
-    is YaRN with the ramp of its paper and without the temperature: use it to measure what that
-    adds.
+    is YaRN with the ramp of the paper and without the temperature: use it to measure the effect of
+    the temperature.
 
     Args:
         alpha: pairs with fewer rotations are divided by ``factor``.

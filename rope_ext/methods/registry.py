@@ -47,18 +47,18 @@ def register(cls: M) -> M:
 
 
 def unregister(cls: type[Method]) -> None:
-    """Remove a method from the registry, such as before you redefine its class in a notebook."""
+    """Remove a method from the registry, for example to redefine its class in a notebook."""
     for key in [key for key, held in _REGISTRY.items() if held is cls]:
         del _REGISTRY[key]
 
 
 def all_methods() -> list[type[Method]]:
-    """Every registered method that extends RoPE, once, in order of registration."""
+    """Registered methods that extend RoPE, in order of registration."""
     return [cls for cls in _all() if cls.kind not in ("encoding", "rotation")]
 
 
 def all_encodings() -> list[type[Method]]:
-    """Every other registered position encoding, in order of registration."""
+    """Registered position encodings other than RoPE, in order of registration."""
     return [cls for cls in _all() if cls.kind == "encoding"]
 
 
@@ -67,7 +67,7 @@ def _all() -> list[type[Method]]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The method with that name or alias; ignores case, hyphens and underscores.
+    """Look up a method class by name or alias; ignores case, hyphens and underscores.
 
     Raises:
         UnknownMethodError: there is no such method.

@@ -19,14 +19,14 @@ class ReRoPE(LogScaled):
 
     Use it without fine-tuning, for any length. All tokens beyond the window have the same distance:
     the model finds and uses them, but does not know their order; ``leaky_rerope`` and
-    ``self_extend`` keep it. For keys beyond the window, the query is rotated to position ``window``
-    and the key is not rotated. A window of at least the text and ``log_n=False`` give the unpatched
-    model.
+    ``self_extend`` keep the order. For keys beyond the window, the query is rotated to position
+    ``window`` and the key is not rotated. A window as long as the text and ``log_n=False`` give the
+    unpatched model.
 
     Args:
         window: tokens; half of the trained length by default.
         log_n: scale queries by the logarithm of the length, as published.
-        published: the default window is a quarter of the trained length, as the author used for
+        published: use a quarter of the trained length as the default window, like the author for
             Llama 2 (1024 of 4096); docs/evidence.md compares both.
 
     Su 2023, kexue.fm/archives/9708.

@@ -20,13 +20,13 @@ from rope_ext.methods.temperature import Temperature, as_temperature
 class Resonance(FrequencyMethod):
     """Rounds wavelengths to whole tokens, on top of another frequency method, at no cost.
 
-    A pair whose wavelength is a whole number of tokens meets no new angles beyond the trained
-    context. The fastest pair changes most, by 4.7 % (6.28 tokens become 6), slow pairs by far less
+    A pair whose wavelength is a whole number of tokens has no new angles beyond the trained
+    length. The fastest pair changes most, by 4.7 % (6.28 tokens become 6), slow pairs by far less
     than 1 %.
 
     Args:
-        on: the method whose wavelengths to round: the name of a fixed method (built with the same
-            ``factor``), or an object.
+        on: the method whose wavelengths are rounded: the name of a fixed method (built with the
+            same ``factor``), or an object.
 
     Wang et al. 2024, arXiv 2403.00071, section 4.
     """
@@ -54,7 +54,7 @@ class Resonance(FrequencyMethod):
 
     @property
     def rounded(self) -> FrequencyMethod:
-        """The method in ``on``, where a name is replaced when the object is made."""
+        """The method object in ``on``; ``__post_init__`` has replaced a name."""
         return cast(FrequencyMethod, self.on)
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from rope_ext.errors import OptionError, UnsupportedModelError
 
 MOST_TOKENS = 2**31 - 1
-"""The longest context; other readers of config.json store it in 32 bits."""
+"""Longest supported context; other readers of config.json store it in 32 bits."""
 LARGEST = 1e30
 """Largest value of any option; its inverse is the smallest except 0. Float32 holds both."""
 
@@ -24,7 +24,7 @@ class Rope:
     Args:
         inv_freq: ``theta``, float64, shape ``[dim / 2]``, radians per token, fastest first.
         base: ``b`` of ``theta_i = b ** (-2 i / dim)`` (``rope_theta``).
-        length: trained context in tokens (``original_max_position_embeddings``).
+        length: trained length in tokens (``original_max_position_embeddings``).
     """
 
     inv_freq: torch.Tensor
@@ -43,7 +43,7 @@ class Rope:
 
     @property
     def rotations(self) -> torch.Tensor:
-        """Full rotations of each pair within the trained context: ``length * theta / (2 pi)``."""
+        """Full rotations of each pair within the trained length: ``length * theta / (2 pi)``."""
         return self.length * self.inv_freq / (2 * math.pi)
 
     def rotation_ramp(self, low: float, high: float) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Rope:
         return ((self.rotations - low) / (high - low)).clamp(0, 1)
 
     def tokens(self, *shares: float) -> tuple[int, ...]:
-        """These fractions of the trained context in tokens, at least one token each."""
+        """Convert fractions of the trained length to tokens, at least one token each."""
         return tuple(max(1, round(share * self.length)) for share in shares)
 
     @property
@@ -105,7 +105,7 @@ def factor_to(target: int, length: int) -> int | float:
 
 
 def plain_number(value: Any) -> int | float | None:
-    """A real number of any type (numpy's, a Fraction) as Python's; None if it is not one."""
+    """Convert a real number of any type (numpy, Fraction) to Python's; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -115,7 +115,7 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def whole_number(value: Any, minimum: int = 1) -> int | None:
-    """``value`` as a number of tokens from ``minimum`` to MOST_TOKENS; None if it is not one."""
+    """Convert to a number of tokens from ``minimum`` to MOST_TOKENS; None for anything else."""
     number = plain_number(value)
     return number if isinstance(number, int) and minimum <= number <= MOST_TOKENS else None
 

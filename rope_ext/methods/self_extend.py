@@ -20,12 +20,12 @@ class SelfExtend(Tempered):
 
     The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. Use it without fine-tuning,
     up to factor 26: beyond that, the default group exceeds the 64 that the authors call reasonable.
-    llama.cpp's ``--grp-attn-n`` is another method, under which neighbors lose their distances, too.
+    llama.cpp's ``--grp-attn-n`` is another method, which also changes distances to neighbors.
 
     Args:
         window: tokens that keep their exact distances; a quarter of the trained length by default.
-        group: tokens that share a position; by default the smallest number with which the largest
-            distance is within two thirds of the trained length, as the authors recommend
+        group: tokens that share a position; by default the smallest number that keeps the largest
+            distance within two thirds of the trained length, as the authors recommend
             (``w + (N - w) / G < 2/3 L``).
         published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
             better on both bundled checkpoints (docs/temperature.md).

@@ -2,7 +2,7 @@
 
 Multiplying a query by ``tau`` multiplies all its logits by ``tau``, including those of columns that
 do not rotate. Positions count from the first token of a sequence. Temperatures that grow with the
-position start at 1, and change nothing until they grow.
+position start at 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Temperature(Checked):
         """The same temperature with every option set.
 
         Args:
-            length: trained context, tokens.
+            length: trained length, tokens.
             factor: the factor of the method.
         """
         given = {"length": length, "factor": float(factor)}
@@ -99,9 +99,8 @@ class SSMax(LogN):
     Scalable-Softmax multiplies the logits of every head by ``s ln(n)``, with ``n`` the number of
     tokens that a query sees, and trains ``s`` with the model. A pretrained model expects a factor
     of 1 at every ``n`` up to its trained length, so here the factor is 1 there, and continuous.
-    Beyond it, it is ``(s / ln(length)) ln(n) + 1 - s``: the published factor if ``s`` is 1, which
-    is also :class:`LogN`, and otherwise the published variant with a bias, which follows from
-    ``s``.
+    Beyond it, the factor is ``(s / ln(length)) ln(n) + 1 - s``: the published one and that of
+    :class:`LogN` for ``s = 1``, otherwise the published variant with a bias, derived from ``s``.
 
     Args:
         length: tokens; the trained length by default.
@@ -112,14 +111,14 @@ class SSMax(LogN):
     """
 
     name: ClassVar[str] = "ssmax"
-    redefining: ClassVar[tuple[str, ...]] = ("length",)  # as of an encoding
+    redefining: ClassVar[tuple[str, ...]] = ("length",)  # see Encoding
 
     def __post_init__(self) -> None:
         self.require_tokens("length", minimum=2)
         self.require_number("scale", minimum=0, maximum=100)
 
     def growth(self, t: torch.Tensor) -> torch.Tensor:
-        """The number at positions ``t`` that ``s`` multiplies, float64."""
+        """What ``s`` multiplies at positions ``t``, float64."""
         return LogN(length=self.length).at(t) - 1
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> None:

@@ -22,8 +22,8 @@ BETAS = MappingProxyType({"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0
 class YaRN(FrequencyMethod):
     """NTK-by-parts plus a temperature: cos and sin are multiplied by ``0.1 ln(s) + 1``.
 
-    Use it to fine-tune, or to serve with any engine. Untrained it works up to factor 4, but changes
-    short prompts, too; ``dynamic_yarn`` does not.
+    Use it to fine-tune, or to serve with any engine. Without training it works up to factor 4, but
+    also changes short prompts; ``dynamic_yarn`` does not.
 
     Two ramps are called YaRN. The paper's is linear in the rotations of a pair. The authors' code,
     transformers and vLLM use one that is linear in the index of the pair; on Llama 2 with factor 4,
@@ -31,7 +31,7 @@ class YaRN(FrequencyMethod):
     interchangeable.
 
     Args:
-        beta_fast: pairs with more rotations within the trained context keep their frequency.
+        beta_fast: pairs with more rotations within the trained length keep their frequency.
         beta_slow: pairs with fewer rotations are divided by ``factor``.
         truncate: round the ends of the index ramp outwards (False: gpt-oss). Index ramp only.
         ramp: ``"index"`` as in the released code, ``"rotations"`` as in the paper.
@@ -77,7 +77,7 @@ class YaRN(FrequencyMethod):
 
     @staticmethod
     def _index(rope: Rope, rotations: float) -> float:
-        """The (fractional) index of the pair with this many rotations in the trained context."""
+        """The (fractional) index of the pair with this many rotations in the trained length."""
         turns = rope.length / (rotations * 2 * math.pi)
         return rope.dim * math.log(turns) / (2 * math.log(rope.base))
 

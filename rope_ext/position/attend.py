@@ -20,13 +20,14 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch, runs
-from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, wide
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, wide
+from rope_ext.attention.runs import BACK, goes_back
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import inputs, learned
 from rope_ext.position.forward import FEW, PositionForward
 from rope_ext.position.layers import Layout
-from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
+from rope_ext.position.map import BandRotations, PositionMap
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.position.tensors import WHY, Dense, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
@@ -73,7 +74,7 @@ Look = Callable[[nn.Module, Dense, int | None], None]
 
 @contextmanager
 def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
-    """Pass the first row of every attention call of ``decoder`` to ``look``.
+    """Pass every attention call of ``decoder`` to ``look``.
 
     Works for unpatched decoders and frequency methods too: meanwhile their layers attend through
     :data:`NAME` as well.
@@ -177,12 +178,10 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     forward = forward or (None if layer is None else current(layer.map))
     weights, look = forward is not None and forward.weights, forward_context.look
     if look is not None:
-        look(asked.module, _dense(asked, forward, 0), asked.more.get("sliding_window"))
+        look(asked.module, _dense(asked, forward), asked.more.get("sliding_window"))
     if not weights:
         return out, None
-    rows = range(len(asked.query))
-    every = torch.cat([_dense(asked, forward, row).weights() for row in rows])
-    return out, every.to(asked.query.dtype)
+    return out, _dense(asked, forward).weights().to(asked.query.dtype)
 
 
 def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
@@ -199,18 +198,21 @@ def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
     forward = forward.on(asked.query.device)
     query, key, value = _prepared(asked, layer, forward)
     few = not forward.regular and forward.tokens <= min(FEW, layer.map.reach or FEW)
-    if forward.traced or (few and forward.documents is None) or _shapes(asked, layer):
-        call, step = layer.adding(asked.call, forward.room, query), _step(asked, layer, forward)
+    call = layer.adding(asked.call, forward.distances, query)
+    found = None
+    if not forward.traced and (not few or forward.documents is not None):
+        found = _in_runs(asked, layer, forward)
+    if found is not None:
+        calls = [
+            (run, replace(call, bands=bands, temperature=temperature))
+            for run, bands, temperature in found
+        ]
+        out = dispatch.attend_runs(query, key, value, calls, layer.map.kernel)
+    else:
+        step = _step(asked, layer, forward)
         attend = step.attend if few or not forward.traced else step.many
         out = attend(query, key, value, call)
-    else:
-        out = _in_runs(asked, layer, forward, query, key, value)
     return out.transpose(1, 2).contiguous()
-
-
-def _shapes(asked: Asked, layer: Layer) -> bool:
-    """Whether only a dense mask can express what queries see."""
-    return not asked.mask.causal or clipped(layer.rotations, asked.mask.window) is None
 
 
 def _prepared(
@@ -241,27 +243,25 @@ def _offset(asked: Asked, layer: Layer, forward: PositionForward) -> int:
     return max(0, forward.room - asked.key.shape[2])
 
 
-def _step(asked: Asked, layer: Layer, forward: PositionForward, row: int | None = None) -> Step:
-    """What layers of this layout share, of one row or of all of them."""
+def _step(asked: Asked, layer: Layer, forward: PositionForward) -> Step:
+    """What layers of this layout share."""
     tempered = layer.window is None
     if forward.traced:
         make = lambda: Step(forward, layer.rotations, tempered)  # noqa: E731
         return forward.shared(("step", layer.number), make)
     mask, offset = asked.mask, _offset(asked, layer, forward)
     name = "step", layer.number, offset, forward.device
-    if row is None and name in mask.made:
+    if name in mask.made:
         return mask.made[name]
+    if mask.given is None and forward.documents is None and forward.begins:
+        back = goes_back(mask.forward.key, mask.forward.real())
+        forward.require(~back, UnsupportedModelError, BACK)
     rotations, seen = clipped(layer.rotations, mask.window), None
     if rotations is None or not mask.causal:
         rotations = _seeing_ahead(layer, rotations or layer.rotations, mask.ahead)
         seen = mask.dense_on(forward.device)
-        if mask.given is None:
-            mask.runs(offset)  # raises where positions go back
     if seen is not None:
         seen = shown(seen[..., offset - mask.offset : forward.room - mask.offset])
-        seen = seen if row is None or len(seen) == 1 else seen[row : row + 1]
-    if row is not None:
-        return Step(forward.row(row), rotations, tempered, offset, seen)
     mask.made[name] = Step(forward, rotations, tempered, offset, seen)
     return mask.made[name]
 
@@ -289,54 +289,41 @@ def _seeing_ahead(layer: Layer, rotations: BandRotations, ahead: int) -> BandRot
     return seeing
 
 
-def _in_runs(
-    asked: Asked,
-    layer: Layer,
-    forward: PositionForward,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Every run of consecutive tokens by a kernel."""
-    mask, offset, dtype = asked.mask, _offset(asked, layer, forward), wide(query)
-    found, name = mask.runs(offset), (layer.number, offset, query.device, dtype)
-    if name not in mask.made:
-        rotations = clipped(layer.rotations, mask.window)
-        assert rotations is not None, "asked before"
-        mask.made[name] = [
-            (run, *_rotated(run, layer, rotations, query.device, dtype))
-            for run in runs.within(found, layer.map.reach)
-        ]
-    widest = max((int(run.places.max() - run.places.min()) for run in found), default=0)
-    call = layer.adding(asked.call, max(widest + 1, key.shape[2]), query)
-    calls = [
-        (run, replace(call, bands=bands, temperature=temperature))
-        for run, bands, temperature in mask.made[name]
-    ]
-    return dispatch.attend_runs(query, key, value, calls, layer.map.kernel)
+_InRun = tuple[runs.Run, list[RotatedBand], torch.Tensor | None]
 
 
-def _rotated(
-    run: runs.Run,
-    layer: Layer,
-    rotations: BandRotations,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[list[RotatedBand], torch.Tensor | None]:
-    """The bands of a run, and the factors of its queries."""
-    queries = run.places[len(run.places) - run.count :].to(device)
-    middle = int(queries[0] + queries[-1]) // 2 if layer.map.reach else 0
+def _in_runs(asked: Asked, layer: Layer, forward: PositionForward) -> list[_InRun] | None:
+    """Runs of tokens that count one by one, their bands, and the factors of their queries.
 
-    def at(by: RotationTable | Decay, t: torch.Tensor) -> Rotation:
-        if not run.steady:
-            return by.at(t.to(device), dtype, middle)
-        return by.between(int(t[0]), int(t[-1]) + 1, device, dtype, middle)
-
-    bands = [
-        RotatedBand(geometry, at(of_query, queries), at(of_key, run.places))
-        for geometry, of_query, of_key in rotations
-    ]
-    return bands, layer.map.temperature(queries, dtype) if layer.window is None else None
+    None if only positions and a mask can express what queries see.
+    """
+    mask, offset = asked.mask, _offset(asked, layer, forward)
+    device, dtype = asked.query.device, wide(asked.value)
+    name = "runs", layer.number, offset, device, dtype
+    if name in mask.made:
+        return mask.made[name]
+    rotations = clipped(layer.rotations, mask.window) if mask.causal else None
+    found = None if rotations is None else mask.runs(offset)
+    if found is not None and rotations is not None:
+        made, reach = [], layer.map.reach
+        for run in runs.within(found, reach):
+            end = run.start + run.keys.stop - run.keys.start
+            begin = end - (run.queries.stop - run.queries.start)
+            given = device, dtype, (begin + end - 1) // 2 if reach else 0
+            bands = [
+                RotatedBand(
+                    geometry,
+                    of_query.between(begin, end, *given),
+                    of_key.between(run.start, end, *given),
+                )
+                for geometry, of_query, of_key in rotations
+            ]
+            t = torch.arange(begin, end, device=device)
+            tempered = layer.map.temperature(t, dtype) if layer.window is None else None
+            made.append((run, bands, tempered))
+        found = made
+    mask.made[name] = found
+    return found
 
 
 def _natively(asked: Asked, forward: Any) -> torch.Tensor:
@@ -372,18 +359,16 @@ def _native_dense(asked: Asked, mask: torch.Tensor | None) -> Dense:
     return Dense(asked.query, asked.key, replace(asked.call, bands=bands), places)
 
 
-def _dense(asked: Asked, forward: PositionForward | None, row: int) -> Dense:
-    """The call of one row in plain operations."""
-    layer, part = asked.layer, slice(row, row + 1)
+def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
+    """The call in plain operations."""
+    layer, mask = asked.layer, asked.mask
     if layer is None or layer.layout is None or forward is None:
-        mask = asked.mask
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
-        mask = mask if mask is None or len(mask) == 1 else mask[part]
-        return _native_dense(asked._replace(query=asked.query[part], key=asked.key[part]), mask)
+        return _native_dense(asked, mask)
     forward = forward.on(asked.query.device)
     query, key, _ = _prepared(asked, layer, forward)
-    call = layer.adding(asked.call, forward.room, query)
-    return _step(asked, layer, forward, row).dense(query[part], key[part], call)
+    call = layer.adding(asked.call, forward.distances, query)
+    return _step(asked, layer, forward).dense(query, key, call)
 
 
 def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None) -> BatchMask:

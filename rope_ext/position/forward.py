@@ -22,25 +22,21 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from rope_ext.attention.runs import BACK, goes_back
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.context import UNKNOWN, ForwardContext
+from rope_ext.rotary.context import NOTE, UNKNOWN, ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
 """The most queries of a forward whose logits on all slots are computed at once."""
-BACK = (
-    "the position ids go back within one row, where a position method would have to attend to the "
-    "future; give it one sequence in each row, padded on the left"
-)
 COUNTED = (
     "with a cache, position ids have to count the tokens of the attention mask one by one under "
     "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
     "on the left (padding_side='left' of the tokenizer)"
 )
-_KEYS = "_rope_ext_keys"  # attribute of a cache: its CachedKeys
 _Made = TypeVar("_Made")
 
 
@@ -63,7 +59,7 @@ def whole(cache: Any) -> StaticLayer | None:
 
 def require_known(cache: Cache, patch: PositionMap) -> None:
     """Raise CacheError unless a cache can be continued."""
-    filled, keys = int(cache.get_seq_length()), getattr(cache, _KEYS, None)
+    filled, keys = int(cache.get_seq_length()), getattr(cache, NOTE, None)
     if not filled:
         return
     if keys is None or keys.patch != patch.key:
@@ -94,7 +90,7 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
     if layer is None:
         length = cache.get_seq_length()
         return forward(0, tokens) if isinstance(length, int) and length == 0 else None
-    keys = getattr(cache, _KEYS, None)
+    keys = getattr(cache, NOTE, None)
     if keys is not None and (keys.patch != patch.key or keys.counted is not None):
         return None
     if keys is None and not calls.is_exporting():
@@ -222,7 +218,7 @@ class PositionForward(ForwardContext):
         if self.located:
             return
         self.located, self.device = True, positions.device
-        self.apart = getattr(getattr(self.cache, _KEYS, None), "apart", False)
+        self.apart = getattr(getattr(self.cache, NOTE, None), "apart", False)
         in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
         # Reading a value on a GPU waits for it.
         self.reads = not self.traced and (not in_step or self.device.type == "cpu")
@@ -283,8 +279,7 @@ class PositionForward(ForwardContext):
         if self.traced and self.cache is not None:  # what continues the cache relies on it
             torch._assert_async(self._counts(), COUNTED)
         elif self.traced and self.tokens <= FEW:
-            future = self.visible() & (self.key[:, None] > self.query[:, :, None])
-            torch._assert_async(~future.any(), BACK)
+            torch._assert_async(~goes_back(self.key, self.real()), BACK)
 
     def _continue(self, positions: torch.Tensor) -> None:
         """Positions behind those of a cache: they count the tokens of its rows, or the slots."""
@@ -315,8 +310,8 @@ class PositionForward(ForwardContext):
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
         new = CachedKeys(self.map.key, None if counts else self.filled_count, self.apart)
-        if getattr(cache, _KEYS, None) != new:
-            setattr(cache, _KEYS, new)
+        if getattr(cache, NOTE, None) != new:
+            setattr(cache, NOTE, new)
 
     def shared(self, name: Any, make: Callable[[], _Made]) -> _Made:
         """What the first layer makes for all of them."""
@@ -347,28 +342,23 @@ class PositionForward(ForwardContext):
         real = (self.slots() < self.filled + self.tokens)[None]
         return real if self.padding is None else real & self.padding
 
-    def visible(self) -> torch.Tensor:
-        """Which slots each query sees, bool, ``[rows or 1, tokens, room]``."""
-        new = self.filled + torch.arange(self.tokens, device=self.device)
-        return (self.slots() <= new[:, None]) & self.real()[:, None]
+    @property
+    def distances(self) -> int:
+        """Distances that tokens may have, from 0 on; positions of a first forward may jump."""
+        if self.traced or not self.begins:
+            return self.room
+        return self.shared("distances", lambda: max(self.room, int(self.key.amax()) + 1))
 
     def on(self, device: torch.device) -> PositionForward:
         """The same forward for layers on another device, copied there once for all of them."""
-        if self.device == device:
-            return self
-        return self.shared(device, lambda: self._copied(device, lambda x: x.to(device)))
+        return self if self.device == device else self.shared(device, lambda: self._moved(device))
 
-    def row(self, row: int) -> PositionForward:
-        """The same forward of one row."""
-        return self._copied(self.device, lambda x: x[row : row + 1] if len(x) > 1 else x)
-
-    def _copied(
-        self, device: torch.device, move: Callable[[torch.Tensor], torch.Tensor]
-    ) -> PositionForward:
-        made = copy.copy(self)
-        made.query, made.key, made.device, made.made = move(self.query), move(self.key), device, {}
-        made.padding = None if self.padding is None else move(self.padding)
-        return made
+    def _moved(self, device: torch.device) -> PositionForward:
+        moved = copy.copy(self)
+        moved.query, moved.key, moved.device = self.query.to(device), self.key.to(device), device
+        moved.padding = None if self.padding is None else self.padding.to(device)
+        moved.made = {"distances": self.distances}
+        return moved
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Cosine and sine that the model rotates its queries and keys with."""

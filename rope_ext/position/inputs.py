@@ -38,22 +38,23 @@ _SAMPLE = 64
 def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> str:
     """Install an input encoding on ``decoder``; returns a sentence for ``describe``."""
     encoding, layers = cast("InputEncoding", position_map.encoding), _layers(decoder)
-    entered, where = layers if encoding.entered == "every" else layers[:1], encoding.entered
-    if isinstance(where, int):
-        if where > len(layers):
-            raise OptionError(
-                f"{encoding.name} changes the input of the last {where} layers, and the model has "
-                f"{len(layers)}; choose fewer"
-            )
-        entered = [layers[-where]]
+    where = encoding.entered
+    if isinstance(where, int) and where > len(layers):
+        raise OptionError(
+            f"{encoding.name} changes the input of the last {where} layers, and the model has "
+            f"{len(layers)}; choose fewer"
+        )
+    entered, what = layers[:1], "the first layer"
+    if where == "every":
+        entered, what = layers, "every layer"
+    elif isinstance(where, int):
+        entered, what = [layers[-where]], f"the first of the last {where} layers"
     columns, size = _measured(decoder, layers[0], position_map)
     module = InputPositions(encoding, columns, size, position_map.rope, layers[0])
     put(decoder, INPUT, module, changes)
     hook = partial(_enter, decoder, position_map)
     for layer in entered:
         changes.append(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    named = {"first": "the first layer", "every": "every layer"}
-    what = named.get(cast("str", where), f"the first of the last {where} layers")
     times = "" if module.factor is None else f", times {float(module.factor):.3g}"
     return f"inputs: what {what} gets has its positions{times}"
 
@@ -106,25 +107,28 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
+def _run(decoder: nn.Module, tokens: torch.Tensor, use_cache: bool) -> None:
+    with evaluating(decoder):
+        decoder(input_ids=tokens[None].to(input_device(decoder)), use_cache=use_cache)
+
+
 def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -> tuple[int, float]:
     """Columns and root mean square of the input of the first layer, for some tokens."""
     seen = []
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        located = getattr(current(position_map), "located", False)
-        seen.append((args[0] if args else kwargs.get("hidden_states"), located))
+        if getattr(current(position_map), "located", False):
+            seen.append(args[0] if args else kwargs.get("hidden_states"))
 
-    vocabulary = vocabulary_of(decoder)
-    count = min(_SAMPLE, vocabulary.num_embeddings)
-    tokens = torch.arange(count, device="cpu") * (vocabulary.num_embeddings // count)
+    vocabulary = vocabulary_of(decoder).num_embeddings
+    count = min(_SAMPLE, vocabulary)
     handle = first.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        with evaluating(decoder):
-            decoder(input_ids=tokens[None].to(input_device(decoder)), use_cache=False)
+        _run(decoder, torch.arange(count, device="cpu") * (vocabulary // count), use_cache=False)
     finally:
         handle.remove()
-    x, located = seen[0] if seen else (None, False)
-    if not located or not isinstance(x, torch.Tensor) or x.shape[:-1] != (1, count):
+    x = seen[0] if seen else None
+    if not isinstance(x, torch.Tensor) or x.shape[:-1] != (1, count):
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its first layer does not get hidden states of "
             f"[rows, tokens, columns] whose positions are known, so {position_map.method.name} "
@@ -152,9 +156,7 @@ def enter_heads(
         put(module, POSITIONS, own, changes)
         before = partial(_before, position_map, layout)
         changes.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-    with torch.no_grad(), evaluating(decoder):
-        tokens = torch.arange(4, device="cpu")[None] % vocabulary_of(decoder).num_embeddings
-        decoder(input_ids=tokens.to(input_device(decoder)), use_cache=True)
+    _run(decoder, torch.arange(4, device="cpu"), use_cache=True)
 
 
 class _RotatingCache:
@@ -213,7 +215,7 @@ def _before(
     forward = forward_of(position_map, module, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it
-    inv_freq = position_map.inv_freq(layout.site, z.device)[layout.pair.to(z.device)]
+    inv_freq = position_map.inv_freq(layout.site, z.device)
     wide = torch.float64 if position_map.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
     forward.made[module] = rotation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +19,17 @@ from rope_ext.position.layers import KeyProjection, Layout, find_key_projections
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import calls, hooks
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.context import (
     cache_among,
     caches_in,
     current,
     enter,
     forget_failed_exports,
-    is_traced,
     leave,
+    run,
     run_eagerly,
 )
-from rope_ext.rotary.device_cache import cached_on_device
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 from rope_ext.rotary.third_party import refuse_presses
@@ -68,14 +69,13 @@ class Installed:
                 f"rotation, and none is left for the window; choose another every= or start=, or "
                 f"patch with 'nope' for no positions at all"
             )
-        self._modules = list(layouts)
+        self._modules, self._names = list(layouts), calls.parameters(type(decoder))
         self._short = [*map(_number, kept)] if position_map.window else []
-        self._names = calls.parameters(type(decoder))
-        self.notes = self._notes(len(layouts), within, len(rotated) - len(within))
+        self.notes = self._notes(within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
         handles = hooks.keep_native(decoder, kept)
         for site in sites:
-            hook = _RotaryHook(position_map, site, bool(kept))
+            hook = partial(self.rotate, site, bool(kept))
             handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         handles += [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
@@ -105,6 +105,7 @@ class Installed:
         """Give every attention module its :class:`Layer`, and what it learns."""
         position_map, encoding = self.map, self.map.encoding
         _ = position_map.reach  # cached, since a graph could not
+        temperature = position_map.learned_temperature
         projections: dict[nn.Module, KeyProjection] = {}
         if encoding is not None and encoding.projected:
             sites = list(position_map.frequencies)
@@ -115,15 +116,27 @@ class Installed:
             if layout is None or (module in kept and window is None):
                 set_attribute(module, LAYER, Layer(position_map), changes)
                 continue
-            number = numbers.setdefault((layout, window), len(numbers))
             owner = None
-            if window is None:
-                projection = projections.get(module)
-                owner = self._biased(decoder, module, layout, projection, changes)
-                temperature = position_map.learned_temperature
-                if temperature is not None:
-                    scales = learned.HeadScales(temperature, layout.heads.count, module)
-                    learned.put(module, learned.TEMPERATURE, scales, changes)
+            if window is None and encoding is not None and encoding.changes_logits():
+                # A bias that all layers share must not be part of a layer, since FSDP gathers the
+                # parameters of a layer only while that layer runs.
+                own = not encoding.shared and encoding.initial(Heads(1, 1, 1), position_map.rope)
+                owner = module if own else decoder
+                there = getattr(owner, learned.BIAS, None)
+                if there is None:
+                    given = layout.heads, position_map.rope, module, projections.get(module)
+                    learned.put(
+                        owner, learned.BIAS, learned.DistanceBias(encoding, *given), changes
+                    )
+                elif layout.heads.count != there.heads.count:
+                    raise UnsupportedModelError(
+                        f"the layers have different numbers of heads, and the bias of "
+                        f"{encoding.name} is one for all"
+                    )
+            if window is None and temperature is not None:
+                scales = learned.HeadScales(temperature, layout.heads.count, module)
+                learned.put(module, learned.TEMPERATURE, scales, changes)
+            number = numbers.setdefault((layout, window), len(numbers))
             layer = Layer(position_map, layout, number, window, owner)
             set_attribute(module, LAYER, layer, changes)
             self._copy_constants(layout.site, layer)
@@ -131,42 +144,13 @@ class Installed:
     def _copy_constants(self, site: RotarySite, layer: Layer) -> None:
         """Copy constants of every forward to its device, since a graph could not cache the copy."""
         device = getattr(site.module, site.buffer).device
-        if device.type != "meta":
-            self.map.inv_freq(site, device)
-            cached_on_device(site.columns, "pair", device)
-            for _, *both in layer.rotations:
-                for rotations in both:
-                    for name in rotations.constants:
-                        cached_on_device(rotations, name, device)
-
-    def _biased(
-        self,
-        decoder: nn.Module,
-        module: nn.Module,
-        layout: Layout,
-        projection: KeyProjection | None,
-        changes: Changes,
-    ) -> nn.Module | None:
-        """Add a bias to a layer, or one for all layers to the decoder; returns its parent module.
-
-        A bias that all layers share must not be part of a layer, since FSDP gathers the parameters
-        of a layer only while that layer runs. None if the encoding does not change logits.
-        """
-        encoding = self.map.encoding
-        if encoding is None or not encoding.changes_logits():
-            return None
-        own = not encoding.shared and encoding.initial(Heads(1, 1, 1), self.map.rope)
-        owner = module if own else decoder
-        there = getattr(owner, learned.BIAS, None)
-        if there is None:
-            made = learned.DistanceBias(encoding, layout.heads, self.map.rope, module, projection)
-            learned.put(owner, learned.BIAS, made, changes)
-        elif layout.heads.count != there.heads.count:
-            raise UnsupportedModelError(
-                f"the layers have different numbers of heads, and the bias of {encoding.name} is "
-                f"one for all"
-            )
-        return owner
+        if device.type == "meta":
+            return
+        self.map.inv_freq(site, device)
+        cached_on_device(site.columns, "pair", device)
+        for rotations in (by for _, *both in layer.rotations for by in both):
+            for name in rotations.constants:
+                cached_on_device(rotations, name, device)
 
     def unbatched(self) -> str:
         """Why continuous batching is refused, and what to do."""
@@ -176,13 +160,13 @@ class Installed:
             f"DynamicCache or a StaticCache, or {self.map.instead}"
         )
 
-    def _notes(self, layers: int, within: list[nn.Module], windowed: int) -> list[str]:
+    def _notes(self, within: list[nn.Module], windowed: int) -> list[str]:
         added, mapped = self.map.encoding, self.mapped
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
-        notes = [f"{what} in {len(mapped)} of {layers} attention layers"]
+        notes = [f"{what} in {len(mapped)} of {len(self._modules)} attention layers"]
         if len(mapped) < len(within) or self.map.layers is not None:
-            named = ", ".join(str(n) for n in sorted(map(_number, mapped)))
+            named = ", ".join(map(str, sorted(map(_number, mapped))))
             notes.append(f"layers: {named}; the others keep the rotation as it was trained")
         if self.map.window is not None:
             notes.append(
@@ -219,12 +203,12 @@ class Installed:
         name = self.map.method.name
         calls.refuse_sharded(name, self.map.instead)
         refuse_presses(self._modules, name, self.map.instead)
-        if self._config._attn_implementation != NAME:
+        attention = self._config._attn_implementation
+        if attention != NAME:
             raise UnsupportedModelError(
-                f"the attention implementation was set to "
-                f"{self._config._attn_implementation!r} after the model was patched with {name}, "
-                f"which needs its own; call rope_ext.unpatch(model) first, or patch again with "
-                f"replace=True"
+                f"the attention implementation was set to {attention!r} after the model was "
+                f"patched with {name}, which needs its own; call rope_ext.unpatch(model) first, or "
+                f"patch again with replace=True"
             )
         if calls.is_exporting():
             raise UnsupportedModelError(
@@ -243,19 +227,13 @@ class Installed:
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, torch.Tensor) else 0
-        filled = 0
-        if cache is not None:
-            filled = int(cache.get_seq_length())
-            if not filled:
-                self._shorten(cache)
+        filled = 0 if cache is None else int(cache.get_seq_length())
+        if cache is not None and filled:
             require_known(cache, self.map)
+        elif cache is not None:
+            self._shorten(cache)
         forward = PositionForward(
-            self.map,
-            rows,
-            length,
-            filled,
-            cache,
-            False,
+            *(self.map, rows, length, filled, cache, False),
             padding if dimensions == 2 else None,
             weights=bool(given.get("output_attentions")),
             shown=shown(padding) if dimensions == 4 else None,
@@ -266,7 +244,7 @@ class Installed:
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: notes on a cache that the decoder created, too, what its keys are."""
-        (self._leave if is_traced(self.map) else self._leave_eagerly)(output)
+        run(self.map, self._leave, output)
 
     def _leave(self, output: Any) -> None:
         forward = current(self.map)
@@ -278,7 +256,24 @@ class Installed:
                 forward.note(cache)
                 self._shorten(cache)
 
-    _leave_eagerly = run_eagerly(tensors.WHY)(_leave)
+    def rotate(
+        self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> Any:
+        """Hook of a rotary module: rotates to the position at which keys are cached."""
+        return run(self.map, self._rotated, site, native, args, kwargs, output)
+
+    def _rotated(
+        self, site: RotarySite, native: bool, args: tuple, kwargs: dict, output: Any
+    ) -> Any:
+        forward = current(self.map)
+        if forward is None or not site.called(args, kwargs):
+            return None
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        forward.locate(positions)
+        result = forward.embeddings(site, output)
+        if native:
+            result = hooks.with_native(result, site, positions, self.map.precise)
+        return result
 
     def _shorten(self, cache: Any) -> None:
         """Let a cache keep what layers with a window will attend to."""
@@ -291,27 +286,21 @@ def _chosen(
 ) -> list[nn.Module]:
     """The attention modules that ``layers=`` chooses, or the encoding by default."""
     layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
+    known = {number for number in map(_number, modules) if number >= 0}
     if layers is None and encoding is not None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)
-        if layers is not None and not encoding.by_layer:  # of those that there are
-            numbers = {*map(_number, modules)}
-            layers = tuple(number for number in layers if number in numbers) or None
+        if layers is not None and not encoding.by_layer:
+            layers = tuple(known.intersection(layers)) or None
     if layers is None:
         return modules
-    known = sorted({*map(_number, modules)})
-    if -1 in known:
-        raise UnsupportedModelError(
-            f"{family}: an attention layer has no layer_idx, so layers={layers!r} cannot choose "
-            f"it; leave layers out"
-        )
     if isinstance(layers, str):
         every = int("".join(filter(str.isdigit, layers)))
         wanted = {number for number in known if (number + 1) % every == 0}
     else:
         wanted = set(layers)
-    if not wanted or not wanted <= {*known}:
+    if not wanted or not wanted <= known:
         shown = layers if isinstance(layers, str) else list(layers)
-        absent = ", ".join(map(str, sorted(wanted - {*known}))) or "none of them"
+        absent = ", ".join(map(str, sorted(wanted - known))) or "none of them"
         choose = "choose among these (sliding layers with sliding_layers='scale')"
         if position_map.layers is None:
             choose = (
@@ -319,7 +308,7 @@ def _chosen(
             )
         raise OptionError(
             f"layers={shown!r}: {family} has a rotation to change in layers "
-            f"{', '.join(map(str, known))}, and {absent} is asked for; {choose}"
+            f"{', '.join(map(str, sorted(known)))}, and {absent} is asked for; {choose}"
         )
     return [module for module in modules if _number(module) in wanted]
 
@@ -328,29 +317,3 @@ def _number(module: nn.Module) -> int:
     """The number of the decoder layer that an attention module is in; -1: it is not known."""
     number = getattr(module, "layer_idx", None)
     return number if isinstance(number, int) else -1
-
-
-class _RotaryHook:
-    """Forward hook of a rotary module: rotates to the position at which keys are cached."""
-
-    def __init__(self, position_map: PositionMap, site: RotarySite, native: bool) -> None:
-        self.map, self.site, self.native = position_map, site, native
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        rotate = self._rotated if is_traced(self.map) else self._rotated_eagerly
-        return rotate(args, kwargs, output)
-
-    def _rotated(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        forward = current(self.map)
-        if forward is None or not self.site.called(args, kwargs):
-            return None
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        forward.locate(positions)
-        result = forward.embeddings(self.site, output)
-        if self.native:
-            given = self.site.loaded, self.site.scaling, self.map.precise
-            native = hooks.rotation(self.site, positions, *given, output)
-            result = hooks.with_native(result, native)
-        return result
-
-    _rotated_eagerly = run_eagerly(tensors.WHY)(_rotated)

@@ -81,15 +81,16 @@ class Learning(nn.Module):
                 value.data.clamp_(least, most)
 
     def clamped(self) -> dict[str, torch.Tensor]:
-        """The parameters within their bounds; gradients pass as if there were no bounds.
+        """The parameters within their bounds; where they are trained, the stored ones are clamped.
 
-        A clamp has no gradient outside its bounds, so a value that an optimizer moved there would
-        never come back.
+        A clamp in front of the forward has no gradient outside its bounds, so a value that an
+        optimizer moved there would never come back.
         """
-        if torch.is_grad_enabled():  # an optimizer step may have left them
+        if torch.is_grad_enabled():
             self.clamp()
+            return dict(self.named_parameters())
         return {
-            name: _clamped(value, *self.bounds[name]) if name in self.bounds else value
+            name: value.clamp(*self.bounds[name]) if name in self.bounds else value
             for name, value in self.named_parameters()
         }
 
@@ -109,21 +110,18 @@ class Learning(nn.Module):
         """
         learned = list(self.parameters())
         training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
-        if torch.compiler.is_compiling() or training or any(x.is_inference() for x in learned):
+        if torch.compiler.is_compiling() or training:
             return make(count)
-        kept = self._kept  # another thread may put others there
+        key, kept = (where, [x.dtype for x in learned]), self._kept  # threads share it
         if (
             kept is None
-            or kept[0] != where
+            or kept[0] != key
             or kept[1] < count
-            or not all(
-                x.dtype == y.dtype and torch.equal(x, y)
-                for x, y in zip(learned, kept[2], strict=True)
-            )
+            or not all(map(torch.equal, learned, kept[2]))
         ):
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
                 copies = [value.detach().clone() for value in learned]
-                self._kept = kept = (where, room, copies, make(room))
+                self._kept = kept = (key, room, copies, make(room))
         return kept[3]
 
 
@@ -132,16 +130,6 @@ def _like(near: nn.Module) -> torch.Tensor:
     like = next((p for p in near.parameters() if p.is_floating_point()), torch.empty(0))
     # Offloaded: no hook would ever load a new parameter from the meta device.
     return torch.empty(0, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
-
-
-def _equal(one: list[torch.nn.Parameter], other: list[torch.Tensor]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all((x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y) for x, y in pairs)
-
-
-def _clamped(value: torch.Tensor, least: float, most: float) -> torch.Tensor:
-    at = value.detach()
-    return at.clamp(least, most) + (value - at)  # which is 0
 
 
 class DistanceBias(Learning):

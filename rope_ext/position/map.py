@@ -18,7 +18,7 @@ from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import Layout
-from rope_ext.rotary.device_cache import cached_on_device
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
 Origin = int | torch.Tensor
@@ -32,13 +32,12 @@ class RotationTable:
         to: position of queries or keys in the band.
         stored: position that they are rotated to already.
         inv_freq: ``[pairs]``; angles are computed in its dtype.
-        pair: index of each pair in the result of maps that differ by pair, int64, ``[pairs]``.
     """
 
-    constants = ("pair", "inv_freq")
+    constants = ("inv_freq",)
 
-    def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor, pair: torch.Tensor) -> None:
-        self.to, self.stored, self.inv_freq, self.pair = to, stored, inv_freq, pair
+    def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor) -> None:
+        self.to, self.stored, self.inv_freq = to, stored, inv_freq
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -49,8 +48,6 @@ class RotationTable:
             return None
         t = t.double()
         by = at(self.to, t) - at(self.stored, t)
-        if by.shape[-1] > 1:
-            by = by[..., cached_on_device(self, "pair", t.device)]
         angles = by.to(self.inv_freq.dtype) * cached_on_device(self, "inv_freq", t.device)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -78,7 +75,7 @@ class Decay:
     Queries and keys have opposite growths, so the origin cancels in their products. It must be
     close to the queries: then the factors of queries and of the keys they see are at most
     :attr:`MOST`, representable in any dtype, and the factors of distant keys vanish, as they
-    should. In float64 it may be anywhere within 100,000 tokens.
+    should. In float64 queries may be :attr:`MOST_REACHES` times as far apart.
 
     Args:
         growth: growth of the logarithm per token, ``[pairs]``.
@@ -87,6 +84,7 @@ class Decay:
     constants = ("growth",)
     idle = False
     MOST = 16.0
+    MOST_REACHES = 250
     _LEAST = 1e-26  # negligible times MOST, and not a subnormal number
 
     def __init__(self, growth: torch.Tensor) -> None:
@@ -178,18 +176,18 @@ class PositionMap:
         return self._rotations[layout, window]
 
     def _made(self, layout: Layout, window: int | None) -> BandRotations:
-        inv_freq, pair = self.frequencies[layout.site][0], layout.pair
+        inv_freq = self.frequencies[layout.site][0]
         growth = None if self.encoding is None else self.encoding.growth(len(inv_freq))
-        inv_freq = inv_freq[pair].to(torch.float64 if self.precise else torch.float32)
+        inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
         if window is not None:
-            idle = RotationTable(0, 0, inv_freq, pair)
+            idle = RotationTable(0, 0, inv_freq)
             return [(Distance(0, window), idle, idle)]
         if growth is not None:
-            of_query, of_key = Decay(growth[pair]), Decay(-growth[pair])
+            of_query, of_key = Decay(growth), Decay(-growth)
             return [(band.geometry, of_query, of_key) for band in self.bands]
 
         def table(to: Map) -> RotationTable:
-            return RotationTable(to, self.stored, inv_freq, pair)
+            return RotationTable(to, self.stored, inv_freq)
 
         return [(band.geometry, table(band.query), table(band.key)) for band in self.bands]
 

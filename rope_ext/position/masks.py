@@ -203,8 +203,8 @@ class BatchMask:
         """Window to which the mask limits every token; None: the mask shows some beyond it."""
         return self.arguments.get("local_size") if self.arguments and self.causal else None
 
-    def runs(self, offset: int = 0) -> list[runs.Run]:
-        """The keys from ``offset`` on as runs of consecutive tokens."""
+    def runs(self, offset: int = 0) -> list[runs.Run] | None:
+        """The keys from ``offset`` on as runs of tokens that count one by one."""
         if ("runs", offset) not in self.made:
             forward, documents = self.forward, self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import decode, dispatch, reference
+from rope_ext.attention import decode, dispatch
 from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of, wide
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.position.forward import BACK, FEW, PositionForward, in_cache, once
+from rope_ext.position.forward import FEW, PositionForward, in_cache, once
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask
 from rope_ext.rotary import calls
@@ -78,7 +78,7 @@ def traced(
 
 
 class Dense(NamedTuple):
-    """One call of an attention layer in terms of :mod:`rope_ext.attention.reference`."""
+    """One call of an attention layer by plain operations."""
 
     query: torch.Tensor  # [rows, heads, queries, columns], with its temperature
     key: torch.Tensor  # [rows, kv_heads, keys, columns]
@@ -86,16 +86,17 @@ class Dense(NamedTuple):
     places: Places
 
     def weights(self, queries: slice = slice(None)) -> torch.Tensor:
-        """Attention weights of some queries of one row on every key, ``[1, heads, ...]``."""
+        """Attention weights of some queries on every key, ``[rows, heads, queries, keys]``."""
         bands = [
             RotatedBand(band.geometry, part_of(band.query, queries), band.key)
             for band in self.call.bands
         ]
-        mask = self.places.mask
+        at, mask = self.places, self.places.mask
         mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., queries, :]
-        places = Places(self.places.query[queries], self.places.key, mask)
+        newest = None if at.newest is None else at.newest[queries]
+        places = Places(at.query[..., queries], at.key, mask, newest)
         call = replace(self.call, bands=bands)
-        return reference.weights(self.query[:, :, queries], self.key, call, places)
+        return plain.attend(self.query[:, :, queries], self.key, None, call, places)
 
 
 class Step:
@@ -145,9 +146,16 @@ class Step:
 
     def dense(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> Dense:
         """The call by plain operations."""
-        dtype, reach = wide(query), self.forward.map.reach
-        if reach is not None and self.forward.tokens > reach:
+        forward, dtype, reach = self.forward, wide(query), self.forward.map.reach
+        apart = forward.distances if forward.begins else forward.tokens
+        if reach is not None and apart > reach:
             query, key, dtype = query.double(), key.double(), torch.float64
+            if apart > Decay.MOST_REACHES * reach:
+                raise UnsupportedModelError(
+                    f"positions of one forward lie {apart} tokens apart, too far for the decay of "
+                    f"{forward.map.named}; give it position ids that are at most "
+                    f"{Decay.MOST_REACHES * reach} apart"
+                )
         call = replace(call, bands=self._bands(dtype, apart=True))
         return Dense(self._scaled(query), key, call, self._places())
 
@@ -159,6 +167,8 @@ class Step:
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
         if call.scores is not None or forward.apart or forward.map.reach is not None:
+            return False
+        if forward.begins:  # its positions may jump, and the kernel takes them for slots
             return False
         tensors = (query, key, value, call.sinks, call.bias)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -243,15 +253,10 @@ class Step:
     def _places(self) -> Places:
         """The positions of queries and keys, and which keys are visible."""
         if "places" not in self.made:
-            forward, seen = self.forward, self.seen
-            query, key = forward.query, forward.key[:, self.offset :]
-            if seen is None:
-                seen = forward.visible()[..., self.offset :]
-                if forward.reads and forward.begins:
-                    later = seen & (key[:, None] > query[:, :, None])
-                    if bool((later & forward.real()[:, : forward.tokens, None]).any()):
-                        raise UnsupportedModelError(BACK)
-                seen = seen[0] if len(seen) == 1 else seen[:, None]
-            query, key = (x[0] if len(x) == 1 else x for x in (query, key))
-            self.made["places"] = Places(query, key, seen, made={})
+            forward, offset = self.forward, self.offset
+            query, key, real = forward.query, forward.key[:, offset:], forward.real()[:, offset:]
+            made = Places.in_slots(query, key, real, forward.filled - offset)
+            if self.seen is not None:
+                made = replace(made, mask=self.seen, newest=None)
+            self.made["places"] = replace(made, made={})
         return self.made["places"]

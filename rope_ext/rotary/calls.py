@@ -1,4 +1,4 @@
-"""Questions that the hooks on a model ask about a call."""
+"""What the hooks on a model ask about a call, and what they refuse."""
 
 from __future__ import annotations
 
@@ -18,6 +18,25 @@ from rope_ext.rotary.swapping import Changes, wrap
 def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names of the arguments of a module's forward."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
+    """Return the constant tensor ``owner.name`` on ``device``; the copy is cached on ``owner``.
+
+    Copying in every forward would synchronize with the GPU and rule out CUDA graphs.
+    """
+    x = getattr(owner, name)
+    if x.device == device:
+        return x
+    kept = f"_{name}_on_{device.type}_{device.index}"
+    copy = getattr(owner, kept, None)
+    if copy is None:
+        if torch.compiler.is_compiling():
+            return x.to(device)
+        with torch.inference_mode(False):  # the copy outlives the mode
+            copy = x.to(device)
+        owner.__dict__[kept] = copy
+    return copy
 
 
 _ATTENTION = nn.functional.scaled_dot_product_attention

@@ -21,31 +21,25 @@ UNKNOWN = (
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+NOTE = "_rope_ext"
+"""Attribute of a cache: what the next forward has to know of its keys; ``patch`` made them."""
+
+
 class ForwardContext:
-    """One forward of a decoder. Subclasses add what their kind of patch needs to know.
+    """One forward of a decoder, with ``tokens`` in each of ``rows``.
 
     Args:
         patch: the patch in force on the decoder: a position map, or a ``Sequences``.
-        rows: batch size.
-        tokens: number of tokens in this forward.
         filled: number of tokens already in the cache; a 0-dimensional tensor where one graph
             serves every step of a static cache.
-        cache: the cache, or None.
         traced: whether torch.compile or torch.export is tracing this forward. If so, everything is
-            computed with tensors and no value may be read; otherwise values are read where they
-            decide what to do.
+            computed with tensors and no value may be read.
     """
 
     exported = False  # whether torch.export is tracing it
 
     def __init__(
-        self,
-        patch: Any,
-        rows: int,
-        tokens: int,
-        filled: int | torch.Tensor,
-        cache: Cache | None,
-        traced: bool,
+        self, patch: Any, rows: int, tokens: int, filled: Any, cache: Cache | None, traced: bool
     ) -> None:
         self.patch, self.rows, self.tokens = patch, rows, tokens
         self.filled, self.cache, self.traced = filled, cache, traced
@@ -54,13 +48,6 @@ class ForwardContext:
     def filled_count(self) -> int:
         """``filled`` in forwards where it is a number: all that are not traced."""
         return cast("int", self.filled)
-
-    def locate(self, positions: torch.Tensor) -> None:
-        """Complete the context with the position ids that the model uses.
-
-        Calls after the first one change nothing.
-        """
-        raise NotImplementedError
 
     def require(self, holds: torch.Tensor, error: type[Exception], message: str) -> None:
         """Raise ``error`` unless ``holds``; a graph raises RuntimeError when it runs."""
@@ -74,8 +61,7 @@ class _ThreadState(threading.local):
     """State of the current thread."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []  # ForwardContexts in progress, innermost last
-        self.requests: list[Any] = []  # calls of generate: what follows its sequences, tokens
+        self.stack: list[Any] = []  # ForwardContexts, and calls of generate; the innermost last
         self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 

@@ -16,15 +16,12 @@ import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.rotary.calls import parameters
-from rope_ext.rotary.context import run, run_eagerly
-from rope_ext.rotary.device_cache import cached_on_device
-from rope_ext.rotary.sequences import Sequences
+from rope_ext.rotary.calls import cached_on_device, parameters
+from rope_ext.rotary.context import run
+from rope_ext.rotary.sequences import Sequences, furthest
 from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_of
+from rope_ext.rotary.swapping import Changes, mark_hooked
 from rope_ext.rotary.third_party import replaced
-
-PRECISE_BEYOND = 131072
-"""Tokens of target length beyond which angles are computed in float64 by default."""
 
 _NATIVE = "_rope_ext_native"  # attribute of a cosine tensor: the unpatched cosine and sine
 
@@ -55,22 +52,21 @@ class RotaryHook:
         method = None if sequences is None else sequences.method
         self.computes = precise or (method and (method.is_dynamic or method.start_tokens))
 
+    def put(self, changes: Changes) -> None:
+        """Hook the module of the site until ``changes`` are undone."""
+        mark_hooked(self.site.module, changes)
+        changes.append(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
+
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        used = positions, cached_on_device(self, "inv_freq", positions.device), self.scaling
+        inv_freq = cached_on_device(self, "inv_freq", positions.device)
+        used: tuple[Any, Any, Any] = positions, inv_freq, self.scaling
         if self.sequences is not None:
             used = run(self.sequences, self._follow, self.sequences, *used)
-        result = output
-        if self.computes:
-            rotated, inv_freq, scaling = used
-            result = rotation(self.site, rotated, inv_freq, scaling, self.precise, output)
-        if self.native:
-            theta, scaling = self.site.loaded, self.site.scaling
-            native = rotation(self.site, positions, theta, scaling, self.precise, output)
-            result = with_native(result, native)
-        return result
+        result = rotation(self.site, *used, self.precise, output) if self.computes else output
+        return with_native(result, self.site, positions, self.precise) if self.native else result
 
     def _follow(
         self,
@@ -86,7 +82,7 @@ class RotaryHook:
             inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
         if method.start_tokens:  # the first ones keep the trained frequencies
             positions = forward.counted(positions)
-            place = positions.amax(0) if positions.ndim == 3 else positions
+            place = furthest(positions)
             trained = cached_on_device(self.site, "loaded", place.device).to(dtype)
             early = (place < method.start_tokens).unsqueeze(-1)
             inv_freq = torch.where(early, trained, inv_freq.to(place.device, dtype))
@@ -172,34 +168,16 @@ def rotation(
     return cos.to(like[0].dtype), sin.to(like[1].dtype)
 
 
-class _Both(tuple):
-    """Cosine and sine with the output of the unpatched module as an attribute.
+def with_native(embeddings: Any, site: RotarySite, positions: Any, precise: bool) -> Any:
+    """``embeddings`` with the output of the unpatched module attached, for layers to find.
 
-    Used in graphs, where tensors cannot have attributes. Elsewhere the attribute is on the cosine
-    tensor, since wrappers may build another tuple of the same tensors.
+    It is an attribute of a tensor, since wrappers may build another tuple of the same tensors.
     """
-
-    native: Any
-
-
-def with_native(embeddings: Any, native: Any) -> Any:
-    """``embeddings`` with the output of the unpatched module attached, for layers to find."""
-    if torch.compiler.is_compiling() and isinstance(embeddings, tuple):
-        embeddings = _Both(embeddings)
-        embeddings.native = native
-    else:
-        _attach(embeddings, native)
-    return embeddings
-
-
-@run_eagerly()
-def _attach(embeddings: Any, native: Any) -> None:
-    setattr(_first(embeddings), _NATIVE, native)
-
-
-@run_eagerly()
-def _attached(embeddings: Any) -> Any:
-    return getattr(_first(embeddings), _NATIVE, None)
+    native = rotation(site, positions, site.loaded, site.scaling, precise, embeddings)
+    first = _first(embeddings)
+    first = first.view_as(first)  # dynamo knows attributes of what plain operations return
+    setattr(first, _NATIVE, native)
+    return first if isinstance(embeddings, torch.Tensor) else (first, embeddings[1])
 
 
 def _first(embeddings: Any) -> torch.Tensor:
@@ -225,14 +203,13 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
     """
     handles = []
     for module in modules:
-        names = parameters(type(module))
         if "position_embeddings" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: {type(module).__name__} takes no position_embeddings, "
                 f"so it cannot be kept as it was beside patched layers; use "
                 f"sliding_layers='scale', and patch every layer"
             )
-        hook = partial(_use_native, names)
+        hook = partial(_use_native, parameters(type(module)))
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
 
@@ -241,9 +218,8 @@ def _use_native(
     names: Sequence[str], module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """Pre-hook of an attention layer whose arguments have these ``names``."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    embeddings = given["position_embeddings"]
-    native = embeddings.native if isinstance(embeddings, _Both) else _attached(embeddings)
+    embeddings = {**dict(zip(names, args, strict=False)), **kwargs}["position_embeddings"]
+    native = getattr(_first(embeddings), _NATIVE, None)
     if native is None:
         raise UnsupportedModelError(
             "the unpatched position embeddings did not reach a layer that is kept as it was (a "

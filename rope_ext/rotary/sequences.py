@@ -29,6 +29,7 @@ from rope_ext.rotary.calls import (
     runs_layers_again,
 )
 from rope_ext.rotary.context import (
+    NOTE,
     UNKNOWN,
     ForwardContext,
     cache_among,
@@ -45,7 +46,6 @@ from rope_ext.rotary.sites import RotarySite
 from rope_ext.rotary.swapping import Changes, wrap
 from rope_ext.rotary.third_party import refuse_presses
 
-_STARTED = "_rope_ext_started"  # attribute of a cache: the sequences in it, a Started
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
     "a cache that was reset has no sequence for a compiled step to continue; begin again with a "
@@ -61,7 +61,7 @@ class Started:
     It is kept on the cache, whose rows have to stay in their order, as ``generate`` leaves them.
     """
 
-    method: FrequencyMethod  # the method of the patch
+    patch: FrequencyMethod  # the method
     # number of tokens that the frequencies of each row are made for, [rows], on the CPU; 0 for rows
     # with only padding so far. One row if all are equal
     lengths: torch.Tensor
@@ -75,26 +75,31 @@ class Started:
 
 @dataclass(eq=False)
 class Request:
-    """A call of ``generate`` in progress."""
+    """A call of ``generate`` in progress, on the stack of its thread."""
 
-    sequences: Any
-    room: int | None
+    sequences: Sequences
+    room: int | None  # tokens that it plans for, with the padding; None: not known
     guided: bool
-    due: bool  # whether the next forward is its own, not one of a streamer or a criterion
-    lengths: Any = None  # of the rows of its first forward
+    due: bool = False  # whether the next forward is its own, not one of a streamer or a criterion
+    lengths: torch.Tensor | None = None  # of the rows of its first forward
+    patch = None  # it is no forward
+    exported = False
 
 
 class SequenceForward(ForwardContext):
     """One forward of a decoder under a method that follows sequences.
 
     Args:
-        patch: the :class:`Sequences` of the decoder.
-        rows, tokens, filled, cache, traced: see :class:`ForwardContext`; ``filled`` is 0 in a
-            graph, where ``started`` replaces it.
+        patch, rows, tokens, filled, cache, traced: see :class:`ForwardContext`; ``filled`` is 0 in
+            a graph, where ``started`` replaces it.
         started: the sequences recorded on the cache; None: they begin with this forward.
-        room: number of tokens that a call of ``generate`` plans for; None: not known.
+        request: the call of ``generate`` that this forward belongs to.
         mask: the attention mask that the decoder received.
     """
+
+    lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
+    first: torch.Tensor | None = None  # their first positions, same shape
+    positions: torch.Tensor | None = None  # position ids of the model; one axis or several
 
     def __init__(
         self,
@@ -110,9 +115,6 @@ class SequenceForward(ForwardContext):
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
         self.started, self.request, self.mask = started, request, mask
-        self.lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
-        self.first: torch.Tensor | None = None  # their first positions, same shape
-        self.positions: torch.Tensor | None = None  # position ids of the model
         self._made: dict[tuple, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
@@ -125,8 +127,7 @@ class SequenceForward(ForwardContext):
 
     def _start(self, positions: torch.Tensor) -> Started:
         filled, old = self.filled_count, self.started
-        if positions.ndim == 3:  # axes, rows, tokens
-            positions = positions.amax(0)
+        positions = furthest(positions)
         if positions.shape[-1] != self.tokens:  # those of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
         positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
@@ -196,10 +197,7 @@ class SequenceForward(ForwardContext):
         key = ("query_scale", device, dtype)
         if key not in self._made:
             assert self.positions is not None
-            positions = self.counted(self.positions)
-            if positions.ndim == 3:  # axes, rows, tokens
-                positions = positions.amax(0)
-            t = positions.double().clamp(min=0)
+            t = furthest(self.counted(self.positions)).double().clamp(min=0)
             tau = temperature.growth(t) if isinstance(temperature, SSMax) else temperature.at(t)
             self._made[key] = tau.to(device, dtype)[:, None, :, None]
         return self._made[key]
@@ -211,6 +209,11 @@ class SequenceForward(ForwardContext):
         if first is None or first.shape[1] != positions.shape[-1]:
             first = self.started.first[:, None]
         return positions - first.to(positions.device)
+
+
+def furthest(positions: torch.Tensor) -> torch.Tensor:
+    """The largest of the positions on several axes, ``[axes, rows, tokens]``."""
+    return positions.amax(0) if positions.ndim == 3 else positions
 
 
 def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -228,9 +231,9 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
     seen = seen[..., :tokens].any(1)
     real = seen.diagonal(dim1=1, dim2=2)
     place = torch.arange(tokens, device=mask.device)
-    furthest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
+    earliest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
     # An edge is where no later token sees anything before it; windows and branches are no edges.
-    return real, furthest.flip(1).cummin(1).values.flip(1) >= place
+    return real, earliest.flip(1).cummin(1).values.flip(1) >= place
 
 
 def documents(
@@ -342,12 +345,12 @@ class Sequences:
         rows, tokens = _shape(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
-        if isinstance(filled, torch.Tensor) and not hasattr(cache, _STARTED):
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, NOTE):
             torch._assert_async(filled == 0, UNKNOWN)
             filled = 0
         if isinstance(filled, torch.Tensor) or filled:
-            stored = getattr(cache, _STARTED, None)
-            if stored is None or stored.method is not self.method or not stored.begun:
+            stored = getattr(cache, NOTE, None)
+            if stored is None or stored.patch is not self.method or not stored.begun:
                 return None
             if len(stored.lengths) not in (1, rows):
                 return None
@@ -380,14 +383,14 @@ class Sequences:
         if stored is not None and self.method.is_dynamic:
             self._warn(stored, filled + tokens)
         request, mask = self._request(), given.get("attention_mask")
-        if request is not None and not (request.due or request.guided):
-            request = None
-        elif request is not None:
-            request.due = False
+        if request is not None:
+            due, request.due = request.due, False
+            request = request if due or request.guided else None
         enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, request, mask))
 
     def _request(self) -> Request | None:
-        return next((r for r in reversed(forward_context.requests) if r.sequences is self), None)
+        requests = (r for r in reversed(forward_context.stack) if isinstance(r, Request))
+        return next((request for request in requests if request.sequences is self), None)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """What generate calls right before each forward of its own."""
@@ -398,11 +401,11 @@ class Sequences:
 
     def _stored(self, cache: Any, rows: int) -> Started:
         """The sequences recorded on a cache that has tokens."""
-        stored = getattr(cache, _STARTED, None)
+        stored = getattr(cache, NOTE, None)
         if stored is None and not self.method.is_dynamic:
             zero = torch.zeros(1, dtype=torch.long, device="cpu")
             return Started(self.method, zero, zero, 0)
-        if stored is None or stored.method != self.method:
+        if stored is None or stored.patch != self.method:
             raise CacheError(
                 f"this cache was begun before the model was patched with {self.method} (or by "
                 f"prefix tuning), so the length of its sequences is not known; start with an empty "
@@ -440,8 +443,8 @@ class Sequences:
         if forward.started is None or output is None:
             return
         for cache in (forward.cache, *caches_in(output)):
-            if cache is not None and getattr(cache, _STARTED, None) is not forward.started:
-                setattr(cache, _STARTED, forward.started)
+            if cache is not None and getattr(cache, NOTE, None) is not forward.started:
+                setattr(cache, NOTE, forward.started)
         forward.mask = forward.cache = None  # autograd may keep this object alive for long
         hidden = output[0]
         trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
@@ -456,11 +459,12 @@ class Sequences:
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
         if drafts and self._request() is not None:
             return original(*args, **kwargs)  # an assistant drafts for the same sequence
-        forward_context.requests.append(Request(self, *_room(model, given), False))
+        request: Any = Request(self, *_room(model, given))
+        enter(request)
         try:
             return original(*args, **kwargs)
         finally:
-            forward_context.requests.pop()
+            leave(request)
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, int]:
@@ -490,10 +494,8 @@ def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:
 
 def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
     """Make ``sequences`` follow everything that ``decoder`` or ``model.generate`` runs."""
-    sequences.names = parameters(type(decoder))
-    sequences.layers = [
-        m for m in decoder.modules() if isinstance(m.__dict__.get("layer_idx"), int)
-    ]
+    sequences.names, modules = parameters(type(decoder)), decoder.modules()
+    sequences.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
     refuse_continuous_batching(model, sequences.unbatched, changes)
     begin = decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True)
     end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,6 @@ SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _MOVING = ("dynamic", "longrope")  # transformers changes their buffers from forward to forward
-_LOW = (torch.bfloat16, torch.float16)
 _BUILT = 1e-5  # pow differs by a few units in the last place between devices
 
 
@@ -57,6 +56,9 @@ class RotarySite:
     # and the context in tokens after it. The other fields then describe the embedding without its
     # scaling
     raised: tuple[Mapping[str, Any], int] | None = None
+    # what its buffers hold under a patch, float32 on the CPU, by name; empty if transformers
+    # changes them itself
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -81,15 +83,11 @@ class RotarySite:
         return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
 
     def factors(self, *methods: Method) -> tuple[float, float]:
-        """Where the ``attention_factor`` of methods that act together goes.
+        """The number on cosine and sine, and that whose square multiplies softmax scales.
 
-        The only place that decides this: on cosine and sine, unless the checkpoint has its own
-        factor in the softmax scale of its layers (:attr:`baked`), which also scales columns that do
-        not rotate.
-
-        Returns:
-            The number on cosine and sine, with the checkpoint's own, and the number whose square
-            multiplies the softmax scale of ``baked`` layers.
+        The only place that decides where the ``attention_factor`` of methods that act together
+        goes: on cosine and sine, with the checkpoint's own, unless the checkpoint has it in the
+        softmax scale of its layers (:attr:`baked`), which also scales columns that do not rotate.
         """
         on_rotation, on_softmax = self.scaling, 1.0
         for method in methods:
@@ -101,11 +99,7 @@ class RotarySite:
         return on_rotation, on_softmax
 
     def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
-        """Frequencies (float64, ``[pairs]``) and scaling under ``method``.
-
-        Raises:
-            OptionError: the options are not valid for this model.
-        """
+        """Frequencies (float64, ``[pairs]``) and scaling under ``method``."""
         scaling, _ = self.factors(method)
         inv_freq = method.inv_freq(self.rope)
         most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, tokens look alike
@@ -194,9 +188,7 @@ def buffer_of(module: nn.Module, name: str) -> torch.Tensor:
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
     """Every rotary site of ``decoder``, each proven to rotate by its buffer.
 
-    Args:
-        decoder: the part of a model that reads text.
-        length: trained context in tokens; None reads it from the configuration.
+    ``length`` is the trained context in tokens; None reads it from the configuration.
 
     Raises:
         NoRopeError: there is no site, or none is in use.
@@ -225,11 +217,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
 def chosen_sites(
     decoder: nn.Module, sites: list[RotarySite], sliding_layers: str
 ) -> list[RotarySite]:
-    """The sites to scale.
-
-    Raises:
-        UnsupportedModelError: every site serves layers with a limited window only.
-    """
+    """The sites to scale; raises UnsupportedModelError if all serve layers with a window only."""
     if sliding_layers == "scale":
         return sites
     chosen = [site for site in sites if not site.local]
@@ -245,8 +233,9 @@ def chosen_sites(
 
 def _require_in_use(decoder: nn.Module) -> None:
     """Raise NoRopeError if the configuration disables the rotation that the code implements."""
-    uses = [module.use_rope for module in decoder.modules() if hasattr(module, "use_rope")]
-    off = "its layers all have use_rope off" if uses and not any(uses) else None
+    uses, off = [m.use_rope for m in decoder.modules() if hasattr(m, "use_rope")], None
+    if uses and not any(uses):
+        off = "its layers all have use_rope off"
     if getattr(text_config(decoder), "alibi", None):
         off = "its configuration has alibi=True, which takes the place of the rotation"
     if off is not None:
@@ -356,22 +345,21 @@ def _base(decoder: nn.Module, base: Any, loaded: torch.Tensor) -> float:
     return float(number)
 
 
-def _loaded(decoder: nn.Module, module: nn.Module, buffer: str, moving: bool) -> torch.Tensor:
+def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> torch.Tensor:
     """The frequencies that a buffer was loaded with, float32 on the CPU.
 
     They are rebuilt if the buffer is on the meta device, or if it was rounded by a cast to bfloat16
     or float16, which a cast back to float32 cannot undo. Any other values were set on purpose and
     are used as they are.
     """
-    value = buffer_of(module, buffer).detach()
+    value = buffer_of(module, name).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
-    whole = value.dtype in (torch.float32, torch.float64)
-    if found is not None and whole and not any(_fits(found, dtype) for dtype in _LOW):
-        return found
+    whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
     try:
         with torch.device("cpu"):
-            built = buffer_of(type(module)(module.config), buffer).detach()
+            config = copy.deepcopy(module.config)  # some functions of transformers add fields
+            built = buffer_of(type(module)(config), name).detach()
     except Exception as raised:
         error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):
@@ -379,16 +367,11 @@ def _loaded(decoder: nn.Module, module: nn.Module, buffer: str, moving: bool) ->
     if found is not None and whole:
         return found
     raise UnsupportedModelError(
-        f"{type(decoder).__name__}: {type(module).__name__}.{buffer} is {value.dtype} on "
+        f"{type(decoder).__name__}: {type(module).__name__}.{name} is {value.dtype} on "
         f"{value.device} and cannot be rebuilt ({error}); load the model with "
         f"from_pretrained(dtype=...) and patch it then, or if they are your own, put them there in "
         f"float32"
     )
-
-
-def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast to ``dtype`` and back changes nothing."""
-    return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
 def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
@@ -396,7 +379,7 @@ def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
     if found.shape != built.shape:
         return False
     # Rounding keeps the order, so what was built within this range is rounded to within it.
-    for casts in itertools.product(_LOW, repeat=3):  # further casts change nothing more
+    for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # no more change
         least, most = built * (1 - _BUILT), built * (1 + _BUILT)
         for dtype in casts:
             least, most = least.to(dtype), most.to(dtype)

@@ -52,39 +52,31 @@ def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes)
         set_attribute(holder, name, call, changes)
 
 
-class Swapped:
-    """The last base of a class that :func:`swap` made; the second is the original class."""
+class Hooked:
+    """First base of the class of a module that has a hook of a patch.
 
-
-def swap(instance: Any, parent: type) -> None:
-    """Put the methods of ``parent``, a module-level class, before those of ``instance``.
-
-    The class keeps its name, and copies and pickles of ``instance`` keep the swap. A second call
-    replaces the first; :func:`take_back` undoes it.
+    Compiled graphs are guarded by the class of a module and not by its hooks. With one class for
+    both, a graph compiled without the hook would still serve a module that has it.
     """
-    instance.__class__ = _child(plain(instance), parent)
 
 
-def take_back(instance: Any) -> None:
-    """Restore the original class of an object."""
-    instance.__class__ = plain(instance)
-
-
-def plain(instance: Any) -> type:
-    """The original class of an object."""
-    cls = type(instance)
-    return cls.__bases__[1] if cls.__bases__[-1] is Swapped else cls
+def mark_hooked(module: Any, changes: Changes) -> None:
+    """Give a module a class of its own, with the same name, until ``changes`` are undone."""
+    cls = type(module)
+    if not issubclass(cls, Hooked):
+        changes.append(functools.partial(setattr, module, "__class__", cls))
+        module.__class__ = _hooked(cls)
 
 
 @functools.cache
-def _child(cls: type, parent: type) -> type:
-    def reduce(self: Any, protocol: int) -> tuple:
-        return _rebuild, (cls, parent), self.__dict__
+def _hooked(cls: type) -> type:
+    def reduce(self: Any, protocol: int) -> tuple:  # copies and pickles stay marked
+        return _rebuild, (cls,), self.__dict__
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (parent, cls, Swapped), {**names, "__reduce_ex__": reduce})
+    return type(cls.__name__, (Hooked, cls), {**names, "__reduce_ex__": reduce})
 
 
-def _rebuild(cls: type, parent: type) -> Any:
-    child: Any = _child(cls, parent)  # `type.__new__`, as pyright reads it, makes classes
+def _rebuild(cls: type) -> Any:
+    child: Any = _hooked(cls)  # `type.__new__`, as pyright reads it, makes classes
     return child.__new__(child)

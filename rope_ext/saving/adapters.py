@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext.config.record import SIDECAR, Record
-from rope_ext.errors import AdapterError, NotPatchedError, RecordError
+from rope_ext.errors import AdapterError, NotPatchedError, RecordError, first_line
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
@@ -129,12 +129,7 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
-    """The sidecar of a directory or Hub repository; None if there is none.
-
-    Raises:
-        LoadError: the directory does not exist.
-        RecordError: the sidecar cannot be read.
-    """
+    """The sidecar of a directory or Hub repository; None if there is none."""
     path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
     return None if path is None else Sidecar.read(path)
 
@@ -153,6 +148,24 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
     return sidecar
 
 
+def read_base(path: str) -> tuple[str | None, str | None, str | None, str | None]:
+    """Class, task, name and revision of an adapter's base model, from ``adapter_config.json``."""
+    try:
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # if no task was named
+        names = ("task_type", "base_model_name_or_path", "revision")
+        found = (cls, *(saved.get(name) for name in names))
+        wrong = [name for name in found if not isinstance(name, (str, type(None)))]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not a name")
+    except (AttributeError, OSError, RecursionError, ValueError) as error:
+        raise AdapterError(
+            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
+            f"PeftModel.save_pretrained"
+        ) from error
+    return found
+
+
 def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:
     """Load a PEFT adapter onto ``model``, which must have the patch it was trained under.
 
@@ -165,8 +178,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         The ``PeftModel``.
 
     Raises:
-        AdapterError: the model is not patched, has another patch or is a different model; there
-            is no ``rope_ext.json``; other files cannot be read; or peft is not installed. The
+        AdapterError: the model or its patch is another one, or the adapter cannot be read. The
             model is left unchanged.
         LoadError: the directory does not exist.
         RecordError: ``rope_ext.json`` cannot be read.
@@ -187,16 +199,9 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"{fault}; call {call} on the base model named in its adapter_config.json, or load "
             f"both with rope_ext.from_pretrained({directory!r})"
         )
-    try:
-        with _untouched_on_error(model):
-            return peft.PeftModel.from_pretrained(model, directory, **kwargs)
-    except hub.AS_THEY_ARE:
-        raise
-    except Exception as error:
-        raise AdapterError(
-            f"the adapter in {directory} cannot be loaded onto this model ({hub.reason(error)}); "
-            f"save it again with PeftModel.save_pretrained"
-        ) from error
+    again = "save it again with PeftModel.save_pretrained"
+    with hub.loading("adapter", directory, AdapterError, again), _untouched_on_error(model):
+        return peft.PeftModel.from_pretrained(model, directory, **kwargs)
 
 
 @contextmanager
@@ -229,10 +234,8 @@ def require_peft() -> Any:
 
 
 def _patched(state: Patch) -> Frequencies:
-    found = {site: state.frequencies_of(site) for site in state.sites}
-    return {
-        _key(site): [*inv_freq.tolist(), scaling] for site, (inv_freq, scaling) in found.items()
-    }
+    found = [(_key(site), *state.frequencies_of(site)) for site in state.sites]
+    return {key: [*inv_freq.tolist(), scaling] for key, inv_freq, scaling in found}
 
 
 def _unpatched(sites: list[RotarySite]) -> Frequencies:

@@ -7,14 +7,11 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,13 +19,7 @@ from rope_ext.apply import gguf_source
 from rope_ext.config.record import Record, record_of
 from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
-from rope_ext.errors import (
-    MeasureError,
-    OptionError,
-    RopeExtError,
-    first_line,
-    nearest,
-)
+from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.position.learned import learned
 from rope_ext.saving import hub
@@ -36,7 +27,7 @@ from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.load import from_pretrained
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_FAILURES = (OSError, KeyError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
+_ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -125,28 +116,11 @@ def load_model(
     if recorded and not as_saved:
         unpatch(loaded)
     if adapter is not None:
-        with _reading(adapter):
+        with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
             from peft import PeftModel
 
             loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
-
-
-@contextmanager
-def _reading(adapter: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError:
-        raise MeasureError(
-            'loading an adapter requires peft; install it with: pip install "peft"'
-        ) from None
-    except RopeExtError:
-        raise
-    except _FAILURES as error:
-        raise MeasureError(
-            f"cannot load the adapter {adapter!r} ({first_line(error)}); set --adapter to a folder "
-            f"written by PeftModel.save_pretrained"
-        ) from error
 
 
 def load_learned(model: Any, adapter: str) -> None:
@@ -161,7 +135,7 @@ def load_learned(model: Any, adapter: str) -> None:
     parameters = learned(model)
     if not parameters:
         return
-    with _reading(adapter), torch.no_grad():
+    with hub.loading("adapter", adapter, MeasureError, _ADAPTER), torch.no_grad():
         from peft.utils import load_peft_weights
 
         saved = load_peft_weights(adapter, device="cpu")
@@ -174,13 +148,11 @@ def adapter_record(adapter: str) -> Record | None:
     """The patch an adapter was trained with; None if none is recorded next to it.
 
     Raises:
-        MeasureError: the adapter cannot be found.
+        LoadError: the adapter cannot be found.
         RecordError: the record cannot be read.
     """
-    with _reading(adapter):
-        _require_place(adapter)
-        sidecar = read_sidecar(adapter)
-        return None if sidecar is None else sidecar.record
+    sidecar = read_sidecar(adapter)
+    return None if sidecar is None else sidecar.record
 
 
 def resolve_device(device: str) -> str:
@@ -238,13 +210,6 @@ def identity(name: str, config: Any) -> dict[str, Any]:
     return {"name": name, "sha256": digest[:16]}
 
 
-def _require_place(name: str) -> None:
-    """Raise for a missing folder, which transformers would report as a wrong Hub ID."""
-    fault = hub.fault_of_place(name)
-    if fault is not None:
-        raise ValueError(fault)
-
-
 def trained_length(config: Any) -> int:
     """Trained context in tokens, as ``patch`` reads it.
 
@@ -283,5 +248,4 @@ def is_dynamic(config: Any) -> bool:
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     folder, gguf = gguf_source.split(model)
     with hub.loading(what, model, MeasureError):
-        _require_place(folder)
-        return load(folder, **gguf, **options)
+        return load(hub.require_place(folder), **gguf, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
+from rope_ext.saving.adapters import read_base
 from rope_ext.saving.checkpoints import adapter_record, load_config
 
 Given = PreTrainedConfig | str | Path
@@ -110,14 +110,7 @@ def _configuration(given: Given) -> tuple[Any, Record | None, str]:
     path = Path(name) / _ADAPTER
     if not path.is_file():
         return load_config(name), None, name
-    record = adapter_record(name)
-    try:
-        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError) as error:
-        raise MeasureError(
-            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
-            f"PeftModel.save_pretrained"
-        ) from None
+    record, (_, _, base, _) = adapter_record(name), read_base(str(path))
     if not base:
         raise MeasureError(f"{path} does not name its base model; pass the base model instead")
     return load_config(base), record, name

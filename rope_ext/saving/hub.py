@@ -17,15 +17,9 @@ from transformers.utils import (
 
 from rope_ext.errors import LoadError, RopeExtError, first_line, nowhere
 
-_OF_HUB = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
+_OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision")
+_OF_HUB += ("subfolder", "token")
+_GIVE = "give a folder that save_pretrained wrote, or a Hub ID"
 AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
 """Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
 raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
@@ -49,38 +43,27 @@ def find(path: str, name: str, connection_errors: bool = True, **where: Any) -> 
 
 
 def require_place(path: str | PathLike[str]) -> str:
-    """Return ``path`` as a string if it is a directory or may be a Hub ID.
-
-    Raises:
-        LoadError: it is neither.
-    """
+    """Return ``path`` as a string; raises LoadError if it is neither a directory nor a Hub ID."""
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
-    fault = fault_of_place(str(path))
-    if fault is not None:
-        raise LoadError(
-            f"there is no folder {str(path)!r} to load from ({fault}); give a folder that "
-            f"save_pretrained wrote, or a Hub ID"
-        )
-    return str(path)
-
-
-def fault_of_place(name: str) -> str | None:
-    """Why ``name`` is neither a directory nor a possible Hub ID, as text; None if it is one."""
-    if os.path.isdir(name):
-        return None
+    name, fault = str(path), None
     if os.path.exists(name):
-        return "it is a file, not a folder"
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return "the directory does not exist, and it is not a valid Hub ID"
-    return None
+        fault = None if os.path.isdir(name) else "it is a file, not a folder"
+    else:
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            fault = "the directory does not exist, and it is not a valid Hub ID"
+    if fault is not None:
+        raise LoadError(f"there is no folder {name!r} to load from ({fault}); {_GIVE}")
+    return name
 
 
 @contextmanager
-def loading(what: str, path: str, kind: type[RopeExtError] = LoadError) -> Iterator[None]:
-    """Turn errors raised by transformers into one of ours."""
+def loading(
+    what: str, path: str, kind: type[RopeExtError] = LoadError, advice: str = _GIVE
+) -> Iterator[None]:
+    """Turn errors raised by transformers and peft into one of ours."""
     try:
         yield
     except AS_THEY_ARE:
@@ -93,8 +76,7 @@ def loading(what: str, path: str, kind: type[RopeExtError] = LoadError) -> Itera
         ) from error
     except Exception as error:
         raise kind(
-            f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; give a folder "
-            f"that save_pretrained wrote, or a Hub ID"
+            f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; {advice}"
         ) from error
 
 

@@ -20,12 +20,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, Record
-from rope_ext.errors import CURE, AdapterError, LoadError, RecordError, first_line
+from rope_ext.errors import CURE, AdapterError, LoadError, RecordError
 from rope_ext.patching import current_patch, patch
 from rope_ext.position import learned
 from rope_ext.rotary.sites import text_decoder
 from rope_ext.saving import hub
-from rope_ext.saving.adapters import load_adapter, require_peft, require_sidecar
+from rope_ext.saving.adapters import load_adapter, read_base, require_peft, require_sidecar
 
 _CAUSAL = "AutoModelForCausalLM"
 # Class of an adapter's base model, by the task in its PEFT config; otherwise the one above.
@@ -112,7 +112,7 @@ def _base_of(
             f"it out"
         )
     sidecar = require_sidecar(path, kwargs)
-    class_name, named, revision = _read_adapter_config(adapter)
+    cls, task, named, revision = read_base(adapter)
     for name in ("revision", "subfolder"):  # of the adapter
         kwargs.pop(name, None)
     if base is None:
@@ -123,7 +123,8 @@ def _base_of(
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
     folder, gguf = gguf_source.split(base)
     try:
-        model, _ = _load(hub.require_place(folder), {**kwargs, **gguf}, class_name)
+        cls = cls or _TASKS.get(str(task), _CAUSAL)
+        model, _ = _load(hub.require_place(folder), {**kwargs, **gguf}, cls)
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
@@ -132,29 +133,6 @@ def _base_of(
     if sidecar.is_of(model):
         _patch(model, sidecar.record)
     return model
-
-
-def _read_adapter_config(path: str) -> tuple[str, str | None, str | None]:
-    """Class, name and revision of an adapter's base model.
-
-    Raises:
-        AdapterError: ``adapter_config.json`` cannot be read.
-    """
-    try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        mapping = saved.get("auto_mapping") or {}  # there if no task was named
-        names = [mapping.get("base_model_class"), saved.get("task_type")]
-        names += [saved.get("base_model_name_or_path"), saved.get("revision")]
-        wrong = [name for name in names if not isinstance(name, (str, type(None)))]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is not a name")
-    except (AttributeError, OSError, RecursionError, ValueError) as error:
-        raise AdapterError(
-            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
-            f"PeftModel.save_pretrained"
-        ) from error
-    cls, task, base, revision = names
-    return cls or _TASKS.get(str(task), _CAUSAL), base, revision
 
 
 def _load(

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rope_ext.attention import bands, reference
+from rope_ext.attention import bands
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Scores
 from rope_ext.encodings import Heads
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
+from tests.helpers.bands import dense
 from tests.helpers.encodings import ALL
 
 ROPE = Rope.geometric(1e4, 16, 64)
@@ -61,7 +62,7 @@ def test_blocks_are_the_oracle(name: str, queries: int, last: int | None, monkey
     for dtype, attend in (
         (torch.float32, attention.attend),
         (torch.float64, bands.attend),
-        (torch.float64, reference.attend),
+        (torch.float64, dense),
     ):
         tensors = [x.detach().to(dtype, copy=True).requires_grad_() for x in given]
         *qkv, sinks = tensors[:4]

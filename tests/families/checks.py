@@ -47,8 +47,8 @@ POSITIONS, POSITIONS_WINDOWED, POSITIONS_REFUSED = "yes", "window only", "refuse
 """Whether position methods are accepted: by default, with ``sliding_layers="scale"``, or not."""
 
 NOTHING_GAINED = (
-    "only its sliding layers rotate, the full ones have no positions (NoPE), so scaling cannot "
-    "lengthen its reach"
+    "only its sliding layers use RoPE, the full ones have no positions (NoPE), so scaling cannot "
+    "extend its context"
 )
 
 TEXT_ALONE = "checked with text alone"
@@ -345,7 +345,7 @@ def _decodes(subject: Subject) -> Iterator[Check]:
     except Exception as error:  # a family whose unpatched forward takes no cache
         for method in ("yarn", "dynamic_ntk"):
             yield Check(f"cached {method}", None, f"the unpatched model cannot: {_line(error)}")
-        subject.remarks.append("its own cache does not work here, so cached decoding is unproven")
+        subject.remarks.append("its own cache does not work here, so cached decoding is not tested")
         return
     yield _decoding(subject, "yarn")
     way, native = ways[0]

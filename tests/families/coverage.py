@@ -60,9 +60,9 @@ FAILED = "failed"
 
 # What no check can see.
 _KNOWN = {
-    "blt": "its local decoder has a window of which that module's configuration says nothing, so "
-    "its set is scaled along",
-    "moshi": "its attention ignores the window, its cache keeps to it",
+    "blt": "its local decoder has a window that is not in the module's configuration, so its "
+    "frequencies are scaled, too",
+    "moshi": "its attention ignores the window, its cache does not",
 }
 
 
@@ -148,7 +148,7 @@ def _check_refused(model: PreTrainedModel, refused: FamilyResult) -> FamilyResul
     result = _checked(refused, options=options)
     if result.verdict == FAILED:
         return result
-    reason = f"every layer that rotates has a window; {_setting(options)} scales it all the same"
+    reason = f"every layer with RoPE has a window; {_setting(options)} scales it anyway"
     return replace(result, verdict=WINDOW_ONLY, reason=reason)
 
 
@@ -167,7 +167,7 @@ def _checked(
     remarks = list(subject.remarks)
     absent = [c.name.split()[1] for c in checks if c.passed is None and c.name.startswith("native")]
     if absent:
-        remarks.append(f"transformers builds no {', '.join(absent)} of it to compare with")
+        remarks.append(f"not compared: transformers has no {', '.join(absent)} for it")
     if found.model_type in _KNOWN:
         remarks.append(_KNOWN[found.model_type])
     failed = [f"{check.name}: {check.detail}" for check in checks if check.passed is False]
@@ -244,10 +244,10 @@ def totals(results: list[FamilyResult], mapping: str = "causal-LM mapping") -> s
     rotary = sum(result.rotary for result in results)
     idle = sum(NOTHING_GAINED in result.remarks for result in results)
     return (
-        f"{len(results)} classes in the {mapping}, of which {rotary} rotate and can be built: "
+        f"{len(results)} classes in the {mapping}, of which {rotary} use RoPE and can be built: "
         f"{count[SUPPORTED]} supported ({share(results):.1%}), {count[WINDOW_ONLY]} window only, "
-        f"{count[REFUSED]} refused, {count[FAILED]} failed. {idle} of the supported ones rotate in "
-        f"sliding layers only, so the patch cannot lengthen their reach. Position methods: "
+        f"{count[REFUSED]} refused, {count[FAILED]} failed. {idle} of the supported ones use RoPE "
+        f"in sliding layers only, so the patch cannot extend their context. Position methods: "
         f"{position_share(results, POSITIONS):.1%}, or "
         f"{position_share(results, POSITIONS, POSITIONS_WINDOWED):.1%} with "
         f'`sliding_layers="scale"`.'
@@ -287,7 +287,7 @@ the model has one set of frequencies, and plain transformers reloads a saved YaR
 ## Vision-language models
 
 {totals(others, "image-text mapping that are not in the causal one")} Only the language model is
-extended. *{TEXT_ALONE.capitalize()}*: it was checked without images.
+extended. *{TEXT_ALONE.capitalize()}*: without images.
 
 {_markdown(_COLUMNS, _grouped(_rotary(others)))}
 
@@ -298,7 +298,7 @@ extended. *{TEXT_ALONE.capitalize()}*: it was checked without images.
 Each class is built as a tiny random model with a trained length of {LENGTH} tokens, patched with
 factor {FACTOR} and run on {TOKENS}. `python -m tests.families.coverage --write docs/FAMILIES.md`
 wrote this page with transformers {transformers.__version__} and torch {torch.__version__};
-`--check` compares it.
+`--check` compares its verdicts.
 """
 
 

@@ -28,12 +28,11 @@ def families() -> list[object]:
 
 
 def found(decoder: nn.Module) -> dict[str, Any]:
-    """By attention layer: its pairs, their frequencies, heads, and whether it has a window."""
+    """By attention layer: its pairs, heads, and whether it has a window."""
     layouts = find_layouts(decoder, find_sites(decoder))
     names = {module: name for name, module in decoder.named_modules()}
     return {
-        names[module]: layout
-        and (str(layout.pairs), layout.pair.tolist(), layout.local, layout.heads, layout.site.name)
+        names[module]: layout and (str(layout.pairs), layout.local, layout.heads, layout.site.name)
         for module, layout in layouts.items()
     }
 

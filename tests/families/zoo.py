@@ -113,13 +113,13 @@ _THREE_AXES = (
 _REQUIRED = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
 
 _NOT_BUILDABLE = {
-    "gemma4_assistant": "draft model: needs `shared_kv_states` of a target, has no forward alone",
-    "gemma4_unified_assistant": "draft model: needs `shared_kv_states`, has no forward alone",
-    "idefics": "has no forward without an image",
-    "mistral4": "transformers runs it with its own yarn only: its `default` rotates whole heads",
-    "pi0": "has no forward without the state of a robot",
-    "shieldgemma2": "a classifier; transformers does not load what it saves of it",
-    "t5gemma2": "an encoder with a decoder, which needs the ids of both",
+    "gemma4_assistant": "draft model: needs `shared_kv_states` of a target model",
+    "gemma4_unified_assistant": "draft model: needs `shared_kv_states` of a target model",
+    "idefics": "needs an image",
+    "mistral4": "transformers supports only its own yarn: `default` rotates whole heads",
+    "pi0": "needs the state of a robot",
+    "shieldgemma2": "a classifier that transformers cannot reload",
+    "t5gemma2": "an encoder-decoder that needs input ids for both",
 }
 
 _TILES = [[32, 32], [32, 64]]

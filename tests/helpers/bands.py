@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from rope_ext.attention import reference
-from rope_ext.attention.call import Call, Pairs, RotatedBand
+from rope_ext.attention import bands as plain
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
 COLUMNS = 16
@@ -109,12 +109,17 @@ def by(kernel, query, key, value, bands, pairs, **more):
     return kernel(query, key, value, Call(bands, pairs, **{"scale": 0.3, **more}))
 
 
+def dense(query, key, value, call, places=None):
+    """By plain operations from positions alone, which a test compares with loops over keys."""
+    return plain.attend(query, key, value, call, places or Places.following(call, query, key))
+
+
 def oracle(tensors, bands, pairs, temperature=None, dtype=torch.float64, **options):
-    """The dense form in float64; the sinks are the fourth tensor, if any."""
+    """That in float64; the sinks are the fourth tensor, if any."""
     query, key, value, *sinks = (x.to(dtype) for x in tensors)
     options["temperature"] = None if temperature is None else temperature.to(dtype)
     options["sinks"] = sinks[0] if sinks else None
-    return by(reference.attend, query, key, value, bands, pairs, **options)
+    return by(dense, query, key, value, bands, pairs, **options)
 
 
 def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):

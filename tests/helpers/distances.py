@@ -23,10 +23,14 @@ def self_extend(m: int, n: int, window: int, group: int) -> float:
     return m // group + (window - window // group) - n // group
 
 
-def jet_long(m: int, n: int, window: int, step: int, factor: float = 4) -> float:
+def jet_long(
+    m: int, n: int, window: int, step: int, factor: float = 4, kept: Sequence[float] | None = None
+) -> float | list[float]:
     """As a text that ends with the query is read; groups grow up to the factor."""
     group = min(-(-(m + 1) // step), math.ceil(factor))
-    return m - n if m - n <= window else m // group - n // group
+    if kept is None:
+        return m - n if m - n <= window else m // group - n // group
+    return [(m - n) * (1 if m - n <= window else share + (1 - share) / group) for share in kept]
 
 
 def dual_chunk(m: int, n: int, chunk: int, local: int) -> float:
@@ -95,8 +99,8 @@ def formula(name: str, tokens: torch.Tensor, **constants: Any) -> torch.Tensor:
 
     With a last axis for those methods that give groups of pairs distances of their own.
     """
-    of_groups = (len(constants["scales"]),) if "scales" in constants else ()
-    shape = (len(tokens), len(tokens), *of_groups)
+    of_groups = constants.get("scales") or constants.get("kept")
+    shape = (len(tokens), len(tokens), *([len(of_groups)] if of_groups else []))
     result = torch.full(shape, math.inf, dtype=torch.float64)
     positions = tokens.tolist()
     for i, m in enumerate(positions):

@@ -135,6 +135,8 @@ def ssmax(seen: Seen) -> Made:
 YARN = rope_ext.YaRN(factor=FACTOR)
 NEAR = {"window": 5, "temperature": 1, "attention_factor": 1}
 FIRST_LAYER, LAST_LAYER = Family("llama", mapped=(0,)), Family("llama", mapped=(1,))
+KEPT = {"kept": [1.0, 0.75, 0.5, 0.5, 0.25, 0.125, 0.0, 0.0]}
+NARROW = METHODS["jet_long"]
 UNTURNED = {"distance": "unturned", "constants": {}}
 SSMAX = {"temperature": "ssmax", "formula": ssmax}
 OVER = {
@@ -173,6 +175,9 @@ OVER = {
         "self_extend",
         **{"attention_factor": 1, "distance": "self_extend", **METHODS["self_extend"]},
         **{"constants": METHODS["self_extend"], **SSMAX},
+    ),
+    "jet_long, kept": over(
+        "jet_long", distance="jet_long", constants=METHODS["jet_long"] | KEPT, **NARROW, **KEPT
     ),
     "nope and ssmax": over("nope", **UNTURNED, **SSMAX),
 }

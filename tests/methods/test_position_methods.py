@@ -27,7 +27,7 @@ LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 def constants(method: PositionMethod) -> dict[str, Any]:
     others = {"log_n", "attention_factor", "temperature", "published"}
     others |= {"factor"} if method.name != "jet_long" else set()
-    return {k: v for k, v in method.options().items() if k not in others}
+    return {k: v for k, v in method.options().items() if k not in others and v is not None}
 
 
 def at(to: Map, t: torch.Tensor) -> torch.Tensor:

@@ -85,16 +85,6 @@ def test_every_kind_of_patch_takes_the_frequencies_as_trained(ids, patch: str) -
     same(CASTS["bfloat16, float"], tiny_llama, ids, method=method, factor=4, **more)
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
-def test_frequencies_that_the_checkpoint_scales_itself_are_built_again(ids, rope_type) -> None:
-    own = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
-
-    def make() -> nn.Module:
-        return tiny_llama(rope_parameters=own, max_position_embeddings=128)
-
-    same(CASTS["bfloat16, float"], make, ids, method="pi", factor=2, compose=True)
-
-
 @pytest.mark.parametrize("method", ["yarn", "rerope"])
 @pytest.mark.parametrize("cast", ["bfloat16", "half, float"])
 def test_what_was_left_or_refused_comes_back_after_a_cast(method: str, cast: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -99,19 +98,6 @@ def test_sets_that_stay_are_materialised_too(method: str) -> None:
             assert torch.equal(buffer, plain[name]), name
 
 
-def test_copies_and_pickles_carry_the_patch(model, ids) -> None:
-    rope_ext.patch(model, "dynamic_ntk", factor=4)
-    said = logits(model, ids)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        rope_ext.patch(model, "pi", factor=2, replace=True)  # must not reach the copy
-        assert torch.equal(logits(twin, ids), said)
-        assert torch.equal(logits(rope_ext.unpatch(twin), ids), logits(tiny_llama(), ids))
-        assert vars(twin.model.rotary_emb).keys() == vars(tiny_llama().model.rotary_emb).keys()
-
-
 @pytest.mark.parametrize("offload", ["cpu_offload", "buffers", "device_map"])
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
 def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
@@ -127,16 +113,6 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
     rope_ext.patch(model, name, factor=4)
     assert torch.equal(logits(model, ids), said)
     assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
-
-
-@pytest.mark.parametrize("precise", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_static_methods_compile_without_a_graph_break(model, ids, precise: bool) -> None:
-    torch.compiler.reset()
-    rope_ext.patch(model, "yarn", factor=4, precise=precise)
-    compiled = torch.compile(model.model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        ours = compiled(ids, use_cache=False).last_hidden_state
-        torch.testing.assert_close(ours, model.model(ids, use_cache=False).last_hidden_state)
 
 
 # --- the configuration -------------------------------------------------------------------------
@@ -230,12 +206,6 @@ def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_co
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
-
-
-def test_a_checkpoint_that_scales_itself_with_the_sequence_cannot_be_composed() -> None:
-    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(rope_ext.AlreadyScaledError, match="load it with rope_type 'default'"):
-        rope_ext.patch(model, "pi", factor=4, compose=True)
 
 
 def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:

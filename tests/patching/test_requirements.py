@@ -16,8 +16,9 @@ LINES = "import sys; sys.path.insert(0, sys.argv[1])\nimport rope_ext"
 def imported(folder: Path, **versions: str) -> str:
     """What Python says last on ``import rope_ext`` beside packages that claim these versions."""
     for name, version in versions.items():
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text(f"__version__ = {version!r}")
+        (folder / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
     command = [sys.executable, "-c", LINES, str(folder)]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True

@@ -13,9 +13,13 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.positions import METHODS, logits, patch
 
 
-@pytest.mark.parametrize("name", METHODS)
+def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    return patch(model, name) if name in METHODS else rope_ext.patch(model, name, factor=4)
+
+
+@pytest.mark.parametrize("name", [*METHODS, "dynamic_ntk", "yarn"])
 def test_copies_and_pickles_carry_the_patch(name: str, ids) -> None:
-    model = patch(tiny_llama(), name)
+    model = patched(tiny_llama(), name)
     right, plain = logits(model, ids), logits(tiny_llama(), ids)
     file = io.BytesIO()
     torch.save(model, file)
@@ -24,4 +28,5 @@ def test_copies_and_pickles_carry_the_patch(name: str, ids) -> None:
         rope_ext.patch(model, "pi", factor=2, replace=True)  # must not reach the copy
         assert torch.equal(logits(twin, ids), right)
         assert torch.equal(logits(rope_ext.unpatch(twin), ids), plain)
-        assert torch.equal(logits(patch(twin, name), ids), right)
+        assert vars(twin.model.rotary_emb).keys() == vars(tiny_llama().model.rotary_emb).keys()
+        assert torch.equal(logits(patched(twin, name), ids), right)

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 import rope_ext
 from rope_ext.attention import bands as plain
-from rope_ext.attention import decode, reference
+from rope_ext.attention import decode
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand
-from tests.helpers.bands import HALVES, INTERLEAVED, METHODS, PERMUTED, method_bands
+from tests.helpers.bands import HALVES, INTERLEAVED, METHODS, PERMUTED, dense, method_bands
 from tests.helpers.graphs import static
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, decoded, logits
@@ -97,7 +97,7 @@ def check(
         exact = Call(of_row, pairs, 0.3, 0, None if scales is None else scales[row].double(),
                      more.get("softcap"), exact.sinks, more.get("bias"))  # fmt: skip
         key_there, value_there = (x[row : row + 1, :, before:slots].double() for x in (key, value))
-        expected = reference.attend(
+        expected = dense(
             query[row : row + 1].double(), key_there, value_there, exact, Places(t[row], there)
         )
         error = (found[row].double() - expected[0]).norm() / expected.norm()

@@ -50,7 +50,7 @@ def test_the_masks_of_the_installed_version_are_read(installed: str) -> None:
     packed = asked_for(position_ids=PACKED)
     assert is_plain(packed.arguments["mask_function"])
     assert torch.equal(documents_of(packed.arguments["mask_function"]), DOCUMENTS)
-    runs = [(run.queries, run.keys, int(run.places[0])) for run in packed.runs()]
+    runs = [(run.queries, run.keys, run.start) for run in packed.runs()]
     assert runs == [(slice(a, b), slice(a, b), 0) for a, b in ((0, 4), (4, 7), (7, 8))]
     window = masking_utils.sliding_window_causal_mask_function(5)
     assert is_plain(window) and documents_of(window) is None

@@ -73,6 +73,8 @@ class Cell:
 class Measurement:
     """A run over the cells of one model.
 
+    A line counts if its digest of what was asked is that of these questions.
+
     Args:
         name: of the model, for the lines.
         model: loaded, not patched.
@@ -80,6 +82,7 @@ class Measurement:
         trained: tokens.
         output: file of JSON lines.
         until: ``time.monotonic()`` after which no cell begins.
+        methods: the only ones to measure; all if empty.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Measurement:
     trained: int
     output: Path
     until: float
+    methods: Sequence[str] = ()
     lines: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
     refused: set[tuple[str, str]] = field(default_factory=set)
 
@@ -97,15 +101,17 @@ class Measurement:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         log.open()
         for line in read_lines(self.output):
-            if line.get("model") == self.name and line.get("questions") == self.questions.digest:
-                self.lines[_key(line)] = line
+            if line.get("model") == self.name and line["questions"] == self._asked(_cell(line)):
+                self.lines[_cell(line).key] = line
         weight = next(self.model.parameters())
         cuda = weight.device.type == "cuda"
-        common = {"model": self.name, "questions": self.questions.digest, "seed": 0}
+        common = {"model": self.name, "seed": 0}
         common |= {"dtype": str(weight.dtype).removeprefix("torch.")}
         common |= {"device": torch.cuda.get_device_name(weight.device) if cuda else "cpu"}
         common |= versions()
         for method, options, cells in self._plan():
+            if self.methods and method not in self.methods:
+                continue
             cells = [cell for cell in cells if "refused" in self.lines.get(cell.key, ["refused"])]
             if not cells or (method, str(options)) in self.refused:
                 continue
@@ -117,19 +123,24 @@ class Measurement:
                     for cell in cells:
                         if time.monotonic() > self.until:
                             return False
-                        line = {**common, **vars(cell), **self._measure(cell)}
+                        line = {**common, "questions": self._asked(cell)}
+                        line |= vars(cell) | self._measure(cell)
                         log.add(to_line(line))
                         self.lines[cell.key] = line
                         print(_summary(line), flush=True)
             except (RopeExtError, torch.OutOfMemoryError) as error:
                 self.refused.add((method, str(options)))
                 reason = str(error).splitlines()[0]
-                line = {**common, **vars(cells[0]), "refused": reason}
+                line = {**common, "questions": self._asked(cells[0])}
+                line |= vars(cells[0]) | {"refused": reason}
                 if self.lines.get(cells[0].key, {}).get("refused") != reason:
                     log.add(to_line(line))
                 self.lines[cells[0].key] = line
                 print(f"{method} {options}: {reason}", flush=True)
         return True
+
+    def _asked(self, cell: Cell) -> str | None:
+        return self.questions.digest(cell.task, cell.length, cell.document)
 
     def _patched(self, method: str, options: Mapping[str, Any]) -> Any:
         if method == "unpatched":
@@ -240,8 +251,8 @@ class Measurement:
         return found
 
 
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__}).key
+def _cell(line: Mapping[str, Any]) -> Cell:
+    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__})
 
 
 def _summary(line: Mapping[str, Any]) -> str:

@@ -143,7 +143,7 @@ class Evidence:
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
     ) -> tuple[int, int] | None:
         """Prompts answered, and their number, at ``length`` trained lengths."""
-        for line in self.of(task, method, options, 4 if length > 2 else 2):
+        for line in reversed(self.of(task, method, options, 4 if length > 2 else 2)):
             if line["length"] == round(length * self.trained):
                 return sum(line["right"]), len(line["right"])
         return None

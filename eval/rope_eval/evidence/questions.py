@@ -121,12 +121,21 @@ class Questions:
     Args:
         documents: token ids by name, each as long as the longest text that is measured.
         prompts: by task and length.
-        digest: of all of them.
     """
 
     documents: dict[str, np.ndarray]
     prompts: dict[tuple[str, int], list[Prompt]]
-    digest: str
+
+    def digest(self, task: str, length: int, document: str | None = None) -> str | None:
+        """A short name for the tokens of a document, or of the prompts of a task and length.
+
+        None if there are none.
+        """
+        if document is None:
+            asked = [prompt.ids.tolist() for prompt in self.prompts.get((task, length), [])]
+        else:
+            asked = self.documents.get(document, np.array([]))[:length].tolist()
+        return digest(asked) if asked else None
 
     @classmethod
     def read(cls, path: Path) -> Questions:
@@ -138,7 +147,7 @@ class Questions:
                 (task, length): [Prompt(file[name], count, depth) for name, count, depth in rows]
                 for task, length, rows in index["prompts"]
             }
-        return cls(documents, prompts, index["digest"])
+        return cls(documents, prompts)
 
 
 def write(
@@ -171,7 +180,6 @@ def write(
                 arrays[name] = np.array(ids, dtype=np.uint32)
                 rows.append((name, count, depth))
             index["prompts"].append((task, length, rows))
-    index["digest"] = digest([(name, ids.tolist()) for name, ids in arrays.items()])
     path.parent.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {"index": np.array(json.dumps(index)), **arrays}
     np.savez_compressed(path, **values)

@@ -1,8 +1,8 @@
-"""Encodings that a model must be trained with from scratch, and that no patch can give it.
+"""Encodings for training from scratch, which no patch can add to a trained model.
 
-One :class:`Positions` in each layer of the laboratory's decoder computes attention from queries
-and keys without positions, and from the input of the layer. Memory is quadratic in the length where
-an encoding needs the logits themselves: these are formulas to compare, not kernels to use.
+A :class:`Positions` in each layer of the laboratory's decoder computes attention from queries and
+keys without positions, and from the input of the layer. If an encoding needs the logits, memory is
+quadratic in the length: this code is for comparing formulas, not for production.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, StableLmForCausalLM
 
 _NAME = "laboratory_scratch"
 _ROWS = 256
-"""Queries whose logits are computed at once."""
+"""Number of queries whose logits are computed at once."""
 
 
 class Shape(NamedTuple):
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 class Positions(torch.nn.Module):
     """The attention of one layer; its parameters are what the encoding learns.
 
-    A subclass overrides :meth:`turns`, :meth:`rotated` or :meth:`forward`, by how much it does.
+    Subclasses override :meth:`turns`, :meth:`rotated` or :meth:`forward`, whichever is enough.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -40,10 +40,10 @@ class Positions(torch.nn.Module):
         self.shape = shape
 
     def prepare(self, attention: torch.nn.Module, initial: float) -> None:
-        """Change the projections of the layer, if the encoding has other ones.
+        """Replace projections of the layer, if the encoding needs others.
 
         Args:
-            attention: of transformers, with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
+            attention: attention layer with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
             initial: standard deviation of the model's initial weights.
         """
 
@@ -76,8 +76,8 @@ class Positions(torch.nn.Module):
         Args:
             query: ``[batch, heads, tokens, columns]``, without positions.
             key: the same; it may have fewer heads than the output.
-            value: of the keys.
-            inputs: of the layer, normalized as its projections get it, ``[batch, tokens, width]``.
+            value: values of the keys.
+            inputs: normalized input of the layer's projections, ``[batch, tokens, width]``.
             t: positions, ``[1 or batch, tokens]``, in the dtype of ``query``.
         """
         query, key = self.rotated(query, key, inputs, t)
@@ -85,16 +85,16 @@ class Positions(torch.nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of columns, each half the columns apart, as transformers does."""
+    """Rotate pairs of columns that are half the columns apart, as transformers does."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def attend(logits: Callable[[slice], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-    """Causal attention with logits that are computed for some queries at a time.
+    """Causal attention with logits computed for a few queries at a time.
 
     Args:
-        logits: of the queries in a slice to all keys, ``[batch, heads, rows, tokens]``.
+        logits: logits of the queries in a slice for all keys, ``[batch, heads, rows, tokens]``.
         value: ``[batch, heads, tokens, columns]``.
     """
     tokens, found = value.shape[-2], []

@@ -15,8 +15,8 @@ class CARoPE(Positions):
         angle_p(t) = sum_(u <= t) f(x_u)^p,  f(x) = 1 / (softplus(x W + c) + 1),  p = 0, 1, ...
 
     RoPE is ``f = base^(-2 / columns)``, with which training begins: ``W`` is zero, and ``c`` a
-    constant. The paper says that it begins with RoPE, but not how, and its formula has no ``c``. It
-    calls ``x`` the token embedding; here it is the input of the layer.
+    constant. The paper does not say how it starts from RoPE, and its formula has no ``c``. There,
+    ``x`` is the token embedding; here, it is the input of the layer.
 
     Veisi et al. 2025, arXiv 2507.23083, section 2.
     """

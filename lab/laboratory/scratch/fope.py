@@ -20,7 +20,7 @@ class FoPE(Positions):
 
     ``C`` and ``S`` are one at the pair's own frequency plus random numbers, drawn once for each
     layer and head, and not trained. At most half of the pairs have a series; cosine and sine of the
-    others are 1, which is a position of zero times the square root of 2, as released.
+    others are 1, as released: position zero times the square root of 2.
 
     Hua et al. 2024, arXiv 2412.17739; the authors' ``FourierEmbedding`` with their
     configuration ``eye_xavier_norm_0_3-sep_basis_head-ignore_clamp_zero``.

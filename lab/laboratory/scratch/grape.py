@@ -1,4 +1,4 @@
-"""Group representational position encoding: one encoding by rotations, and one by a bias."""
+"""Group representational position encoding (GRAPE), with rotations and with a bias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class GrapeM(Positions):
     """RoPE with learned frequencies, one for each pair of a layer, positive.
 
     Zhang et al. 2025, arXiv 2512.07805, section 3.1; the authors' ``grape-m-nonctx``, whose
-    planes are fixed. RoPE is where training begins.
+    planes are fixed. Training starts from RoPE.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -31,13 +31,13 @@ class GrapeM(Positions):
 
 
 class GrapeAP(Positions):
-    """A bias that is summed on the way from the query to the key.
+    """A bias summed over the tokens from the key to the query.
 
         logit_ij = s <q_i, k_j> + m_h sum_(j < l <= i) ln sigmoid(<p_i, R(-l) n(p_l)> / 8)
 
     ``p`` is a learned projection of the input of the layer to 8 columns for each head, ``n`` its
     RMS normalization, ``R`` a rotation of all pairs by one radian per token, and ``m_h`` are
-    ALiBi's slopes. The terms are negative: with a constant one, this is ALiBi.
+    ALiBi's slopes. The terms are negative; with constant terms, this is ALiBi.
 
     Zhang et al. 2025, arXiv 2512.07805 (path-integral additive GRAPE); the authors'
     ``grape-a-pi``, in which only the second ``p`` is normalized. Their normalization of queries and

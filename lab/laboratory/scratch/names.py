@@ -22,4 +22,4 @@ SCRATCH: Mapping[str, type[Positions]] = {
     "tapa": TAPA,
     "grape_ap": GrapeAP,
 }
-"""Models that are trained only if they are asked for."""
+"""Models that are trained only if selected."""

@@ -14,7 +14,7 @@ class RopePP(Positions):
 
         real_ij = s <R(i) q_i, R(j) k_j>,  imaginary_ij = s <R(i) R(-pi / 2) q_i, R(j) k_j>
 
-    Keys and values are shared by both. Subclasses say which projections of the layer change.
+    Both share keys and values. Subclasses define which projections of the layer change.
 
     Liu et al. 2025, arXiv 2512.07525; the authors' ``imag1`` (EH) and ``imag2`` (EC).
     """
@@ -37,14 +37,14 @@ class RopePP(Positions):
 
 
 class RopePPEqualCache(RopePP):
-    """With as many keys and values as RoPE, twice the heads, and an output projection for them."""
+    """As many keys and values as RoPE, twice the heads, and an output projection for them."""
 
     def prepare(self, attention: torch.nn.Module, initial: float) -> None:
         attention.o_proj = _linear(2 * self.shape.width, self.shape.width, initial)
 
 
 class RopePPEqualHeads(RopePP):
-    """With as many heads as RoPE, of half as many queries, keys and values.
+    """As many heads as RoPE, from half as many queries, keys and values.
 
     Raises:
         OptionError: the number of heads is odd.

@@ -12,10 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_ext
@@ -38,10 +35,7 @@ BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
 DOCUMENTS = [written(80, i) for i in range(4)]
 KNOWN = 14  # methods that are measured before any table, YaRN with five ramps and five temperatures
-SMALL = {
-    "population": 8,
-    **{"samples": 2, "validation_samples": 0, "prompts": 0},
-}
+SMALL = {"population": 8, **{"samples": 2, "validation_samples": 0, "prompts": 0}}
 
 
 # Evolution

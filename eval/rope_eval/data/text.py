@@ -42,10 +42,10 @@ def python_library(split: Literal["train", "held_out"]) -> list[str]:
 def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
     """Documents in files, folders and data sets.
 
-    A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet``, in its
-    field ``text``. A folder stands for all such files in it, and ``hf:ID`` for the first ``most``
-    rows of a data set on the Hub, streamed: ``hf:ID``, ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``,
-    with the split ``test`` by default.
+    A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet`` and
+    ``.json``, in its field ``text``. A folder stands for all such files in it but ``.json``, and
+    ``hf:ID`` for the first ``most`` rows of a data set on the Hub, streamed: ``hf:ID``,
+    ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``, with the split ``test`` by default.
 
     Raises:
         MeasureError: a source is missing, empty, or not UTF-8, or a document has no ``text``.
@@ -71,7 +71,7 @@ def _documents(source: str, most: int) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     """The documents in one file; some may be blank."""
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in (".json", ".jsonl", ".parquet"):
         return list(map(_field, read_rows(str(path), "--text")))
     try:
         return [path.read_text(encoding="utf-8-sig")]  # without a byte-order mark

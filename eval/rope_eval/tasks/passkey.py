@@ -114,8 +114,7 @@ class PasskeyPrompts:
         ids, count = self._whole(units, depth, key)
         lead = blanks(self.frame.tokenizer, ids, count)
         case = Case(
-            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin),
-            lead=lead,
+            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin), lead=lead
         )
         if not generate:
             return case

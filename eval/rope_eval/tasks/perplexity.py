@@ -186,10 +186,7 @@ class Segments(Task):
     _unscored: ClassVar[int] = 1  # first tokens of a window
 
     def slide(
-        self,
-        windows: Windows,
-        lengths: Sequence[int],
-        keys: Sequence[Container[int]] | None = None,
+        self, windows: Windows, lengths: Sequence[int], keys: Sequence[Container[int]] | None = None
     ) -> Iterator[Case]:
         """Windows that move over each segment and score each of its tokens once.
 

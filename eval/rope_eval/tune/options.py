@@ -133,9 +133,7 @@ class SearchOptions(TuneOptions):
         8, "Other text windows, on which the best tables are compared: 0, or at least 4."
     )
     start: YaRN | str | os.PathLike[str] | None = option(  # noqa: RUF009
-        None,
-        "The yarn that a table has to beat: a calibration.json of rope-ext calibrate.",
-        str,
+        None, "The yarn that a table has to beat: a calibration.json of rope-ext calibrate.", str
     )
 
     def __post_init__(self) -> None:
@@ -161,9 +159,7 @@ class CalibrationOptions(TuneOptions):
 
     samples: int = option(8, f"Text windows in each half, at least {FEWEST_SAMPLES}.")
     options: str | Iterable[str] | None = option(
-        None,
-        "Method options to find, such as attention_factor,window. Default: all.",
-        split,
+        None, "Method options to find, such as attention_factor,window. Default: all.", split
     )
     cheap: bool = option(
         False,

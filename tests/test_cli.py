@@ -175,7 +175,7 @@ REFUSED = {
     "compare C --device abacus": "device 'abacus' cannot be used here",
     "compare C --text missing.txt": "cannot read the text missing.txt",
     "compare C --output empty.txt": "cannot write to empty.txt",
-    "compare C --model nowhere/at/all": "cannot load the configuration of 'nowhere/at/all'",
+    "compare C --model nowhere/at/all": "there is no folder 'nowhere/at/all' to load from",
 }
 """M is the checkpoint, C a whole command line of `compare`, to which a wrong option is added."""
 

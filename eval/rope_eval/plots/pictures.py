@@ -22,7 +22,7 @@ from rope_eval.plots.style import (
     style_of,
     ticker,
 )
-from rope_ext.advice.building import model_of, require_length
+from rope_ext.advice.describe import require_length
 from rope_ext.apply.base import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
@@ -33,6 +33,8 @@ from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site
 from rope_ext.rotary.sites import text_config, text_decoder
+from rope_ext.saving.drafts import may_replace
+from rope_ext.saving.folder import model_of
 
 _CHARACTERS = 150  # characters in a line of the legend
 _ROTATING = ("frequency", "position", "rotation")
@@ -262,6 +264,8 @@ KINDS: dict[str, tuple[Callable[..., None], tuple[str, ...], str]] = {
     "distances": (distances, ("position",), "effective distances"),
 }
 """What draws each kind of plot, the kinds of methods that it can show (none: all), its title."""
+_MARK = "rope-ext plot"
+"""In the metadata of every plot, which may be replaced."""
 
 
 def draw(
@@ -307,6 +311,8 @@ def draw(
             )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
+    if not may_replace(path, _MARK):
+        raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
     require_matplotlib()
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
@@ -341,6 +347,6 @@ def draw(
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
                   frameon=False)  # fmt: skip
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, metadata={"Software": _MARK})
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error

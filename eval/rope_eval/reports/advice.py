@@ -15,13 +15,13 @@ from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation,
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, under
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.advice.building import model_of
 from rope_ext.command.arguments import command_words
 from rope_ext.command.method_options import UNPATCHED, built
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import reach
+from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
 """Options of a comparison that decides more than the default; one that does not ends there."""

@@ -27,7 +27,7 @@ def apply(
 ) -> Applied:
     """Put a frequency method in force."""
     if options.bias is not None or options.layers is not None:
-        return position.apply_frequency(place, method, options, changes)
+        return position.apply(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
     length = max(site.target_length(method) for site in scaled)
     for site in scaled:

@@ -50,11 +50,9 @@ def fit(
     """Fit the encoding that ``model`` was patched with to the rotation that it replaced.
 
     A fresh patch starts from generic values. This sets what the encoding learns so that every
-    layer attends as in the original model, as closely as the encoding can: each layer gets the
-    queries and keys of the original model on a text, and the divergence of its attention weights
-    from the original ones is minimized by Adam. Parameters that do not act on weights, such as
-    the vectors that Shaw's encoding adds to values, become 0. Nothing else is trained, and no
-    random number is drawn. Memory is linear in the length of a row.
+    layer attends as in the original model, as closely as the encoding can, on a text. Parameters
+    that do not act on weights, such as the vectors that Shaw's encoding adds to values, become 0.
+    Nothing else is trained, and no random number is drawn. Memory is linear in the length of a row.
 
     Call it after :func:`rope_ext.patch`, before an adapter is added or the model is wrapped.
 

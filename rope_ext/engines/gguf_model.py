@@ -44,11 +44,7 @@ _VALUES = {
 
 
 def require_gguf() -> Any:
-    """Import the ``gguf`` library.
-
-    Raises:
-        ExportError: the library is not installed.
-    """
+    """Import the ``gguf`` library."""
     try:
         import gguf
     except ImportError:

@@ -20,7 +20,7 @@ from rope_eval.plots.style import (
     style_of,
     ticker,
 )
-from rope_ext.advice.calibrated import FORMAT, NAME, parsed, read, unreadable
+from rope_ext.advice.sources import FORMAT, NAME, parsed, read, unreadable
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.errors import MeasureError
 from rope_ext.methods import Method

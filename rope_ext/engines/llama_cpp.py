@@ -20,6 +20,7 @@ from torch import nn
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import (
+    DRAFTS,
     Engine,
     Export,
     Refusal,
@@ -36,13 +37,12 @@ from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
 READS_TABLE = tuple(dict.fromkeys(f.name for f in LLAMA_CPP.values() if "longrope" in f.kinds))
 """Architectures that look for it."""
-
-
-_KINDS = {int: "int", float: "float", str: "str"}
+_KINDS = {int: "int", float: "float", str: "str"}  # of --override-kv
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,8 @@ class LlamaCpp(Engine):
         made = planned(state, in_file=False)
         source, long, named = _files(model, saved)
         notes = ["as llama.cpp computes it at commit 0c1e57098", *precise_note(state), *made.notes]
+        if text_config(state.decoder).model_type in DRAFTS:
+            notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
         command, files = ["llama-server", "--model", source, *made.words()], {}
         before: list[str] = []
         if saved is not None:

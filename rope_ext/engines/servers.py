@@ -13,6 +13,7 @@ from torch import nn
 
 from rope_ext.config.settings import path_to_text
 from rope_ext.engines.base import (
+    DRAFTS,
     Engine,
     Export,
     Refusal,
@@ -41,9 +42,6 @@ DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Every layer of these rotates the halves of whole heads, and has no window."""
-_DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
-_DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
-"""Whose checkpoints ship a head for speculative decoding (MTP), which rotates, too."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class _Server(Engine):
             del settings[self.names[0]]
             if not self.needs_length(text_config(state.decoder).rope_parameters):
                 settings = {}
-        elif text_config(state.decoder).model_type in _DRAFTS:
+        elif text_config(state.decoder).model_type in DRAFTS:
             notes = (*notes, self.of_draft)
         return self.made(name, settings, f"as {self.title} {self.version} computes it", *notes)
 

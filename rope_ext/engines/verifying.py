@@ -350,7 +350,7 @@ def log_probs_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Te
         elif start:
             cache = DynamicCache(config=config_of(model))
             model(torch.tensor([start]), past_key_values=cache, logits_to_keep=1)
-            cache.reorder_cache(torch.zeros(len(tails), dtype=torch.long))
+            cache.reorder_cache(torch.LongTensor([0] * len(tails)))
             given["past_key_values"] = cache
         rows.append(model(**given, logits_to_keep=1).logits[:, -1].float().log_softmax(-1))
     return torch.cat(rows)

@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
 from rope_eval.plots.pictures import draw
-from rope_ext.engines import Engine, all_engines
+from rope_ext.engines import titles
 from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.methods import Method, all_encodings, all_methods
 
@@ -270,8 +270,8 @@ def _saving(method: Method) -> str:
 
 
 def _engines(method: Method) -> str:
-    found = {engine.title: how for engine, how in _served(method).items()}
-    runs = [title for title, how in found.items() if how != REFUSED and title != "transformers"]
+    found = _served(method).items()
+    runs = [title for title, how in found if how != REFUSED and title != "transformers"]
     if method.name in PLUGIN_METHODS:
         return "vLLM on CPUs, with a [plugin](../engines/index.md#vllm-and-sglang)"
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
@@ -280,25 +280,25 @@ def _engines(method: Method) -> str:
 RUNS, TABLE, REFUSED = "runs", "by table", "refused"
 
 
-def _served(method: Method) -> dict[type[Engine], str]:
-    """How every engine runs a method on a Llama."""
+def _served(method: Method) -> dict[str, str]:
+    """How every engine, by title, runs a method on a Llama."""
     answers = {}
     with rope_ext.patched(_model(method), method) as model:
-        for engine in all_engines():
+        for engine, title in titles().items():
             try:
-                settings = rope_ext.export(model, engine.name).settings
+                settings = rope_ext.export(model, engine).settings
             except rope_ext.ExportError:
-                answers[engine] = REFUSED
+                answers[title] = REFUSED
                 continue
             table = "tensors" in settings or '"longrope"' in json.dumps(settings)
-            answers[engine] = TABLE if table else RUNS
+            answers[title] = TABLE if table else RUNS
     return answers
 
 
 def engine_table() -> Iterator[str]:
     """Methods by engines; those that choose frequencies for each sequence also with a length."""
-    engines = all_engines()
-    yield "\n| method | " + " | ".join(engine.title for engine in engines) + " |"
+    engines = titles().values()
+    yield "\n| method | " + " | ".join(engines) + " |"
     yield "| --- |" + " --- |" * len(engines)
     for cls in all_methods():
         page = (ROOT / "docs" / "methods" / f"{cls.name}.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-r"""Draw where a model looks on a text: shares of attention by octave of distance.
+r"""Plot the attention of a model on a text: its share in each octave of distance.
 
     python -m lab.attention MODEL --method yarn,rerope --factor 4 --text FILE --output attention.png
 
@@ -137,11 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="directory or Hub ID")
-    parser.add_argument("--method", default="yarn", help="names, comma between")
+    parser.add_argument("--method", default="yarn", help="comma-separated names")
     parser.add_argument("--factor", type=float, default=4.0)
     parser.add_argument("--length", help="tokens; default: factor times the trained length")
     parser.add_argument("--text", action="append", default=[], help="default: Python's library")
-    parser.add_argument("--windows", type=int, default=4, help="the most windows of the text")
+    parser.add_argument("--windows", type=int, default=4, help="maximum number of text windows")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, required=True, help="the .png file")
     args = parser.parse_args(arguments)
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def draw(axes: Any, lines: dict[str, Shares], within: Shares, trained: int) -> None:
-    """Shares by distance, those of the unpatched model first, over those of uniform attention."""
+    """Plot shares by distance relative to uniform attention; the unpatched model comes first."""
     edges = lines["unpatched"].edges
     borders = [max(edge, 0.5) for edge in edges]  # the first bin is the token itself
     places = [math.sqrt(low * high) for low, high in pairwise(borders)]

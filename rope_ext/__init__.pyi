@@ -22,7 +22,8 @@ from rope_ext.encodings import (
     SWAN as SWAN, Sandwich as Sandwich, Shaw as Shaw, Sinusoidal as Sinusoidal, T5 as T5,
     TransformerXL as TransformerXL, XPos as XPos
 )
-from rope_ext.engines import Export as Export, export as export
+from rope_ext.engines import export as export
+from rope_ext.engines.base import Export as Export
 from rope_ext.errors import (
     AdapterError as AdapterError, AlreadyPatchedError as AlreadyPatchedError,
     AlreadyScaledError as AlreadyScaledError, CacheError as CacheError, ExportError as ExportError,

@@ -78,10 +78,12 @@ class Options:
             f"bias='alibi' or temperature='log_n', or use a method such as 'yarn'",
         )
         encoding = method if layers is not None and isinstance(method, Encoding) else None
+        own = encoding is not None and encoding.by_layer
         yield (
-            encoding is not None and bool(encoding.entered or encoding.by_layer),
-            f"{name} acts in front of the layers or chooses them by its options, so "
-            f"layers={layers!r} has no effect; leave layers out",
+            own or (encoding is not None and bool(encoding.entered)),
+            f"{name} {'chooses its layers itself' if own else 'acts in front of the layers'}, so "
+            f"layers={layers!r} has no effect; leave layers out"
+            + (f", and set the options every and start of {name}" if own else ""),
         )
         given = "bias" if bias is not None else "layers" if layers is not None else None
         if given is not None and method.kind == "frequency":

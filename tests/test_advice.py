@@ -17,7 +17,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import rope_ext
 from rope_ext.advice.card import write_card
-from rope_ext.advice.measured import ranked, sentence
+from rope_ext.advice.sources import ranked, sentence
 from rope_ext.methods import Band, distances_in_use, identity
 from rope_ext.methods.geometry import Distance
 from tests.families.zoo import tiny_model

@@ -146,6 +146,7 @@ WORKS = {
 REFUSED = {
     "descibe m": "No such command 'descibe'",
     "describe": "Missing argument 'model'; see rope-ext describe --help",
+    "describe --method": "requires an argument; see rope-ext describe --help",
     "describe m --factr 2": "No such option: --factr",
     "describe M --method yran": "did you mean 'yarn'?",
     "describe M --method yarn": "needs factor=...; on the command line: --factor NUMBER",
@@ -211,10 +212,13 @@ def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: N
     assert "--factor 4 --option dual_chunk.chunk=64 --lengths 128,1024" in result.stderr
     height, width, _ = image.imread(tmp_path / "one.png").shape
     assert height > 500 and width > 1000
+    assert call("plot", *words).exit_code == 0  # over the one before
     for change, message in (
         (["--method", "yarn"], "distances cannot show yarn; plot spectrum, angles"),
         (["--output", tmp_path / "one.pdf"], "give a .png file"),
+        (["--output", tmp_path / "theirs.png"], "rope-ext plot did not write it"),
     ):
+        (tmp_path / "theirs.png").write_text("a picture of somebody else")
         wrong = call("plot", *words, *change)
         assert wrong.exit_code == 2 and message in wrong.stderr
         assert wrong.stderr.count("\n") == 1

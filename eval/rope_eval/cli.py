@@ -171,8 +171,7 @@ def plot(
     kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
     model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
     method: Annotated[
-        str,
-        typer.Option("--method", "--methods", help="Method names, separated by commas."),
+        str, typer.Option("--method", "--methods", help="Method names, separated by commas.")
     ],
     output: Annotated[Path, typer.Option(help="Output file (.png).")],
     factor: Factor = 4.0,

@@ -10,7 +10,7 @@ from rope_eval.run.plan import prepare
 from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task
-from rope_ext.command.terminal import first_process, progress, quiet, stoppable, tell, tell_next
+from rope_ext.command.terminal import progress, quiet, stoppable, tell, tell_next
 from rope_ext.errors import Mistakes
 
 
@@ -36,9 +36,9 @@ def evaluate(
             batches = [batch for system in plan.systems for batch in plan.left(system)]
             tokens = sum(case.tokens for batch in batches for case in batch)
             known = f" ({total - left} more are known)" if left < total else ""
-            extent = f"{left} cases, {tokens:,} tokens{known}" if first_process() else ""
+            tell(f"{left} cases, {tokens:,} tokens{known}")
             with progress() as shown:
-                bar = shown.add_task(extent, total=None)
+                bar = shown.add_task("", total=None)
                 outcomes = run(
                     plan,
                     lambda work: shown.advance(bar, work),

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -102,23 +102,10 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._held = False
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other runs out; of processes launched together, the first does so for all.
-
-        Whoever holds it may do so once more.
-        """
-        if self._held or not first_process():
-            yield
-            return
-        with lock(self.path):
-            self._held = True
-            try:
-                yield
-            finally:
-                self._held = False
+    def lock(self) -> AbstractContextManager[None]:
+        """Keep other runs out; of processes launched together, the first does so for all."""
+        return lock(self.path) if first_process() else nullcontext()
 
     @property
     def logs(self) -> list[Path]:

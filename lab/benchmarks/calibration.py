@@ -150,9 +150,7 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
             output=args.output / f"{checkpoint}-{SEARCH}.found.json",
             start=before,
             population=args.tables // 2,
-            iterations=2,
-            mutations=args.tables // 8,
-            crossovers=args.tables // 8,
+            iterations=1,
         )
     else:
         before, after = found.best.published, found.method

@@ -39,11 +39,7 @@ class Calibrated:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The JSON of a calibration, whose format is known.
-
-    Raises:
-        ValueError, TypeError, KeyError: it is none.
-    """
+    """The JSON of a calibration; raises a ValueError, TypeError or KeyError if it is none."""
     data = json.loads(text)
     if data[NAME] != FORMAT:
         raise ValueError(f"its format is {data[NAME]!r}, not {FORMAT}")
@@ -51,11 +47,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    """The text of a calibration: of that file, or of the one in that folder.
-
-    Raises:
-        MeasureError: there is none.
-    """
+    """The text of a calibration: of that file, or of the one in that folder."""
     path = Path(path)
     path = path / f"{NAME}.json" if path.is_dir() else path
     try:
@@ -78,12 +70,7 @@ def unreadable(error: Exception) -> MeasureError:
 
 
 def calibration_for(model: Any, given: Any) -> Calibrated | None:
-    """The calibration that was given, or is in the model's folder.
-
-    Raises:
-        MeasureError: it cannot be read.
-        OptionError: ``given`` is something else.
-    """
+    """The calibration that was given, or is in the model's folder."""
     if given is None:
         here = isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file()
         try:
@@ -96,14 +83,14 @@ def calibration_for(model: Any, given: Any) -> Calibrated | None:
             f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or its "
             f"file or folder"
         )
-    text = read(given) if path else given.to_json()
     try:
-        data = parsed(text)
-        lengths = {name: data[name] for name in ("trained_length", "target_length")}
-        for name, value in lengths.items():
-            if type(value) is not int:
-                raise TypeError(f"{name} is {value!r}")
-        model, method = str(data["model"]), method_from_json(data["method"])
-        return Calibrated(model, **lengths, method=method, sentence=str(data["sentence"]))
+        data = parsed(read(given) if path else given.to_json())
+        lengths = data["trained_length"], data["target_length"]
+        if any(type(value) is not int for value in lengths):
+            raise TypeError(f"trained_length and target_length are {lengths}")
+        method = method_from_json(data["method"])
+        return Calibrated(str(data["model"]), *lengths, method, str(data["sentence"]))
+    except MeasureError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MeasureError(f"{given if path else NAME}: {unreadable(error)}") from None

@@ -62,20 +62,13 @@ def model_card(
 def write_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
 ) -> Path:
-    """Write a model card to ``README.md`` in the folder.
-
-    An earlier card is replaced if nobody edited it.
+    """Write a model card to ``README.md`` in the folder, in place of one that nobody edited.
 
     Args:
         folder: of a saved or merged model; its configuration is read, not its weights.
         base: Hub ID or name of the model that was extended.
         report: output folder of ``rope-ext compare`` or ``rope-ext eval``; its ``table.md`` is
             included.
-
-    Raises:
-        ExportError: there is another README.md, the model is not extended, or the report has no
-            table.
-        MeasureError: the folder has no configuration.
     """
     path, text = Path(folder) / "README.md", model_card(folder, base, report)
     if path.exists():

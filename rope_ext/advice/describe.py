@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
 from rope_ext.engines import serving_commands
+from rope_ext.errors import OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
@@ -87,14 +88,12 @@ class Description:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        line = f"{self.model}: {self.length} -> {self.target_length} tokens by"
-        if self.method is not None:
-            given = self.options.items()  # the others say what `published` holds
-            options = [f"{k}={v}" for k, v in given if v is not None and k != "published"]
-            line = f"{line} {self.method}({', '.join(options)})"
-        elif self.configured is not None:
-            line = f"{line} its configuration, {self.configured}; not patched"
-        else:
+        given = self.options.items()  # the others say what `published` holds
+        options = ", ".join(f"{k}={v}" for k, v in given if v is not None and k != "published")
+        by = f"its configuration, {self.configured}; not patched"
+        by = by if self.method is None else f"{self.method}({options})"
+        line = f"{self.model}: {self.length} -> {self.target_length} tokens by {by}"
+        if self.method is None and self.configured is None:
             line = f"{self.model}: trained for {self.length} tokens, not patched"
         serve = (f"serve it: {command}" for command in self.serve)
         notes = (f"  {note}" for note in (*self.notes, *serve))
@@ -110,12 +109,15 @@ def wavelength_text(tokens: float) -> str:
     return "never rotates" if tokens == math.inf else f"{tokens:.5g}"
 
 
-def methods() -> list[MethodInfo]:
-    """Every method with its options and defaults.
+def require_length(name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise OptionError(
+            f"{name}={brief(value)} is not valid; it must be a positive number of tokens"
+        )
 
-    Returns:
-        Frequency methods, then position methods; in each group, the first to try comes first.
-    """
+
+def methods() -> list[MethodInfo]:
+    """Every method with its options and defaults; in each kind, the first to try comes first."""
     found = []
     for cls in all_methods():
         defaults = {option.name: option.default for option in dataclasses.fields(cls)}
@@ -141,23 +143,15 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)
     decoder, patch = text_decoder(model), current_patch(model)
-    sites = find_sites(decoder) if patch is None else patch.sites
-    found = configured(text_config(decoder)) if patch is None else None
-    length = target = sites[0].rope.length
+    name, sites = type(decoder).__name__, find_sites(decoder) if patch is None else patch.sites
+    shown = tuple(_site(site, patch) for site in sites)
     if patch is not None:
-        length, target = patch.length, patch.target_length
-    elif found is not None:
-        length = found[1]
-    return Description(
-        model=type(decoder).__name__,
-        method=None if patch is None else patch.method.name,
-        options={} if patch is None else patch.method.options(),
-        length=length,
-        target_length=target,
-        sites=tuple(_site(site, patch) for site in sites),
-        notes=tuple(_unpatched_notes(decoder, sites)) if patch is None else patch.notes,
-        configured=None if found is None else call_text(found[0]),
-    )
+        method, lengths = patch.method, (patch.length, patch.target_length)
+        return Description(name, method.name, method.options(), *lengths, shown, patch.notes)
+    notes, target = tuple(_unpatched_notes(decoder, sites)), sites[0].rope.length
+    found = configured(text_config(decoder))
+    length, scaling = (target, None) if found is None else (found[1], call_text(found[0]))
+    return Description(name, None, {}, length, target, shown, notes, scaling)
 
 
 def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:

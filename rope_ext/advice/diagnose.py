@@ -11,8 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.advice.building import require_length
-from rope_ext.advice.describe import call_text, describe, wavelength, wavelength_text
+from rope_ext.advice.describe import (
+    call_text,
+    describe,
+    require_length,
+    wavelength,
+    wavelength_text,
+)
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.folder import read_saved
@@ -32,16 +37,14 @@ class PairDiagnosis:
     angle_after: float
 
     def _status(self, angle: float) -> str:
+        # A pair that makes a full rotation within the trained length has met every angle there is;
+        # of any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
         seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
         return "in distribution" if seen else "out of distribution"
 
     @property
     def before(self) -> str:
-        """``"in distribution"`` or ``"out of distribution"``, unpatched.
-
-        A pair that makes a full rotation within the trained length has met every angle there is; of
-        any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
-        """
+        """``"in distribution"`` or ``"out of distribution"``, unpatched."""
         return self._status(self.angle_before)
 
     @property
@@ -140,17 +143,10 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     if not isinstance(model, nn.Module):
         model = read_saved(model).model
     decoder, patch, described = text_decoder(model), current_patch(model), describe(model)
-    return Diagnosis(
-        model=described.model,
-        method=None if patch is None else call_text(patch.method),
-        length=length,
-        trained_length=described.length,
-        sites=tuple(
-            _site(text_config(decoder), site, patch, length)
-            for site in (find_sites(decoder) if patch is None else patch.sites)
-        ),
-        notes=described.notes,
-    )
+    method = None if patch is None else call_text(patch.method)
+    sites = find_sites(decoder) if patch is None else patch.sites
+    shown = tuple(_site(text_config(decoder), site, patch, length) for site in sites)
+    return Diagnosis(described.model, method, length, described.length, shown, described.notes)
 
 
 def _site(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
@@ -173,12 +169,8 @@ def _site(config: Any, site: RotarySite, patch: Patch | None, length: int) -> Si
         (before * rope.inv_freq).tolist(),
         (after * frequencies).tolist(),
     )
-    return SiteDiagnosis(
-        name=site.name or "rotary",
-        layer_type=site.layer_type or "all layers",
-        base=rope.base,
-        critical_dimension=2 * int((rope.rotations >= 1).sum()),
-        distances_before=float(before),
-        distances_after=float(after.max()),
-        pairs=tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True)),
-    )
+    name, layers = site.name or "rotary", site.layer_type or "all layers"
+    critical = 2 * int((rope.rotations >= 1).sum())
+    pairs = tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True))
+    distances = float(before), float(after.max())
+    return SiteDiagnosis(name, layers, rope.base, critical, *distances, pairs)

@@ -23,7 +23,8 @@ from rope_ext.errors import NotPatchedError, OptionError, brief
 from rope_ext.methods import Method, Rope, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
-from rope_ext.position.attend import LAYER, Layer, watched
+from rope_ext.position.attend import Layer, watched
+from rope_ext.position.layers import LAYER
 from rope_ext.position.learned import BIAS, DistanceBias
 from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
@@ -49,11 +50,9 @@ def fit(
     """Fit the encoding that ``model`` was patched with to the rotation that it replaced.
 
     A fresh patch starts from generic values. This sets what the encoding learns so that every
-    layer attends as in the original model, as closely as the encoding can: each layer gets the
-    queries and keys of the original model on a text, and the divergence of its attention weights
-    from the original ones is minimized by Adam. Parameters that do not act on weights, such as
-    the vectors that Shaw's encoding adds to values, become 0. Nothing else is trained, and no
-    random number is drawn. Memory is linear in the length of a row.
+    layer attends as in the original model, as closely as the encoding can, on a text. Parameters
+    that do not act on weights, such as the vectors that Shaw's encoding adds to values, become 0.
+    Nothing else is trained, and no random number is drawn. Memory is linear in the length of a row.
 
     Call it after :func:`rope_ext.patch`, before an adapter is added or the model is wrapped.
 

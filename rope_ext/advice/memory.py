@@ -95,10 +95,6 @@ def memory(
         chunk: tokens per forward, as in ``generate(prefill_chunk_size=...)``; None: the prompt.
         dtype: of weights, activations and cache.
         cache_bits: 16, or the 8, 4 or 2 bits of ``cache_implementation="quantized"``.
-
-    Raises:
-        OptionError: a number is below 1, or a cache of as many bits does not exist.
-        UnsupportedModelError: no language model can be built from the configuration.
     """
     last = length if chunk is None else min(chunk, length)
     for name, value in (("length", length), ("batch", batch), ("chunk", last)):
@@ -120,11 +116,8 @@ def memory(
                     cache = output.past_key_values
                     del output
     # A sliding layer's window is a view of the keys of the whole chunk, and keeps them all.
-    sizes = [
-        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
-        for layer in cache.layers
-        if getattr(layer, "keys", None) is not None
-    ]
+    there = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    sizes = [sum(x.untyped_storage().nbytes() for x in (one.keys, one.values)) for one in there]
     stored = sum(sizes)
     prefill = live.peak - stored
     if cache_bits < 16:

@@ -1,7 +1,7 @@
 """Which method for which model and length.
 
 A vendor's recipe comes first, then what a calibration found, then what was measured on two
-pretrained models; with fine-tuning, what is published. The data is in ``vendors`` and ``measured``.
+pretrained models; with fine-tuning, what is published. The data is in ``sources``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.advice.building import model_of, require_length
 from rope_ext.advice.calibrated import Calibrated, calibration_for
-from rope_ext.advice.describe import call_text
-from rope_ext.advice.measured import ranked, sentence
-from rope_ext.advice.vendors import Recipe, recipe_for, shipped_with
+from rope_ext.advice.describe import call_text, require_length
+from rope_ext.advice.sources import Recipe, ranked, recipe_for, sentence, shipped_with
 from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.recommendation import Recommendation
-from rope_ext.engines import build_engine, engines_for, export, serving_commands
+from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
 from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import smallest_base
@@ -30,7 +28,7 @@ from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import current_patch, first_site, patched
 from rope_ext.rotary.sites import text_config, text_decoder, unwrap
-from rope_ext.saving.folder import read_saved
+from rope_ext.saving.folder import model_of, read_saved
 
 _INTERPOLATED = 4
 """Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""
@@ -38,7 +36,7 @@ _TRAINED_FACTOR = 32
 """Largest factor at which YaRN is published with fine-tuning, arXiv 2309.00071."""
 _LARGEST_GROUP = 64
 """Of the groups that the authors of Self-Extend call reasonable, from their repository."""
-FINETUNED = (
+_FINETUNED = (
     (
         YaRN,
         "99.4 % of passkeys at 131072 tokens, of 4096 (arXiv 2309.00071, section 4); 400 steps of "
@@ -47,12 +45,12 @@ FINETUNED = (
     (ABF, "for long continued training: nothing but a larger base (arXiv 2309.16039)."),
     (PI, "the simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595)."),
 )
-SERVED = (
+_SERVED = (
     (YaRN, "every engine runs it; costs something on short prompts (arXiv 2309.00071)."),
     (NTK, "nothing but a larger base, for an engine that takes nothing else (bloc97 2023)."),
     (PI, "linear scaling, for an engine that takes nothing else (arXiv 2306.15595)."),
 )
-RAISED = (
+_RAISED = (
     "the scaling that the checkpoint was trained with, with a larger factor: 11.8 % less "
     "perplexity than YaRN on top of YaRN (docs/using.md)."
 )
@@ -111,9 +109,8 @@ def recommend(
         calibration: what :func:`rope_ext.calibrate` found for this model, or its file or
             directory. None takes the ``calibration.json`` in the model's directory if there is one
             that fits. Fine-tuning needs none.
-        engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
-            ``"transformers"``: only methods that it can run. None gives two answers: ``method``
-            for this process and ``serve`` for other engines.
+        engine: one of those of :func:`rope_ext.export`: only methods that it can run. None gives
+            two answers: ``method`` for this process and ``serve`` for other engines.
 
     Returns:
         Method, factor, the call, the reasons with their sources, and alternatives; pass it to
@@ -129,7 +126,7 @@ def recommend(
             it would accept none of the methods.
     """
     if engine is not None:
-        build_engine(engine)  # a mistake shows before a Hub is asked
+        check_engine(engine)  # a mistake shows before a Hub is asked
     require_length("target_length", target_length)
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
@@ -151,11 +148,8 @@ def recommend(
         raise not_none(trials[0].refusal)
     first, *others = accepted
     serve = None if engine else next((t for t in accepted if t.engines), None)
-    refused = [
-        f"{t.method.name} is left out: {t.refusal}"
-        for t in trials[: trials.index(first)]
-        if t.refusal
-    ]
+    before = trials[: trials.index(first)]
+    refused = [f"{t.method.name} is left out: {t.refusal}" for t in before if t.refusal]
     return Recommendation(
         model=name,
         method=first.method,
@@ -177,11 +171,7 @@ def recommend(
 def _without_patch(
     given: nn.Module | PreTrainedConfig | str | Path, target: int
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model, or one without weights; and a note if it was saved under a patch.
-
-    Raises:
-        OptionError: the model reaches the target as it was saved.
-    """
+    """The model, or one without weights; and a note if it was saved under a patch."""
     if isinstance(given, nn.Module):
         return given, gguf_source.scaling_notes(unwrap(given).config)
     saved = read_saved(given)
@@ -242,7 +232,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Methods, the best first, and the reason to choose each."""
     factor, recipe = case.factor, case.recipe
-    raised = [] if case.raised is None else [(case.raised, RAISED)]
+    raised = [] if case.raised is None else [(case.raised, _RAISED)]
     if case.finetune or case.engine is not None:
         yield from raised
     if recipe is not None and not case.finetune:
@@ -252,7 +242,7 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
             f"{recipe.trained} tokens ({recipe.source}). {recipe.note}".rstrip(),
         )
     if case.finetune or case.engine is not None:
-        for cls, why in FINETUNED if case.finetune else SERVED:
+        for cls, why in _FINETUNED if case.finetune else _SERVED:
             if recipe is None or cls is not YaRN:
                 yield cls(factor=factor), why
         return

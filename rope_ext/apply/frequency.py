@@ -17,7 +17,7 @@ from rope_ext.options import Options
 from rope_ext.position import queries
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.calls import refuse_sharded
-from rope_ext.rotary.sequences import Sequences, follow
+from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.rotary.swapping import Changes
 
@@ -27,7 +27,7 @@ def apply(
 ) -> Applied:
     """Put a frequency method in force."""
     if options.bias is not None or options.layers is not None:
-        return position.apply_frequency(place, method, options, changes)
+        return position.apply(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
     length = max(site.target_length(method) for site in scaled)
     for site in scaled:
@@ -51,8 +51,7 @@ def apply(
     sequences = None
     moving = temperature is not None and temperature.constant is None
     if not growing and (method.is_dynamic or method.start_tokens or moving):
-        sequences = Sequences(method, min(site.rope.length for site in scaled))
-        follow(decoder, place.model, sequences, changes)
+        sequences = Sequences(place, method, changes)
     for site, (inv_freq, scaling) in targets.items():
         if growing:
             _grow(site, method.name, saved.native, changes)

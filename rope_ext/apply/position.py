@@ -23,23 +23,6 @@ from rope_ext.rotary.swapping import Changes
 _logger = logging.getLogger("rope_ext")
 
 
-def apply(
-    place: PatchTarget, method: PositionMethod, options: Options, changes: Changes
-) -> Applied:
-    """Put a position method in force."""
-    label = str(method) if options.frequency is None else f"{method} on {options.frequency}"
-    return _apply(place, method, label, options, changes)
-
-
-def apply_frequency(
-    place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
-) -> Applied:
-    """Put a frequency method in force with our attention: in some layers, or with a bias."""
-    standing = _Standing(of=method, temperature=method.tempered(place.scaled[0].rope))
-    applied = _apply(place, standing, str(method), replace(options, frequency=method), changes)
-    return replace(applied, method=method)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Standing(RoPE):
     """A frequency method in the form of a position method that changes no position."""
@@ -51,19 +34,25 @@ class _Standing(RoPE):
         return self.of.name
 
 
-def _apply(
-    place: PatchTarget, method: PositionMethod, label: str, options: Options, changes: Changes
+def apply(
+    place: PatchTarget, given: PositionMethod | FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
+    """Put a position method in force, or a frequency method in some layers or with a bias."""
     from rope_ext.position.install import Installed  # loads every kernel
 
+    label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
+    instead = "use a frequency method such as 'yarn'"
+    if isinstance(given, FrequencyMethod):
+        options, instead = replace(options, frequency=given), f"patch with {given.name!r}"
+        temperature = given.tempered(place.scaled[0].rope)
+        method: PositionMethod = _Standing(of=given, temperature=temperature)
+    else:
+        method = given
     decoder, under, rope = place.decoder, options.frequency, options.rope(place.scaled[0].rope)
-    beside = [name for name in ("bias", "layers") if getattr(options, name) is not None]
-    label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
-    added = " and ".join(f"{option}=" for option in beside)
-    named, instead = method.name, "use a frequency method such as 'yarn'"
-    if isinstance(method, _Standing):
-        instead = f"patch with {method.name!r}"
-    if added:
+    named, beside = method.name, [n for n in ("bias", "layers") if getattr(options, n) is not None]
+    if beside:
+        added = " and ".join(f"{option}=" for option in beside)
+        label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
         named, instead = f"{named} with {added}", f"{instead} without {added}"
     for each in (method, under):
         if each is not None:
@@ -87,19 +76,8 @@ def _apply(
             f"chooses the window itself; to remove the positions of layers without one, patch "
             f"with 'nope', and with layers= for some of them"
         )
-    position_map = PositionMap(
-        method,
-        rope,
-        table,
-        label,
-        precise,
-        options.kernel,
-        include_sliding,
-        encoding,
-        options.layers,
-        named,
-        instead,
-    )
+    more = (include_sliding, encoding, options.layers, named, instead)
+    position_map = PositionMap(method, rope, table, label, precise, options.kernel, *more)
     installed = Installed(decoder, position_map, changes)
     refuse_continuous_batching(place.model, installed.unbatched(), changes)
     notes = [*installed.notes]
@@ -121,7 +99,7 @@ def _apply(
         )
         _logger.warning("rope_ext: %s", notes[-1])
     return Applied(
-        method=method,
+        method=given if isinstance(given, FrequencyMethod) else method,
         target_length=length,
         saved=unsaved(place, length),
         plain=False,

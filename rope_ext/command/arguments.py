@@ -19,11 +19,7 @@ def split(names: str | Iterable[str]) -> list[str]:
 
 
 def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple[int, ...]:
-    """Parse ``512,4k,1m`` into token counts; k is 1024 and m is 1024 k.
-
-    Raises:
-        OptionError: an item is not a number of tokens.
-    """
+    """Parse ``512,4k,1m`` into token counts; k is 1024 and m is 1024 k."""
     lengths = []
     for word in split(text):
         match = re.fullmatch(r"([0-9]{1,15})([km]?)", word.lower())
@@ -37,11 +33,7 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
 
 
 def parse_compose(text: str | bool) -> bool | Literal["raise"]:
-    """``compose`` of :func:`rope_ext.patch` from ``--compose``, ``--compose stack`` or ``raise``.
-
-    Raises:
-        OptionError: it is another word.
-    """
+    """``compose`` of :func:`rope_ext.patch`, as it is typed."""
     if isinstance(text, bool):
         return text
     if text not in ("stack", "raise"):
@@ -103,9 +95,6 @@ def parse_options(
 
     You may omit the method if ``methods`` has one entry. ``longrope=found.json`` reads all
     options from that file.
-
-    Raises:
-        OptionError: an option is malformed, or a file contains no options.
     """
     options: dict[str, dict[str, Any]] = {}
     for text in texts or ():
@@ -132,11 +121,7 @@ def parse_options(
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON as ``json.loads`` does, but refuse a key that is given twice.
-
-    Raises:
-        ValueError: the text is not JSON, or an object has a key twice.
-    """
+    """Parse JSON as ``json.loads`` does, but refuse a key that is given twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}

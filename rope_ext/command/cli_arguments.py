@@ -1,16 +1,21 @@
-"""Arguments shared by several commands."""
+"""Arguments shared by several commands, and the group and the classes of commands."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rope_ext.command.arguments import parse_compose, take
+from rope_ext.command.arguments import command_words, parse_compose, parse_options, take
 from rope_ext.command.evaluators import find
-from rope_ext.command.terminal import clean_errors, quiet, tell
+from rope_ext.command.terminal import clean_errors, quiet, tell, tell_next, unused
+from rope_ext.errors import OptionError
 
 Model = Annotated[
     str,
@@ -19,14 +24,6 @@ Model = Annotated[
     ),
 ]
 Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
-OneFactor = Annotated[
-    float | None,
-    typer.Option("--factor", help="Extension factor of --method: target length / trained length."),
-]
-PatchedWith = Annotated[
-    str | None,
-    typer.Option("--method", "--methods", help="Patch the model with this method first."),
-]
 Option = Annotated[
     list[str] | None,
     typer.Option(
@@ -37,9 +34,6 @@ Option = Annotated[
 ]
 Dtype = Annotated[
     str, typer.Option(help="Dtype: auto (float32 on CPU), float32, bfloat16 or float16.")
-]
-TrainedLength = Annotated[
-    int | None, typer.Option(help="Override the trained length in the config.")
 ]
 _TEXT = "Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard library"
 Text = Annotated[list[str] | None, typer.Option(help=f"{_TEXT}.")]
@@ -60,6 +54,123 @@ Compose = Annotated[
 ]
 
 
+RUN_HERE = ("llama.cpp", "mlx", "transformers")
+"""Engines that `verify` starts by itself."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, and the patch that the options of a command ask for."""
+
+    model: Model
+    method: Annotated[
+        str | None,
+        typer.Option("--method", "--methods", help="Patch the model with this method first."),
+    ] = None
+    factor: Annotated[
+        float | None, typer.Option(help="Extension factor of --method: target / trained length.")
+    ] = None
+    option: Option = None
+    compose: Compose = False
+    trained_length: Annotated[
+        int | None, typer.Option(help="Override the trained length in the config.")
+    ] = None
+
+    def words(self, command: str, **more: Any) -> list[str]:
+        """``rope-ext COMMAND MODEL`` with the patch and further options, as it is typed."""
+        return command_words(command, **vars(self), **more)
+
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """The method and its options; without a method, where the others would do nothing, none."""
+        from rope_ext.command.method_options import checked_methods
+
+        if self.method is None:
+            words = self.words("")[3:]
+            if words:
+                raise OptionError(f"{' '.join(words[:2])} needs --method")
+            return {}
+        names = [self.method]
+        return checked_methods(names, self.factor, parse_options(self.option, names))
+
+    def arguments(self) -> dict[str, Any]:
+        """What `patch` is given beside the method."""
+        given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
+        return {name: value for name, value in given.items() if value}
+
+    def build(self) -> Any:
+        """The method."""
+        from rope_ext.methods import build_method
+
+        ((name, values),) = self.methods().items()
+        return build_method(name, **values)
+
+    def patched(self) -> Any:
+        """The model without weights under the method; without one, its name, to read as saved."""
+        from rope_ext.command.method_options import saved_otherwise
+        from rope_ext.saving.checkpoints import load_config
+        from rope_ext.saving.folder import model_of, patch_without_weights
+
+        if not self.methods():
+            return self.model
+        for note in saved_otherwise({self.model: load_config(self.model)}):
+            tell(f"note: {note}", "yellow")
+        return patch_without_weights(model_of(self.model), self.build(), self.arguments())
+
+    def tell_compare(self, trained: int, target: int, **more: Any) -> None:
+        """Print the command that compares the method with the unpatched model."""
+        lengths = f"{trained},{target}"
+        tell_next(self.words("compare", lengths=lengths, **more, output=unused("compared")))
+
+    def tell_check(self, engine: str | None = None) -> None:
+        """Print the command that checks an engine, unless there is no miniature to run in it."""
+        from rope_ext.engines.families import miniatures
+        from rope_ext.saving.checkpoints import is_dynamic, load_config
+
+        config = load_config(self.model)
+        known = config.get_text_config(decoder=True).model_type in miniatures()
+        if self.compose or not known or (self.method is None and is_dynamic(config)):
+            tell("done: the settings above serve it")
+            return
+        here = engine in (None, "ollama", *RUN_HERE)
+        engine = None if engine == "ollama" else engine
+        tell_next(self.words("verify", engine=engine, write=None if here else unused("miniature")))
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Decorator: a command of ``app``, whose docstring says what its options are.
+
+    The fields of :class:`Asked` are typed in place of a parameter of that type.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        about, _, said = (inspect.getdoc(function) or "").partition("Options:\n")
+        said = re.sub(r"\n {5,}", " ", said)
+        helps = dict(line.strip().split(": ", 1) for line in said.splitlines())
+        shown: list[inspect.Parameter] = []
+        for one in inspect.signature(function, eval_str=True).parameters.values():
+            kind = one.annotation
+            if kind is Asked:
+                shown += inspect.signature(Asked, eval_str=True).parameters.values()
+                continue
+            if get_origin(kind) is not Annotated:
+                flags = [f"--{one.name.replace('_', '-')}"] if kind is bool else []
+                kind = Annotated[kind, typer.Option(*flags, help=helps[one.name])]
+            shown.append(one.replace(annotation=kind))
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown]
+
+        def run(**typed: Any) -> None:
+            given = {one.name: typed.pop(one.name) for one in fields(Asked) if asks}
+            function(*([Asked(**given)] if asks else []), **typed)
+
+        asks = any(one.name == "compose" for one in parameters)
+        made: Any = run
+        made.__signature__ = inspect.Signature(parameters)
+        made.__annotations__ = {one.name: one.annotation for one in parameters}
+        return app.command(name or function.__name__, cls=ModelCommand, help=about)(made)
+
+    return decorate
+
+
 class Commands(TyperGroup):
     """All commands, with those of the evaluators; a wrong option is told in one line."""
 
@@ -78,20 +189,19 @@ class Commands(TyperGroup):
         if (evaluators := find("cli")) is not None:
             self.commands.update(typer.main.get_group(evaluators.app).commands)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:
         """Run and exit; without ``standalone_mode``, return the status or raise."""
         try:
             with clean_errors():
-                status = super().main(*args, standalone_mode=False, **options)
+                status = super().main(args, standalone_mode=False, **options)
         except Exception as error:
             described = getattr(error, "format_message", None)  # of click, whose copy typer has
             if described is None or not standalone_mode:
                 raise
-            context = getattr(error, "ctx", None)
-            path = "" if context is None else context.command_path
             message = " ".join(described().split()).rstrip(".").replace("Value error, ", "")
-            name = f"rope-ext {path.partition(' ')[2]}".rstrip()
-            tell(f"error: {message}; see {name} --help", "red")
+            words = sys.argv[1:] if args is None else args
+            name = next((word for word in words[:1] if word in self.commands), "")
+            tell(f"error: {message}; see {f'rope-ext {name}'.rstrip()} --help", "red")
             status = 2
         return sys.exit(status if isinstance(status, int) else 0) if standalone_mode else status
 

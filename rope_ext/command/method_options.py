@@ -35,13 +35,6 @@ def checked_methods(
         options: further options, by name or alias.
         adapter: folder or Hub ID; ``adapter`` in ``names`` is the patch it was trained with.
         force: accept other methods than that.
-
-    Raises:
-        UnknownMethodError: there is no such method.
-        OptionError: an option is unknown, missing, out of range, or for a method not in ``names``;
-            or the adapter was trained with another patch.
-        MeasureError: the adapter cannot be found.
-        SeveralErrors: more than one of these.
     """
     mistakes = Mistakes()
     if factor is not None and not factor > 1:
@@ -94,8 +87,8 @@ def _typed(name: str, message: str) -> str:
     """How the options that an error over a method names are given on the command line."""
     names = [field.name for field in dataclasses.fields(method_class(name))]
     message = message.partition("Options: ")[0]  # which lists them all
-    named = [one for one in names if re.search(rf"\b{one}\b", message)] or names[-1:]
-    words = [f"--option {name}.{one}=VALUE" for one in named]
+    named = [one for one in names if re.search(rf"\b{one}\b", message)]
+    words = [f"--option {name}.{one}=VALUE" for one in named or ["NAME"]]
     if "needs factor=" in message:
         words[named.index("factor")] = "--factor NUMBER"
     table = f" (or --option {name}=FILE.json of rope-ext search)" if "long_factor" in named else ""

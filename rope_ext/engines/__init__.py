@@ -1,24 +1,138 @@
-"""Export of patches to other engines, each of which registers itself."""
+"""Export of patches to other engines; each has a function that returns its settings."""
 
-# isort: off
-from rope_ext.engines.base import (
-    Engine,
-    Export,
-    all_engines,
-    build_engine,
-    engines_for,
-    export,
-    serving_commands,
-)
-from rope_ext.engines import servers, llama_cpp, configs  # noqa: F401 - in the order of tables
-# isort: on
+from __future__ import annotations
 
-__all__ = [
-    "Engine",
-    "Export",
-    "all_engines",
-    "build_engine",
-    "engines_for",
-    "export",
-    "serving_commands",
-]
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rope_ext.config.settings import all_settings
+from rope_ext.engines import configs, llama_cpp, servers
+from rope_ext.engines.base import Export, Refusal, config_of
+from rope_ext.errors import ExportError, NotPatchedError, nearest
+from rope_ext.patching import Patch, current_patch
+from rope_ext.saving.folder import Saved, read_saved
+
+_ENGINES: dict[str, tuple[str, Callable[..., Export]]] = {
+    "vllm": ("vLLM", servers.vllm),
+    "sglang": ("SGLang", servers.sglang),
+    "llama.cpp": ("llama.cpp", llama_cpp.llama_cpp),
+    "ollama": ("Ollama", llama_cpp.ollama),
+    "transformers": ("transformers", configs.transformers),
+    "mlx": ("mlx-lm", configs.mlx),
+}
+"""By name: how its authors write it, and what makes its settings of a model, its patch, and the
+folder that already holds the patch. Without that the engine loads the model as it was before."""
+
+
+def titles() -> dict[str, str]:
+    """What each engine is called by its authors, by name."""
+    return {name: title for name, (title, _) in _ENGINES.items()}
+
+
+def check_engine(name: str, **options: Any) -> None:
+    """Raise ExportError unless there is an engine of this name that has these options."""
+    if not isinstance(name, str) or name not in _ENGINES:
+        known, near = ", ".join(map(repr, _ENGINES)), nearest(str(name), _ENGINES)
+        raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
+    known = [*inspect.signature(_ENGINES[name][1]).parameters][3:]
+    for option in options.keys() - known:
+        valid = f"its options are {', '.join(known)}" if known else "it has none"
+        raise ExportError(f"{name} has no option {option!r}; {valid}")
+
+
+def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **options: Any) -> Export:
+    """Export the patch of ``model`` as settings for another engine.
+
+    Args:
+        model: patched by :func:`rope_ext.patch`; or a saved or merged model: its folder, Hub ID or
+            configuration, or the model that was loaded from it. No weights are read for those.
+        engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
+            ``"transformers"``.
+        **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
+            readers, ``dual_chunk=True`` of ``"vllm"`` is for its versions that run Dual Chunk,
+            ``plugin=True`` for a folder under a position method, which version 0.32 serves on CPUs.
+
+    Returns:
+        Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder
+        that the patched model saved), under which the engine has the same frequencies and
+        attention scaling. For a saved model: settings for its folder, often none.
+
+    Raises:
+        ExportError: there is no such engine, or it cannot run the patch.
+        NotPatchedError: there is no patch.
+        MeasureError: the folder has no configuration.
+    """
+    check_engine(engine, **options)
+    if isinstance(model, nn.Module) and (state := current_patch(model)) is not None:
+        return _export(engine, model, state, None, **options)
+    saved = read_saved(config_of(model) if isinstance(model, nn.Module) else model)
+    state = current_patch(saved.model)
+    return _unread(engine, saved) if state is None else _of_saved(engine, state, saved, **options)
+
+
+def _export(
+    engine: str, model: nn.Module, state: Patch, saved: Saved | None, **options: Any
+) -> Export:
+    try:
+        return _ENGINES[engine][1](model, state, saved, **options)
+    except Refusal as refusal:
+        others = [repr(e) for e in _ENGINES if e != engine and _runs(e, model, state, saved)]
+        raise ExportError(
+            f"{engine} cannot run {state.method.name}: {refusal}; "
+            f"{' and '.join(others) or 'no supported engine'} can run this patch"
+        ) from None
+
+
+def _runs(engine: str, model: nn.Module, state: Patch, saved: Saved | None = None) -> bool:
+    try:
+        _ENGINES[engine][1](model, state, saved)
+    except Refusal:
+        return False
+    return True
+
+
+def _of_saved(engine: str, state: Patch, saved: Saved, **options: Any) -> Export:
+    if saved.source != "adapter":
+        return _export(engine, saved.model, state, saved, **options)
+    made = _export(engine, saved.model, state, None, **options)  # the base model is unextended
+    note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
+    return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
+
+
+def _unread(engine: str, saved: Saved) -> Export:
+    """Of a model without a patch, whose configuration may scale as no method of ours does."""
+    text = saved.config.get_text_config(decoder=True)
+    kinds = {one.rope_type for one in all_settings(text).values()} - {"default"}
+    if not kinds:
+        raise NotPatchedError(
+            "this model is not patched, and its configuration does not scale it, so there is "
+            "nothing to export; call rope_ext.patch(model, ...) first, or pass --method"
+        )
+    if engine == "transformers":
+        return configs.as_it_is(saved)
+    raise ExportError(
+        f"{engine} cannot run what this configuration says, rope_type "
+        f"{' and '.join(map(repr, sorted(kinds)))}: no setting is known by which it computes the "
+        f"same; 'transformers' can run this folder"
+    )
+
+
+def serving_commands(saved: Saved) -> tuple[str, ...]:
+    """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
+    state = current_patch(saved.model)
+    for engine in _ENGINES:
+        if state and engine != "transformers" and _runs(engine, saved.model, state, saved):
+            return (_of_saved(engine, state, saved).command,)
+    return ()
+
+
+def engines_for(model: nn.Module) -> tuple[str, ...]:
+    """The names of the engines that can run the patch of ``model``; none if it is not patched."""
+    state = current_patch(model)
+    return () if state is None else tuple(n for n in _ENGINES if _runs(n, model, state))

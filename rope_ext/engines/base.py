@@ -1,31 +1,30 @@
-"""A patch as settings for other engines: what all of them share.
+"""What the engines share: the export of a patch, reasons to refuse one, and its frequencies.
 
 Each engine states the version in which its formulas were read and, if possible, run.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from rope_ext.apply.configuration import part_of
 from rope_ext.engines.families import ENGINES, Family
-from rope_ext.errors import ExportError, MeasureError, NotPatchedError, nearest
+from rope_ext.errors import ExportError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
-from rope_ext.patching import Patch, current_patch
+from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config, unwrap
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
-from rope_ext.saving.folder import Saved, read_saved
+from rope_ext.saving.folder import Saved
 
 DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
 DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
@@ -47,10 +46,12 @@ class Export:
     notes: tuple[str, ...] = ()  # limitations and instructions
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write ``files`` to a directory, replacing existing ones; it is created if missing.
+        """Write ``files`` to a directory, which is created if it is missing.
+
+        A ``config.json`` of the same model is replaced; any other file that is there is not.
 
         Raises:
-            ExportError: there are no files.
+            ExportError: there are no files, or another file has one of their names.
         """
         folder = Path(folder)
         if not self.files:
@@ -59,6 +60,12 @@ class Export:
             )
         if folder.exists() and not folder.is_dir():
             raise ExportError(f"{folder} is a file; give the name of a folder")
+        for name, text in self.files.items():
+            if not _replaceable(folder / name, text):
+                raise ExportError(
+                    f"{folder / name} exists and would be lost; move it away, or give another "
+                    f"folder"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             write_whole(folder / name, text)
@@ -71,129 +78,18 @@ class Export:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Engine:
-    """Base of all engines: a frozen dataclass whose fields are the options of ``export``."""
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-    """As its authors write it."""
-
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        """Settings with which the engine computes ``state``; raises :class:`Refusal`.
-
-        ``saved`` is the folder that already holds the patch; without one, the engine loads the
-        model as it was before.
-        """
-        raise NotImplementedError
-
-
-_REGISTRY: dict[str, type[Engine]] = {}
-E = TypeVar("E", bound=type[Engine])
-
-
-def register(cls: E) -> E:
-    """Class decorator: registers an engine under its name."""
-    _REGISTRY[cls.name] = cls
-    return cls
-
-
-def all_engines() -> list[type[Engine]]:
-    """Every registered engine, in order of registration."""
-    return list(_REGISTRY.values())
-
-
-def build_engine(name: str, **options: Any) -> Engine:
-    """Build the engine with this name and these options.
-
-    Raises:
-        ExportError: there is no such engine, or it has no such option.
-    """
-    if not isinstance(name, str) or name not in _REGISTRY:
-        known, near = ", ".join(map(repr, _REGISTRY)), nearest(str(name), _REGISTRY)
-        raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
-    known = [field.name for field in dataclasses.fields(_REGISTRY[name])]
-    for option in options.keys() - known:
-        valid = f"its options are {', '.join(known)}" if known else "it has none"
-        raise ExportError(f"{name} has no option {option!r}; {valid}")
-    return _REGISTRY[name](**options)
-
-
-def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **options: Any) -> Export:
-    """Export the patch of ``model`` as settings for another engine.
-
-    Args:
-        model: patched by :func:`rope_ext.patch`; or a saved or merged model: its folder, Hub ID or
-            configuration, or the model that was loaded from it. No weights are read for those.
-        engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
-            ``"transformers"``.
-        **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
-            readers, ``dual_chunk=True`` of ``"vllm"`` is for its versions that run Dual Chunk,
-            ``plugin=True`` for a folder under a position method, which version 0.32 serves on CPUs.
-
-    Returns:
-        Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder
-        that the patched model saved), under which the engine has the same frequencies and
-        attention scaling. For a saved model: settings for its folder, often none.
-
-    Raises:
-        ExportError: there is no such engine, or it cannot run the patch.
-        NotPatchedError: there is no patch.
-        MeasureError: the folder has no configuration.
-    """
-    chosen = build_engine(engine, **options)
-    if isinstance(model, nn.Module) and current_patch(model) is not None:
-        return _export(chosen, model, None)
-    saved = read_saved(config_of(model) if isinstance(model, nn.Module) else model)
-    return _export(chosen, saved.model, saved)
-
-
-def _export(chosen: Engine, model: nn.Module, saved: Saved | None) -> Export:
-    state, engine = current_patch(model), chosen.name
-    if state is None:
-        raise NotPatchedError(
-            "this model is not patched, and no method is known for what its configuration says, so "
-            "there is nothing to export; call rope_ext.patch(model, ...) first, or pass --method"
-        )
+def _replaceable(path: Path, text: str) -> bool:
+    """Whether nothing is lost where ``text`` replaces a file: it is the same, or of one model."""
+    if not path.exists():
+        return True
     try:
-        made = _made(chosen, model, state, saved)
-    except Refusal as refusal:
-        others = [repr(e) for e in _REGISTRY if e != engine and _runs(model, state, e, saved)]
-        instead = f"{' and '.join(others) or 'no supported engine'} can run this patch"
-        message = f"{engine} cannot run {state.method.name}: {refusal}; {instead}"
-        raise ExportError(message) from None
-    if saved is not None and saved.source == "adapter":
-        note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
-        return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
-    return made
-
-
-def _made(chosen: Engine, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    beside = saved is not None and saved.source == "adapter"  # the base model is unextended
-    return chosen.export(model, state, None if beside else saved)
-
-
-def _runs(model: nn.Module, state: Patch, engine: str, saved: Saved | None = None) -> bool:
-    try:
-        _made(build_engine(engine), model, state, saved)
-    except Refusal:
+        there = path.read_text(encoding="utf-8")
+        if path.name != "config.json":
+            return there == text
+        before, after = json.loads(there), json.loads(text)
+        return all(before.get(name) == after.get(name) for name in ("model_type", "hidden_size"))
+    except (OSError, ValueError, AttributeError):
         return False
-    return True
-
-
-def serving_commands(saved: Saved) -> tuple[str, ...]:
-    """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
-    state = current_patch(saved.model)
-    for name in _REGISTRY:
-        if state and name != "transformers" and _runs(saved.model, state, name, saved):
-            return (_export(build_engine(name), saved.model, saved).command,)
-    return ()
-
-
-def engines_for(model: nn.Module) -> tuple[str, ...]:
-    """The names of the engines that can run the patch of ``model``; none if it is not patched."""
-    state = current_patch(model)
-    return () if state is None else tuple(n for n in _REGISTRY if _runs(model, state, n))
 
 
 def is_shipped(saved: Saved | None, state: Patch) -> bool:

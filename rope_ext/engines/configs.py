@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from rope_ext.apply.rebuild import SCALING_FIELDS
 from rope_ext.engines.base import (
-    Engine,
     Export,
     Refusal,
     Scaling,
@@ -25,93 +23,80 @@ from rope_ext.engines.base import (
     refuse_kind,
     refuse_positions,
     refuse_unproven,
-    register,
 )
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.saving.folder import Saved
 
-
-@register
-@dataclass(frozen=True)
-class Transformers(Engine):
-    """The ``config.json`` from which plain transformers builds the patch.
-
-    Args:
-        legacy: write ``rope_theta`` and ``rope_scaling`` for every family and type. Without it
-            they are written as ``save_pretrained`` writes them: readers older than transformers 5
-            raise an error where mlx-lm would not compute the patch.
-    """
-
-    name: ClassVar[str] = "transformers"
-    title: ClassVar[str] = "transformers"
-
-    legacy: bool = False
-
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        settings: dict[str, Any] = {}
-        if not is_shipped(saved, state):
-            refuse_positions(state, dynamic=True)
-            if not state.native:
-                raise Refusal("it has no rope_type that builds these frequencies")
-            text = config_of(model).get_text_config(decoder=True)
-            names = ("rope_parameters", "max_position_embeddings")
-            settings = {name: getattr(text, name) for name in names}
-        whole = saved is not None and in_folder(settings, saved.config.to_dict())
-        if saved is not None and whole and not (self.legacy and settings):
-            command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
-            note = "config.json holds the settings: plain from_pretrained loads the folder"
-            return Export(self.name, settings, command, notes=(note,))
-        config = config_of(model)
-        written, parameters = config.to_json_string(), settings["rope_parameters"]
-        if self.legacy:
-            if config.get_text_config(decoder=True) is not config or is_nested(parameters):
-                raise Refusal("older readers know one rope_scaling, of the whole configuration")
-            settings |= _legacy(parameters)
-            written = _with_fields(written, settings)
-        note = "put it beside the weights; model.save_pretrained(FOLDER) writes both"
-        others = [note for note in state.notes if not note.startswith("saving: ")]
-        files, command = {"config.json": written}, "hf upload USER/NAME config.json"
-        return Export(self.name, settings, command, files, (note, *others))
-
-
 _NEEDED = dict.fromkeys(("partial_rotary_factor", "num_experts"))
 """Fields that released checkpoints have, and transformers does not save."""
 
 
-@register
-@dataclass(frozen=True)
-class MLX(Engine):
+def transformers(
+    model: nn.Module, state: Patch, saved: Saved | None, legacy: bool = False
+) -> Export:
+    """The ``config.json`` from which plain transformers builds the patch.
+
+    ``legacy``: write ``rope_theta`` and ``rope_scaling`` for every family and type. Without it they
+    are written as ``save_pretrained`` writes them: readers older than transformers 5 raise an error
+    where mlx-lm would not compute the patch.
+    """
+    settings: dict[str, Any] = {}
+    if not is_shipped(saved, state):
+        refuse_positions(state, dynamic=True)
+        if not state.native:
+            raise Refusal("it has no rope_type that builds these frequencies")
+        text = config_of(model).get_text_config(decoder=True)
+        settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
+    whole = saved is not None and in_folder(settings, saved.config.to_dict())
+    if saved is not None and whole and not (legacy and settings):
+        return as_it_is(saved, settings)
+    config = config_of(model)
+    written, parameters = config.to_json_string(), settings["rope_parameters"]
+    if legacy:
+        if config.get_text_config(decoder=True) is not config or is_nested(parameters):
+            raise Refusal("older readers know one rope_scaling, of the whole configuration")
+        settings |= _legacy(parameters)
+        written = _with_fields(written, settings)
+    note = "put it beside the weights; model.save_pretrained(FOLDER) writes both"
+    others = [note for note in state.notes if not note.startswith("saving: ")]
+    files, command = {"config.json": written}, "hf upload USER/NAME config.json"
+    return Export("transformers", settings, command, files, (note, *others))
+
+
+def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
+    """Of a folder whose own ``config.json`` says it all to transformers."""
+    command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
+    note = "config.json holds the settings: plain from_pretrained loads the folder"
+    return Export("transformers", settings or {}, command, notes=(note,))
+
+
+def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     """A ``config.json`` that mlx-lm 0.32.2 reads, with the field names from before version 5.
 
     A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
     """
-
-    name: ClassVar[str] = "mlx"
-    title: ClassVar[str] = "mlx-lm"
-
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        refuse_positions(state)
-        family = family_of(state, self.name)
-        refuse_unproven(state, family.sliding_base)
-        if not state.native:
-            raise Refusal("it builds frequencies by rope_type, and none matches these")
-        parameters = _parameters(Scaling.from_patch(state))
-        refuse_kind(family, parameters["rope_type"])
-        fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-        own = config_of(model)
-        head = own.hidden_size // own.num_attention_heads
-        for name, value in (_NEEDED | {"head_dim": head}).items():
-            value = parameters.get(name, getattr(own, name, value))
-            if value is not None:
-                fields[name] = value
-        config = _with_fields(own.to_json_string(), fields)
-        folder = "FOLDER" if saved is None else saved.name or "FOLDER"
-        where = "FOLDER: written by model.save_pretrained, with this config.json in it"
-        where = where if saved is None else "put this config.json into the folder"
-        command = shlex.join(["mlx_lm.generate", "--model", folder, "--prompt", "..."])
-        notes = ("as mlx-lm 0.32.2 computes it", where, *precise_note(state))
-        return Export(self.name, fields, command, {"config.json": config}, notes)
+    refuse_positions(state)
+    family = family_of(state, "mlx")
+    refuse_unproven(state, family.sliding_base)
+    if not state.native:
+        raise Refusal("it builds frequencies by rope_type, and none matches these")
+    parameters = _parameters(Scaling.from_patch(state))
+    refuse_kind(family, parameters["rope_type"])
+    fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
+    own = config_of(model)
+    head = own.hidden_size // own.num_attention_heads
+    for name, value in (_NEEDED | {"head_dim": head}).items():
+        value = parameters.get(name, getattr(own, name, value))
+        if value is not None:
+            fields[name] = value
+    config = _with_fields(own.to_json_string(), fields)
+    where = "FOLDER: written by model.save_pretrained, with this config.json in it"
+    where = where if saved is None else "put this config.json into the folder"
+    folder = saved.name if saved is not None and saved.name else "FOLDER"
+    command = shlex.join(["mlx_lm.generate", "--model", folder, "--prompt", "..."])
+    notes = ("as mlx-lm 0.32.2 computes it", where, *precise_note(state))
+    return Export("mlx", fields, command, {"config.json": config}, notes)
 
 
 def _parameters(scaling: Scaling) -> dict[str, Any]:

@@ -20,8 +20,11 @@ from rope_ext.errors import ExportError, first_line
 from rope_ext.methods import Method
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import text_config
-from rope_ext.saving.drafts import draft_of
+from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import built_on_meta, patch_without_weights, read_saved
+
+_MARK = "rope_ext.gguf"
+"""Key of the files that are written here, which may be replaced."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: str | Path) -> GGUFFile:
-        """Read the header of a file, without the weights.
-
-        Raises:
-            ExportError: not a GGUF file of a model with a rotary embedding, or only a part of one.
-        """
+        """Read the header of a file, without the weights."""
         path, gguf = Path(path), require_gguf()
         try:
             reader = gguf.GGUFReader(path)
@@ -79,15 +78,21 @@ class GGUFFile:
     def write(self, output: str | Path, keys: Mapping[str, Any], table: list[float] | None) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
         output, gguf = Path(output), require_gguf()
-        if output.exists() and (not output.is_file() or output.samefile(self.path)):
-            what = "the input file" if output.is_file() else "a directory, pipe or device"
-            raise ExportError(f"{output} is {what}; give --output another name")
+        if output.exists() and output.samefile(self.path):
+            raise ExportError(f"{output} is the input file; give --output another name")
+        if not may_replace(output, _MARK):
+            raise ExportError(
+                f"{output} exists and would be lost, since rope-ext gguf did not write it; give "
+                f"--output another name"
+            )
         prefix = f"{self.architecture}.rope.scaling."
-        own = ("general.architecture", *keys)  # which the writer adds
+        own = ("general.architecture", _MARK, *keys)  # which the writer adds
+        tensors = [tensor for tensor in self.reader.tensors if tensor.name != TABLE]
         try:
             with draft_of(output) as draft:
                 writer = gguf.GGUFWriter(draft, self.architecture)
                 writer.data_alignment = int(self.reader.alignment)
+                writer.add_bool(_MARK, True)
                 for name, field in self.reader.fields.items():
                     if not (name in own or name.startswith(("GGUF.", prefix))):
                         part = field.types[-1] if len(field.types) > 1 else None
@@ -96,7 +101,6 @@ class GGUFFile:
                     kind = gguf.GGUFValueType.get_type(value)
                     whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
                     writer.add_key_value(name, value, whole)
-                tensors = [tensor for tensor in self.reader.tensors if tensor.name != TABLE]
                 for tensor in tensors:
                     data = tensor.data
                     writer.add_tensor_info(
@@ -119,12 +123,7 @@ class GGUFFile:
 def extended(
     path: str | Path, output: str | Path, method: Method, trained_length: int | None = None
 ) -> Plan:
-    """Extend the GGUF file of an unscaled model with a method, and write it to ``output``.
-
-    Raises:
-        ExportError: the file cannot be read or is already scaled, or llama.cpp cannot run the
-            method.
-    """
+    """Extend the GGUF file of an unscaled model with a method, and write it to ``output``."""
     file = GGUFFile.read(path)
     if file.scaled:
         raise ExportError(
@@ -151,12 +150,7 @@ def extended(
 
 
 def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
-    """Write the patch of a model, or the scaling in its configuration, into its GGUF file.
-
-    Raises:
-        ExportError: the file cannot be read or belongs to another model, or llama.cpp cannot run
-            the patch.
-    """
+    """Write the patch of a model, or the scaling in its configuration, into its GGUF file."""
     file, state = GGUFFile.read(path), current_patch(model)
     state = state or current_patch(read_saved(config_of(model)).model)
     if state is None:

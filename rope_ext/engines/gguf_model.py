@@ -64,11 +64,7 @@ _RENAMED = {
 
 
 def require_gguf() -> Any:
-    """Import the ``gguf`` library.
-
-    Raises:
-        ExportError: the library is not installed.
-    """
+    """Import the ``gguf`` library."""
     try:
         import gguf
     except ImportError:

@@ -12,16 +12,16 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
+from rope_ext.command.arguments import command_words
 from rope_ext.engines.base import (
     DRAFTS,
-    Engine,
     Export,
     Refusal,
     Scaling,
@@ -31,7 +31,6 @@ from rope_ext.engines.base import (
     precise_note,
     refuse_positions,
     refuse_unproven,
-    register,
 )
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.methods import Method, YaRN, build_method
@@ -78,9 +77,6 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
         state: the patch.
         in_file: put as much as possible in the file.
         architecture: its name in llama.cpp; None: that of the model's family.
-
-    Raises:
-        Refusal: it is not possible.
     """
     if state.method.name == "self_extend":
         raise Refusal(
@@ -185,66 +181,48 @@ def _reaching(factor: float, length: int) -> float:
     return factor if tried == given else float(f"{float(tried):.9g}")
 
 
-@register
-@dataclass(frozen=True)
-class LlamaCpp(Engine):
+def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     """Flags of ``llama-server``, or the command that writes a file for it."""
-
-    name: ClassVar[str] = "llama.cpp"
-    title: ClassVar[str] = "llama.cpp"
-
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        made = planned(state, in_file=False)
-        source, long, named = _files(model, saved)
-        notes = ["as llama.cpp computes it at commit 0c1e57098", *precise_note(state), *made.notes]
-        if text_config(state.decoder).model_type in DRAFTS:
-            notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
-        command, files = ["llama-server", "--model", source, *made.words()], {}
-        before: list[str] = []
-        if saved is not None:
-            in_file = planned(state, in_file=True).in_file
-            command, before = [*command[:2], long, *in_file], _following(saved, source, long)
-            notes = [*named, *notes]
-        elif made.table is not None:
-            command[2] = long
-            before, files = _writing(state, source, long)
-            notes += [
-                *named,
-                f"there is no flag for a table, so the first command writes {long} with the tensor "
-                f"{TABLE}",
-            ]
-            if "FOLDER" in before:
-                notes.append("FOLDER: written by model.save_pretrained")
-        else:
-            notes += [*named, "to write the settings into the file instead, use rope-ext gguf"]
-        text = " && ".join(shlex.join(words) for words in (before, command) if words)
-        return Export(self.name, _settings(made), text, files, tuple(notes))
+    made = planned(state, in_file=False)
+    source, long, named = _files(model, saved)
+    notes = ["as llama.cpp computes it at commit 0c1e57098", *precise_note(state), *made.notes]
+    if text_config(state.decoder).model_type in DRAFTS:
+        notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
+    before, served, words, files = [], source, made.words(), {}
+    if saved is not None:
+        before, served = _following(saved, source, long), long
+        words, notes = planned(state, in_file=True).in_file, [*named, *notes]
+    elif made.table is not None:
+        (before, files), served = _writing(state, source, long), long
+        notes += [
+            *named,
+            f"there is no flag for a table, so the first command writes {long} with the tensor "
+            f"{TABLE}",
+        ]
+        notes += ["FOLDER: written by model.save_pretrained"] * ("FOLDER" in before)
+    else:
+        notes += [*named, "to write the settings into the file instead, use rope-ext gguf"]
+    command = ["llama-server", "--model", served, *words]
+    text = " && ".join(shlex.join(words) for words in (before, command) if words)
+    return Export("llama.cpp", _settings(made), text, files, tuple(notes))
 
 
-@register
-@dataclass(frozen=True)
-class Ollama(Engine):
+def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     """A Modelfile, and the command that writes the GGUF file for it."""
-
-    name: ClassVar[str] = "ollama"
-    title: ClassVar[str] = "Ollama"
-
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        made = planned(state, in_file=True)
-        if any("-beta-" in flag for flag in made.flags):
-            raise Refusal(
-                "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
-                "accepts no flags"
-            )
-        source, long, named = _files(model, saved)
-        before, files = _writing(state, source, long)
-        if saved is not None:
-            before, files = _following(saved, source, long), {}
-        files |= {"Modelfile": f"FROM ./{long}\nPARAMETER num_ctx {state.target_length}\n"}
-        note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
-        command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"
-        notes = (*named, note, *precise_note(state))
-        return Export(self.name, _settings(made), command, files, notes)
+    made = planned(state, in_file=True)
+    if any("-beta-" in flag for flag in made.flags):
+        raise Refusal(
+            "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
+            "accepts no flags"
+        )
+    source, long, named = _files(model, saved)
+    before, files = _writing(state, source, long)
+    if saved is not None:
+        before, files = _following(saved, source, long), {}
+    files |= {"Modelfile": f"FROM ./{long}\nPARAMETER num_ctx {state.target_length}\n"}
+    note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
+    command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"
+    return Export("ollama", _settings(made), command, files, (*named, note, *precise_note(state)))
 
 
 def _files(model: nn.Module, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
@@ -280,12 +258,10 @@ def _writing(state: Patch, source: str, output: str) -> tuple[list[str], dict[st
     # Otherwise nothing but the whole patch describes it.
     if again != method or site.scaled or site.raised is not None:
         return ["rope-ext", "gguf", "FOLDER", source, "--output", output], {}
-    words = ["rope-ext", "gguf", source, "--method", method.name, "--factor", repr(method.factor)]
-    files = {}
+    given, files = [f"{method.name}.{name}={value}" for name, value in options.items()], {}
     if any(isinstance(value, tuple) for value in options.values()):
         files[f"{method.name}.json"] = json.dumps(options) + "\n"
-        words += ["--option", f"{method.name}={method.name}.json"]
-    else:
-        for name, value in options.items():
-            words += ["--option", f"{method.name}.{name}={value}"]
-    return [*words, "--trained-length", str(state.length), "--output", output], files
+        given = [f"{method.name}={method.name}.json"]
+    patch = {"method": method.name, "factor": repr(method.factor), "option": given}
+    more = {"trained_length": state.length, "output": output}
+    return command_words("gguf", source, **patch, **more), files

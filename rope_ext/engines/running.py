@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import re
 import subprocess
@@ -32,11 +33,7 @@ _SECONDS = 120  # timeout of a request, and of shutting down a server
 
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
-    """Run llama.cpp's server in a child process inside a ``with`` block; yields its address.
-
-    Raises:
-        ExportError: xllamacpp is not installed, or the server does not start.
-    """
+    """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
     command = [sys.executable, "-c", _RUN, llama_server.__file__, *words]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -48,7 +45,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
             if address is None:
                 process.wait(_SECONDS)
                 log.seek(0)
-                raise ExportError(_failure(log.read()))
+                raise _failure(log.read())
             yield address.split()[1]
         finally:
             try:
@@ -57,14 +54,14 @@ def serving(words: Sequence[str]) -> Iterator[str]:
                 process.kill()
 
 
-def _failure(log: str) -> str:
+def _failure(log: str) -> ExportError:
     if "No module named 'xllamacpp'" in log:
-        return (
+        return ExportError(
             "llama.cpp needs the package xllamacpp, which is not installed; install it with: "
             'pip install "rope-ext[engines]"'
         )
     lines = [line for line in log.splitlines() if line.strip()]
-    return f"llama.cpp's server did not start: {' / '.join(lines[-3:])}"
+    return ExportError(f"llama.cpp's server did not start: {' / '.join(lines[-3:])}")
 
 
 def completed(
@@ -76,11 +73,8 @@ def completed(
 ) -> torch.Tensor:
     """The ``top`` next-token log-probabilities after ``prompt``, from an OpenAI-compatible server.
 
-    Returns:
-        Float32, ``[vocabulary]``; NaN for tokens that the server did not return.
-
-    Raises:
-        ExportError: the server cannot be reached, returns an error, or does not identify tokens.
+    Float32, ``[vocabulary]``; NaN for tokens that the server did not return. Raises ExportError if
+    it cannot be reached, returns an error, or does not identify tokens.
     """
     body = {
         "prompt": list(prompt),
@@ -130,15 +124,10 @@ def _post(url: str, body: dict) -> Any:
         return data.decode(errors="replace")
 
 
-def by_start(prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], list[int]]]:
+def by_start(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
     """Group consecutive prompts that differ in the last token only: shared prefix, last tokens."""
-    found: list[tuple[tuple[int, ...], list[int]]] = []
-    for prompt in prompts:
-        *start, tail = prompt
-        if not found or found[-1][0] != tuple(start):
-            found.append((tuple(start), []))
-        found[-1][1].append(tail)
-    return found
+    for start, group in itertools.groupby(prompts, lambda prompt: list(prompt[:-1])):
+        yield start, [prompt[-1] for prompt in group]
 
 
 def llama_cpp(
@@ -150,11 +139,7 @@ def llama_cpp(
 
 
 def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities of mlx-lm for the model in a folder, ``[prompts, vocabulary]``.
-
-    Raises:
-        ExportError: mlx-lm is not installed, or cannot run the folder.
-    """
+    """Log-probabilities of mlx-lm for the model in a folder, ``[prompts, vocabulary]``."""
     try:
         import mlx.core as mx
         from mlx_lm.utils import load_model

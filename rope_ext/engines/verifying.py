@@ -1,8 +1,7 @@
 """Verifies what an engine computes by running a miniature of the model in it.
 
-The miniature has the model's head size, layer types, base and scaling, and a few MB of random
-weights. The engine's log-probabilities are compared with those of transformers under the patch, and
-under mistakes that engines are known to make; :func:`judge` decides between them.
+The engine's log-probabilities are compared with those of transformers under the patch, and under
+mistakes that engines are known to make; :func:`judge` decides between them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from rope_ext.engines import gguf_file, gguf_model, running
-from rope_ext.engines.base import Refusal, Scaling, config_of, export, refuse_unproven
+from rope_ext.engines import export, gguf_file, gguf_model, running
+from rope_ext.engines.base import Refusal, Scaling, config_of, refuse_unproven
 from rope_ext.engines.families import miniatures
 from rope_ext.engines.llama_cpp import planned
 from rope_ext.engines.servers import PLUGIN_METHODS
@@ -40,12 +39,9 @@ from rope_ext.saving.folder import read_saved
 PATCHED = "as patched"
 SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
 """Engines for which ``write`` prints a command that serves the miniature, and their ports."""
-TOLERANCE = 2e-3
-"""Largest root mean square error of log-probabilities that counts as float32 rounding."""
-LENGTH = 2048
-"""Length of the longest prompt in tokens, if the context is long enough."""
-FACTOR_ERROR = 0.01
-"""Smallest relative error of the factor that has to be detected."""
+TOLERANCE = 2e-3  # RMS error of log-probabilities that counts as float32 rounding
+LENGTH = 2048  # of the longest prompt in tokens, if the context is long enough
+FACTOR_ERROR = 0.01  # smallest relative error of the factor that has to be detected
 _VOCABULARY = 128
 _TOP = 20  # number of log-probabilities that servers return
 _TAILS = 8  # prompts per length; they differ in their last token only
@@ -123,11 +119,9 @@ def judge(
 ) -> tuple[str, tuple[str, ...], dict[str, float]]:
     """Decide which of several hypotheses an engine computes.
 
-    The distance to a hypothesis is the root mean square difference over the log-probabilities that
-    the engine returned. The nearest hypothesis is accepted if it is within ``rounding``. A rival is
-    ruled out if it is more than twice as far from the nearest hypothesis as the engine is: then the
-    engine's error could not account for half the way to the rival, even if it pointed straight at
-    it.
+    The nearest by root mean square over what the engine returned is accepted if it is within
+    ``rounding``. A rival is ruled out if it is more than twice as far from the nearest as the
+    engine is: then the engine's error could not account for half the way to the rival.
 
     Returns:
         Verdict, candidates and differences of a :class:`Verification`. The verdict is the part of
@@ -162,13 +156,10 @@ class Miniature:
 
     @classmethod
     def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
-        """Build a miniature of the model with this configuration.
+        """Build one with the head size, layer types, base and scaling of a configuration.
 
         Without ``method``, it has the scaling or the patch in the configuration; ``options`` are
-        those of :func:`rope_ext.patch`.
-
-        Raises:
-            RopeExtError: the family is not supported, or RoPE is not scaled.
+        those of :func:`rope_ext.patch`. Raises RopeExtError if the family is not supported.
         """
         text, chosen, target = config.get_text_config(decoder=True), method, None
         if text.model_type not in miniatures():
@@ -225,62 +216,61 @@ class Miniature:
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
         """Log-probabilities as patched and under known mistakes, ``[prompts, vocabulary]`` each."""
-        rows = {PATCHED: log_probs_of(self.model, prompts)}
-        model, factor = copy.deepcopy(self.plain), self.state.method.factor
-        if self.scaling is None:
-            rows["unextended"] = log_probs_of(model, prompts)
-            wrong = {"wrong factor (twice)": {"factor": 2 * factor}}
-            wrong["temperature missing"] = {"temperature": 1.0, "attention_factor": 1.0}
-            for name, changes in wrong.items():
-                with suppress(RopeExtError):  # string reaches twice the length at most
-                    row = log_probs_of(self.under(changes), prompts)
-                    if (row - rows[PATCHED]).abs().max() > _FLOOR:  # not every method has both
-                        rows[name] = row
+        rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
+        if self.scaling is not None:
+            for name, numbers in self._errors(self.scaling, factor_error):
+                rows[name] = log_probs_of(_scaled(model, *numbers), prompts)
             return rows
-        for name, (inv_freq, number) in self._errors(self.scaling, factor_error).items():
-            rows[name] = log_probs_of(_scaled(model, inv_freq, number), prompts)
+        rows["unextended"] = log_probs_of(model, prompts)
+        for name, changes in {
+            "wrong factor (twice)": {"factor": 2 * self.state.method.factor},
+            "temperature missing": {"temperature": 1.0, "attention_factor": 1.0},
+        }.items():
+            with suppress(RopeExtError):  # string reaches twice the length at most
+                row = log_probs_of(self.under(changes), prompts)
+                if (row - rows[PATCHED]).abs().max() > _FLOOR:  # not every method has both
+                    rows[name] = row
         return rows
 
-    def rounding(self, prompts: Sequence[Sequence[int]], exact: torch.Tensor) -> float:
-        """Root mean square error of transformers in bfloat16; ``exact`` is in float32."""
-        rounded = self.under({}, torch.bfloat16)
-        return float((log_probs_of(rounded, prompts) - exact).square().mean().sqrt())
+    def _errors(
+        self, made: Scaling, factor_error: float
+    ) -> Iterator[tuple[str, tuple[torch.Tensor, float]]]:
+        """Frequencies and scaling of each mistake, once, unless they are those of the patch."""
+        known = [(made.inv_freq, made.scaling)]
+        for name, inv_freq, number in self._mistakes(made, factor_error):
+            if not any(
+                torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and number == theirs
+                for other, theirs in known
+            ):
+                known.append((inv_freq, number))
+                yield name, known[-1]
 
-    def _errors(self, made: Scaling, factor_error: float) -> dict[str, tuple[torch.Tensor, float]]:
-        """Frequencies and scaling of each mistake that engines are known to make."""
-        rope, number = made.rope, made.scaling
-        method, factor = cast(FrequencyMethod, self.state.method), made.target / made.rope.length
-        usual, short = yarn_factor(factor), getattr(self.state.method, "short_factor", None)
-        found = {"": (made.inv_freq, number)}
-
-        def add(name: str, inv_freq: torch.Tensor, scaling: float) -> None:
-            """Unless it equals the patch or an earlier mistake."""
-            for other, theirs in found.values():
-                if torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and scaling == theirs:
-                    return
-            found[name] = inv_freq, scaling
-
-        add("unextended", rope.inv_freq, 1.0)
-        add("temperature missing", made.inv_freq, 1.0)
-        add("temperature applied twice", made.inv_freq, number**2)
+    def _mistakes(
+        self, made: Scaling, factor_error: float
+    ) -> Iterator[tuple[str, torch.Tensor, float]]:
+        """What engines are known to compute instead."""
+        rope, right, number = made.rope, made.inv_freq, made.scaling
+        method, factor = cast(FrequencyMethod, self.state.method), made.target / rope.length
+        usual, short = yarn_factor(factor), getattr(method, "short_factor", None)
+        yield "unextended", rope.inv_freq, 1.0
+        yield "temperature missing", right, 1.0
+        yield "temperature applied twice", right, number**2
         if number != 1:
-            add(f"other (temperature {usual:.4g})", made.inv_freq, usual)
-        percent = f"{100 * factor_error:g} %"
-        ratios = {"twice": 2.0, "half": 0.5, f"{percent} more": 1 + factor_error}
-        for name, ratio in (ratios | {f"{percent} less": 1 / (1 + factor_error)}).items():
+            yield f"other (temperature {usual:.4g})", right, usual
+        ratios = {"twice": 2.0, "half": 0.5, f"{100 * factor_error:g} % more": 1 + factor_error}
+        ratios[f"{100 * factor_error:g} % less"] = 1 / (1 + factor_error)
+        for name, ratio in ratios.items():
             with suppress(RopeExtError):  # a factor below 1
                 other = dataclasses.replace(method, factor=method.factor * ratio)
                 wrong = other.inv_freq(rope), other.attention_scaling(rope)
-                add(f"wrong factor ({name})", *wrong)
-        add(f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0)
+                yield f"wrong factor ({name})", *wrong
+        yield f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0
         if short is not None:
-            add("short table", rope.inv_freq / torch.tensor(short, dtype=torch.float64), number)
+            yield "short table", rope.inv_freq / torch.tensor(short, dtype=torch.float64), number
         for base in (1e4, 5e5, 1e6):  # defaults of engines, without the scaling and with it
             other = Rope.geometric(base, rope.dim, rope.length).inv_freq
-            add(f"wrong base ({base:g})", other, 1.0)
-            add(f"wrong base ({base:g}, scaled)", other * made.inv_freq / rope.inv_freq, number)
-        del found[""]
-        return found
+            yield f"wrong base ({base:g})", other, 1.0
+            yield f"wrong base ({base:g}, scaled)", other * right / rope.inv_freq, number
 
 
 def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
@@ -364,7 +354,7 @@ def verify(
     tolerance: float | None = TOLERANCE,
     factor_error: float = FACTOR_ERROR,
 ) -> Verification:
-    """Decide what an engine computes for a miniature; see :func:`judge`.
+    """Decide what ``engine``, which ``run`` calls, computes for a miniature; see :func:`judge`.
 
     Args:
         miniature: the model that the engine runs.
@@ -382,11 +372,12 @@ def verify(
         raise ExportError(f"{engine} returned no log-probabilities for some prompts")
     rows = miniature.expected(prompts, factor_error)
     if tolerance is None:
-        tolerance = max(TOLERANCE, _ROUNDED * miniature.rounding(prompts, rows[PATCHED]))
+        rounded = log_probs_of(miniature.under({}, torch.bfloat16), prompts) - rows[PATCHED]
+        tolerance = max(TOLERANCE, _ROUNDED * float(rounded.square().mean().sqrt()))
     returned, trained = float(known.sum(-1).float().mean()), miniature.state.length
-    verdict, candidates, differences = judge(got, rows, tolerance)
+    judged = judge(got, rows, tolerance)
     lengths, notes = tuple(dict.fromkeys(map(len, prompts))), []
-    if verdict == "cannot tell":
+    if judged[0] == "cannot tell":
         notes.append(
             f"either the engine's rounding errors are too large to tell them apart: serve the "
             f"miniature in float32 (vLLM and SGLang: --dtype float32) and set --tolerance "
@@ -399,19 +390,14 @@ def verify(
             f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
             f"differently beyond; increase --length"
         )
-    found = (verdict, candidates, differences, lengths, returned, tolerance, tuple(notes))
-    return Verification(engine, *found)
+    return Verification(engine, *judged, lengths, returned, tolerance, tuple(notes))
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Write the miniature for engines; returns the commands of ``export`` that serve it.
+    """Write the miniature for engines; returns the commands that serve it, and refusals.
 
     The folder holds the unpatched model, so that the commands have to describe the whole patch, or
-    the patched one if the miniature was made of a saved patch. ``MODEL.gguf`` is always unscaled,
-    and is skipped if the ``gguf`` library is not installed.
-
-    Returns:
-        Commands by engine, and the reasons why an engine has none.
+    the patched one if the miniature was made of a saved patch. ``MODEL.gguf`` is always unscaled.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder} is not empty; give --write a new directory")
@@ -420,10 +406,10 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     whole = miniature.as_saved or by_plugin
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    config_of(miniature.model)._name_or_path = str(folder)
     commands, refusals = {}, []
     for engine in ["vllm"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"
-        config_of(miniature.model)._name_or_path = str(folder)
         try:
             if inside:
                 gguf_model.write_model(miniature.plain, folder / "MODEL.gguf")
@@ -463,24 +449,8 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
             f"--engine vllm --write FOLDER"
         )
     if engine == "llama.cpp":
-        file = folder / "MODEL.gguf"
-        gguf_model.write_model(miniature.plain, file)
-        try:
-            words = shlex.split(flags or "")
-        except ValueError as error:
-            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
-        if flags is None:
-            try:
-                made = planned(miniature.state, in_file=False)
-            except Refusal as refusal:
-                raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
-            words = made.words()
-            if made.table is not None:
-                read, file = gguf_file.GGUFFile.read(file), folder / "MODEL-long.gguf"
-                read.write(file, made.keys, made.table)
-        return lambda prompts: running.llama_cpp(
-            ["--model", str(file), *words], prompts, _VOCABULARY
-        )
+        words = _words(miniature, folder / "MODEL.gguf", flags)
+        return lambda prompts: running.llama_cpp(words, prompts, _VOCABULARY)
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -488,6 +458,24 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if not miniature.as_saved and flags is None:
         export(miniature.model, "mlx").write(folder)
     return lambda prompts: running.mlx(folder, prompts)
+
+
+def _words(miniature: Miniature, file: Path, flags: str | None) -> list[str]:
+    """Arguments of llama.cpp's server, with the file that they need."""
+    gguf_model.write_model(miniature.plain, file)
+    if flags is not None:
+        try:
+            return ["--model", str(file), *shlex.split(flags)]
+        except ValueError as error:
+            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
+    try:
+        made = planned(miniature.state, in_file=False)
+    except Refusal as refusal:
+        raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
+    if made.table is not None:
+        read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
+        read.write(file, made.keys, made.table)
+    return ["--model", str(file), *made.words()]
 
 
 def endpoint(address: str, model: str | None = None) -> Run:

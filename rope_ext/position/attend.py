@@ -26,7 +26,7 @@ from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import inputs, learned
 from rope_ext.position.forward import FEW, PositionForward
-from rope_ext.position.layers import Layout
+from rope_ext.position.layers import LAYER, Layout
 from rope_ext.position.map import BandRotations, PositionMap
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.position.tensors import WHY, Dense, Step
@@ -34,7 +34,6 @@ from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
-LAYER = "_rope_ext_layer"  # attribute of an attention module on a patched decoder: its Layer
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 
 

@@ -13,9 +13,15 @@ from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.position import inputs, learned, tensors
-from rope_ext.position.attend import LAYER, NAME, Layer
+from rope_ext.position.attend import NAME, Layer
 from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
-from rope_ext.position.layers import KeyProjection, Layout, find_key_projections, find_layouts
+from rope_ext.position.layers import (
+    LAYER,
+    KeyProjection,
+    Layout,
+    find_key_projections,
+    find_layouts,
+)
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import calls, hooks

@@ -34,6 +34,7 @@ from rope_ext.rotary.sites import (
 )
 from rope_ext.rotary.third_party import replaced
 
+LAYER = "_rope_ext"  # attribute of an attention module: what its patch knows of it
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 17  # odd, so that a tensor of tokens is not taken for one of rows
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the size of a column
@@ -76,15 +77,20 @@ def find_layouts(
     return layouts
 
 
-def rotated_layers(decoder: nn.Module, sites: list[RotarySite]) -> dict[nn.Module, bool]:
-    """The attention layers whose queries ``sites`` rotate, and whether each has a window."""
+def rotated_layers(
+    decoder: nn.Module, sites: list[RotarySite]
+) -> dict[nn.Module, tuple[bool, int]]:
+    """The attention layers whose queries ``sites`` rotate: whether each has a window, its heads."""
     advice = (
         "a temperature cannot be proven to reach them; leave temperature out, or give an "
         "attention_factor, which multiplies cosine and sine"
     )
     with _refusing(decoder, advice):
         found = {
-            seen.module: sees_window(text_config(decoder), seen.module, seen.window)
+            seen.module: (
+                sees_window(text_config(decoder), seen.module, seen.window),
+                seen.query.shape[1],
+            )
             for site in sites
             for seen in _run(decoder, site)
             if _changes(decoder, seen.module, seen.query)

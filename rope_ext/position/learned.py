@@ -356,21 +356,19 @@ def _carried(before: Any, held: _Tensors, new: Learning) -> _Tensors:
     """The tensors of an encoding for that of ``new``, which is of the same kind."""
     now, parameters = cast("Any", new.encoding), {}
     options = [(name, value, getattr(now, name)) for name, value in before.options().items()]
-    changed = ", ".join(f"{name}={x!r} instead of {y!r}" for name, y, x in options if x != y)
+    changed = {name: f"{name}={y!r} instead of {x!r}" for name, x, y in options if x != y}
 
     def refused(what: str) -> OptionError:
         return OptionError(
-            f"{now.name} with {changed} cannot continue from what the model has learned: {what}. "
-            f"Keep the options that set this shape, or call rope_ext.unpatch(model) first to start "
-            f"from new parameters"
+            f"{now.name} with {', '.join(changed.values())} cannot continue from what the model "
+            f"has learned: {what}. Keep the options that set this, or call rope_ext.unpatch(model) "
+            f"first to start from new parameters"
         )
 
-    other = [n for n in getattr(now, "redefining", ()) if getattr(before, n) != getattr(now, n)]
-    if other:  # names and shapes may still agree
-        raise refused(f"its parameters belong to another value of {', '.join(other)}")
-    if held[0].keys() != new._parameters.keys():
-        names = (", ".join(one) or "nothing" for one in (held[0], new._parameters))
-        raise refused(" would be ".join(names))
+    # Names and shapes may agree where their meaning does not.
+    redefined = changed.keys() & {*getattr(now, "redefining", ())}
+    if redefined or held[0].keys() != new._parameters.keys():
+        raise refused("its parameters mean something else")
     for name, value in held[0].items():
         begun = cast("nn.Parameter", new._parameters[name])
         if value.shape != begun.shape:

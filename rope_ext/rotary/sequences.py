@@ -42,7 +42,7 @@ from rope_ext.rotary.context import (
     run,
     run_eagerly,
 )
-from rope_ext.rotary.sites import RotarySite
+from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.rotary.swapping import Changes, wrap
 from rope_ext.rotary.third_party import refuse_presses
 
@@ -87,34 +87,20 @@ class Request:
 
 
 class SequenceForward(ForwardContext):
-    """One forward of a decoder under a method that follows sequences.
+    """One forward under a method that follows sequences; in a graph, ``filled`` is 0.
 
-    Args:
-        patch, rows, tokens, filled, cache, traced: see :class:`ForwardContext`; ``filled`` is 0 in
-            a graph, where ``started`` replaces it.
-        started: the sequences recorded on the cache; None: they begin with this forward.
-        request: the call of ``generate`` that this forward belongs to.
-        mask: the attention mask that the decoder received.
+    ``started`` are the sequences recorded on the cache; None: they begin with this forward.
     """
 
+    started: Started | None = None
+    request: Request | None = None  # the call of generate that it belongs to
+    mask: Any = None  # the attention mask that the decoder received
     lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
     first: torch.Tensor | None = None  # their first positions, same shape
     positions: torch.Tensor | None = None  # position ids of the model; one axis or several
 
-    def __init__(
-        self,
-        patch: Sequences,
-        rows: int,
-        tokens: int,
-        filled: int = 0,
-        cache: Any = None,
-        traced: bool = False,
-        started: Started | None = None,
-        request: Request | None = None,
-        mask: Any = None,
-    ) -> None:
-        super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.started, self.request, self.mask = started, request, mask
+    def __init__(self, *context: Any) -> None:
+        super().__init__(*context)
         self._made: dict[tuple, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
@@ -278,25 +264,30 @@ class Sequences:
     Sequences that continue are recorded on their cache; those that start are found from positions
     and mask.
 
-    Args:
-        method: its frequencies depend on the length of a sequence or on the position of a token.
-        trained: trained length, up to which no method changes anything.
+    Those of ``method`` depend on the length of a sequence or on the position of a token.
     """
 
-    def __init__(self, method: FrequencyMethod, trained: int) -> None:
-        self.method, self.trained = method, trained
-        self.layers: list[nn.Module] = []  # that attend
-        self.names: tuple[str, ...] = ()  # of the decoder's arguments
-        self.warned = False
-        self.cure = (
-            "pass length=TOKENS to fix the frequencies"
-            if method.is_dynamic
-            else "leave start_tokens out, and give temperature= a number"
-        )
+    def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
+        decoder, self.method, self.warned = place.decoder, method, False
+        # Up to this length no method changes anything.
+        self.trained = min(site.rope.length for site in place.scaled)
+        self.names, modules = parameters(type(decoder)), decoder.modules()
+        self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
+        self.cure = "leave start_tokens out, and give temperature= a number"
+        if method.is_dynamic:
+            self.cure = "pass length=TOKENS to fix the frequencies"
         self.unbatched = (
             f"continuous batching packs many sequences into one row, and {method.name} follows the "
             f"positions of each; {self.cure}, or call generate with a padded batch"
         )
+        refuse_continuous_batching(place.model, self.unbatched, changes)
+        begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
+        end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
+        changes += [begin.remove, end.remove]
+        if method.is_dynamic:
+            wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
+            generate = functools.partial(self.generate, place.model)
+            wrap(place.model, "generate", generate, changes)
 
     def current(self) -> SequenceForward | None:
         """The forward in progress."""
@@ -310,7 +301,7 @@ class Sequences:
         """The forward in progress; if there is none, one made from ``positions`` alone."""
         forward = self.current()
         if forward is None:
-            forward = SequenceForward(self, 1, positions.shape[-1])
+            forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False)
             length = positions.max().reshape(1) + 1
             forward.started = Started(self.method, length.cpu(), torch.zeros_like(length), 0)
         forward.locate(positions)
@@ -360,8 +351,9 @@ class Sequences:
                 torch._assert_async(filled > 0, _FILLED)
         elif self._request() is not None:
             return None  # how long its sequences will be has to be read
-        mask = given.get("attention_mask")
-        return SequenceForward(self, rows, tokens, traced=True, started=stored, mask=mask)
+        forward = SequenceForward(self, rows, tokens, 0, None, True)
+        forward.started, forward.mask = stored, given.get("attention_mask")
+        return forward
 
     @run_eagerly()
     def _begin(self, given: dict[str, Any]) -> None:
@@ -379,14 +371,14 @@ class Sequences:
         rows, tokens = _shape(given)
         cache = cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
-        stored = self._stored(cache, rows) if filled else None
-        if stored is not None and self.method.is_dynamic:
-            self._warn(stored, filled + tokens)
-        request, mask = self._request(), given.get("attention_mask")
+        forward = SequenceForward(self, rows, tokens, filled, cache, False)
+        forward.mask, request = given.get("attention_mask"), self._request()
+        if filled:
+            forward.started = self._stored(cache, rows, tokens + filled)
         if request is not None:
             due, request.due = request.due, False
-            request = request if due or request.guided else None
-        enter(SequenceForward(self, rows, tokens, filled, cache, False, stored, request, mask))
+            forward.request = request if due or request.guided else None
+        enter(forward)
 
     def _request(self) -> Request | None:
         requests = (r for r in reversed(forward_context.stack) if isinstance(r, Request))
@@ -399,8 +391,11 @@ class Sequences:
             request.due = True
         return inputs
 
-    def _stored(self, cache: Any, rows: int) -> Started:
-        """The sequences recorded on a cache that has tokens."""
+    def _stored(self, cache: Any, rows: int, reached: int) -> Started:
+        """The sequences recorded on a cache that has tokens, and will have ``reached`` of them.
+
+        Warns once that a sequence has become longer than its frequencies are made for.
+        """
         stored = getattr(cache, NOTE, None)
         if stored is None and not self.method.is_dynamic:
             zero = torch.zeros(1, dtype=torch.long, device="cpu")
@@ -416,20 +411,17 @@ class Sequences:
                 f"this cache was begun with {len(stored.lengths)} rows and is continued with "
                 f"{rows}; start with an empty cache, or {self.cure}"
             )
+        beyond = reached > max(stored.room, self.trained)
+        if beyond and self.method.is_dynamic and not self.warned:
+            self.warned = True
+            _logger.warning(
+                "rope_ext: %s: a sequence of %d tokens keeps the frequencies it started with, "
+                "which are made for %d: by generate on a patched model (not its decoder), prompt "
+                "plus max_new_tokens; else the first forward. To go on with a cache beyond that, "
+                "in a chat for instance, pass length=TOKENS to rope_ext.patch",
+                *(self.method.name, reached, stored.room),
+            )
         return stored
-
-    def _warn(self, stored: Started, reached: int) -> None:
-        """Warn once that a sequence has become longer than its frequencies are made for."""
-        if self.warned or reached <= max(stored.room, self.trained):
-            return
-        self.warned = True
-        _logger.warning(
-            "rope_ext: %s: a sequence of %d tokens keeps the frequencies it started with, which "
-            "are made for %d: by generate on a patched model (not its decoder), prompt plus "
-            "max_new_tokens; else the first forward. To go on with a cache beyond that, in a "
-            "chat for instance, pass length=TOKENS to rope_ext.patch",
-            *(self.method.name, reached, stored.room),
-        )
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records the sequences on the cache, which the decoder may have created."""
@@ -490,16 +482,3 @@ def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:
     if new is None:
         new = 20 if total is None else max(0, total - prompt.shape[1])
     return prompt.shape[1] + new, setting("guidance_scale") not in (None, 1)
-
-
-def follow(decoder: nn.Module, model: nn.Module, sequences: Sequences, changes: Changes) -> None:
-    """Make ``sequences`` follow everything that ``decoder`` or ``model.generate`` runs."""
-    sequences.names, modules = parameters(type(decoder)), decoder.modules()
-    sequences.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
-    refuse_continuous_batching(model, sequences.unbatched, changes)
-    begin = decoder.register_forward_pre_hook(sequences.begin, with_kwargs=True)
-    end = decoder.register_forward_hook(sequences.end, with_kwargs=True, always_call=True)
-    changes += [begin.remove, end.remove]
-    if sequences.method.is_dynamic:
-        wrap(model, "prepare_inputs_for_generation", sequences.prepare, changes)
-        wrap(model, "generate", functools.partial(sequences.generate, model), changes)

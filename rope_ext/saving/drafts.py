@@ -26,3 +26,14 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text at once: on a full disk, the file before stays."""
     with draft_of(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def may_replace(path: Path, mark: str) -> bool:
+    """Whether no file is there, or one that has ``mark`` near its start, as this program writes."""
+    try:
+        with path.open("rb") as file:
+            return mark.encode() in file.read(4096)
+    except FileNotFoundError:  # also of a link that leads to nothing yet
+        return True
+    except OSError:  # a directory
+        return False

@@ -21,7 +21,7 @@ from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving.adapters import read_base
-from rope_ext.saving.checkpoints import adapter_record, load_config
+from rope_ext.saving.checkpoints import adapter_record, load_config, saved_under
 
 Given = PreTrainedConfig | str | Path
 _SAME = 1e-5  # both are float32, and pow of a large base is good to about 2e-6
@@ -84,6 +84,18 @@ def built_on_meta(config: PreTrainedConfig) -> nn.Module:
             f"no language model can be built from {type(config).__name__} "
             f"({first_line(error)}); pass the loaded model"
         ) from error
+
+
+def model_of(given: nn.Module | Given) -> nn.Module:
+    """The model, or one without weights and without the patch that was saved with it."""
+    if isinstance(given, nn.Module):
+        return given
+    config = given if isinstance(given, PreTrainedConfig) else load_config(str(given))
+    record = saved_under(config)
+    if record is not None:
+        config = copy.deepcopy(config)
+        record.restore(config)  # nothing can be built of it as it is
+    return built_on_meta(config)
 
 
 def patch_without_weights(

@@ -233,6 +233,19 @@ def test_command_line(tmp_path) -> None:
     assert json.loads((tmp_path / "config.json").read_text("utf-8"))["rope_scaling"]["factor"] == 4
 
 
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp", "transformers"])
+def test_a_configuration_of_its_own_dynamic_scaling(tmp_path: Path, engine: str) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    tiny_llama(rope_parameters=rope).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["export", str(tmp_path), "--engine", engine])
+    if engine == "transformers":
+        assert result.exit_code == 0 and f"hf upload USER/NAME {tmp_path}" in result.stdout
+    else:
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        message = f"{engine} cannot run what this configuration says, rope_type 'dynamic'"
+        assert message in result.stderr and "'transformers' can run this" in result.stderr
+
+
 def test_options_of_engines_are_checked() -> None:
     model = patched("yarn")
     with pytest.raises(rope_ext.ExportError, match="sglang has no option 'legacy'; it has none"):
@@ -241,8 +254,18 @@ def test_options_of_engines_are_checked() -> None:
         rope_ext.export(model, "transformers", old=True)
 
 
-def test_files_are_written_into_a_new_folder(tmp_path: Path) -> None:
+def test_files_are_written_into_a_new_folder_and_over_nothing_else(tmp_path: Path) -> None:
     made = rope_ext.export(patched("yarn"), "transformers")
+    for text in ("of somebody else", '{"model_type": "bert"}', "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(rope_ext.ExportError, match="exists and would be lost"):
+            made.write(tmp_path)
+        assert (tmp_path / "config.json").read_text() == text
+    ollama = rope_ext.export(patched("yarn"), "ollama")
+    assert ollama.write(tmp_path) == ollama.write(tmp_path)
+    (tmp_path / "Modelfile").write_text("FROM other")
+    with pytest.raises(rope_ext.ExportError, match="Modelfile exists and would be lost"):
+        ollama.write(tmp_path)
     assert made.write(tmp_path / "new" / "folder") == [tmp_path / "new" / "folder" / "config.json"]
     written = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
     assert written["rope_parameters"]["factor"] == 4

@@ -73,6 +73,7 @@ def test_keys_and_tensor_are_added_and_all_else_is_kept(file: Path, tmp_path: Pa
     new = keys(output)
     assert new.pop("llama.rope.scaling.attn_factor") == pytest.approx(rotary.attention_scaling)
     assert new.pop("llama.rope.scaling.original_context_length") == LENGTH
+    assert new.pop("rope_ext.gguf")  # what was written here may be replaced
     assert new == {**keys(file), "llama.context_length": 4 * LENGTH}
     table = gguf.GGUFReader(output).tensors[-1]
     assert table.name == "rope_freqs.weight"
@@ -162,7 +163,8 @@ def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path:
     (tmp_path / "soft.gguf").symlink_to(file)
     (tmp_path / "hard.gguf").hardlink_to(file)
     (tmp_path / "folder").mkdir()
-    for output in ("soft.gguf", "hard.gguf", "folder"):
+    gguf_model.write_model(tiny_llama(), tmp_path / "theirs.gguf")
+    for output in ("soft.gguf", "hard.gguf", "folder", "theirs.gguf"):
         result = run(file, "--method", "yarn", "--output", tmp_path / output)
         assert result.exit_code == 2 and "give --output another name" in result.stderr
         assert file.read_bytes() == before

@@ -23,21 +23,11 @@ from rope_eval.run.runner import share_found
 from rope_eval.settings import Settings
 from rope_eval.tasks import Task, build
 from rope_eval.tasks.helmet import Ndcg, Substring
-from rope_eval.tasks.nolima import (
-    TEMPLATE,
-    Book,
-    Gold,
-    distractor_depth,
-    read_tests,
-)
+from rope_eval.tasks.nolima import TEMPLATE, Book, Gold, distractor_depth, read_tests
 from rope_eval.tasks.story import OnlyEnd, Repeated
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers import published_rows
-from tests.helpers.published_rows import (
-    HELMET,
-    HELMET_DEMOS,
-    write_rows,
-)
+from tests.helpers.published_rows import HELMET, HELMET_DEMOS, write_rows
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings(models=("m",), methods=("yarn",), lengths=(4096,))

@@ -18,7 +18,7 @@ import rope_ext
 from rope_eval.forward import cost
 from rope_eval.reports import calibration
 from rope_eval.tune import calibrate as module
-from rope_eval.tune import fitness, trials
+from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, written
@@ -137,7 +137,7 @@ def pretend(monkeypatch, far=lambda a, i: 2.0, inside=lambda a, i: 1.0) -> None:
         loss = inside if windows and len(windows[0]) == TRAINED else far
         return [loss(a, sum(window) % 97 / 97) for window in windows]
 
-    monkeypatch.setattr(trials, "losses_at_end", losses_of)
+    monkeypatch.setattr(fitness, "losses_at_end", losses_of)
 
 
 @pytest.mark.parametrize("optimum", [0.8, 1.0, 1.26, 1.72])
@@ -204,7 +204,7 @@ def test_a_loss_far_out_that_may_rise_is_refused(model, tokenizer, monkeypatch, 
         a = model.model.rotary_emb.attention_scaling
         return [(9 - 5 * a, True) for _ in prompts]
 
-    monkeypatch.setattr(trials, "losses_of_answers", answers)
+    monkeypatch.setattr(fitness, "losses_of_answers", answers)
     for noise, kept in ((0, False), (3, True)):
         pretend(monkeypatch, lambda a, i, noise=noise: 2 + noise * a * (2 * i - 1))
         result = found(model, tokenizer, **ASKED)
@@ -242,7 +242,7 @@ def test_prompts_do_not_count_where_the_unpatched_model_finds_none(model, tokeni
 @pytest.fixture
 def counting(monkeypatch) -> None:
     """Prompts count although a random model answers none."""
-    monkeypatch.setattr(trials, "MIN_FOUND", 0)
+    monkeypatch.setattr(fitness, "MIN_FOUND", 0)
 
 
 def test_a_calibration_is_seeded_and_reads_back(model, tokenizer, tmp_path, counting) -> None:

@@ -394,7 +394,9 @@ def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
 # Reports
 
 
-def test_two_models_are_two_blocks_of_one_report(checkpoint: Path, tmp_path: Path) -> None:
+def test_two_models_are_two_blocks_of_one_report(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Of which one was, so to say, trained on 64 tokens, which cannot hold a passkey."""
     other = save_checkpoint(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
@@ -404,6 +406,8 @@ def test_two_models_are_two_blocks_of_one_report(checkpoint: Path, tmp_path: Pat
     command.call(list(map(str, words)))
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     name = checkpoint.name
+    outputs = re.findall(r"next: .* --output (\S+)", capsys.readouterr().err)
+    assert outputs == [f"compared-{name}", "compared-other"]
     rows = [f"{model} {method}" for model in (name, "other") for method in ("none", "yarn")]
     assert [system["name"] for system in data["systems"]] == rows
     assert data["lengths"] == [128, 256]
@@ -499,6 +503,9 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         ("perplexity", ["--text", "empty.txt"], "the text empty.txt is empty"),
         ("perplexity", ["--text", "hf:nobody/nothing"], "cannot read hf:nobody/nothing"),
         ("perplexity", ["--protocol", "sliding"], "--protocol sliding needs --stride TOKENS"),
+        ("perplexity", ["--stride", "x"], "--stride 'x' is not a number of tokens"),
+        ("perplexity", ["--min-context", "x"], "--min-context 'x' is not a number of tokens"),
+        ("needle", ["--new-tokens", "x"], "--new-tokens 'x' is not a number of tokens"),
         ("needle", ["--new-tokens", "0"], "tokens=0 is not valid"),
         ("ruler", ["--ruler-tasks", "niah_single"], "unknown task 'niah_single'; did you mean"),
     ],

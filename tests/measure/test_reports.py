@@ -106,10 +106,7 @@ def test_files_carry_settings_and_the_options_of_tasks(
 
 
 def test_one_document_has_no_interval_anywhere(
-    report: Report,
-    rows: list[dict[str, str]],
-    settings: Settings,
-    capsys: pytest.CaptureFixture,
+    report: Report, rows: list[dict[str, str]], settings: Settings, capsys: pytest.CaptureFixture
 ) -> None:
     for estimate in (
         report.estimates["perplexity", "none", 128],

@@ -16,12 +16,7 @@ from rope_eval.tasks import haystack
 from rope_eval.tasks.story import FORMS, TOPICS, Chains, Conversation
 from rope_ext.cli import app
 from tests.helpers.checkpoint import save_checkpoint
-from tests.helpers.published_rows import (
-    HELMET,
-    HELMET_DEMOS,
-    NOLIMA,
-    write_rows,
-)
+from tests.helpers.published_rows import HELMET, HELMET_DEMOS, NOLIMA, write_rows
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TEXT = tuple(f"Sentence {n} tells of nothing {'at all ' * (n % 9)}here." for n in range(60))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rope_eval.cases import Outcome
-from rope_eval.reports.training import Training
+from rope_eval.reports.results import Training
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 

@@ -18,19 +18,13 @@ from tests.helpers.models import tiny_llama
 CASTS: dict[str, Callable[[nn.Module], Any]] = {
     "bfloat16, float": lambda m: m.bfloat16().float(),
     "half, float": lambda m: m.half().float(),
-    "half, bfloat16, float": lambda m: m.half().bfloat16().float(),
     "bfloat16, half, bfloat16, double, float": lambda m: (
         m.bfloat16().half().bfloat16().double().float()
     ),
     "bfloat16": lambda m: m.bfloat16(),
-    "bfloat16, double": lambda m: m.bfloat16().double(),
-    "half, bfloat16": lambda m: m.half().bfloat16(),
 }
 PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("yarn", {}),
-    "precise": ("yarn", {"precise": True}),
-    "temperature": ("yarn", {"temperature": "log_n"}),
-    "layers": ("yarn", {"layers": [1]}),
     "bias": ("yarn", {"bias": "alibi"}),
     "dynamic_yarn": ("dynamic_yarn", {}),
     "growing": ("dynamic_ntk", {"mode": "growing"}),

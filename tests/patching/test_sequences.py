@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-)
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import rope_ext
+from tests.helpers.graphs import graphs, whole
 from tests.helpers.models import several_axes, tiny_llama
+from tests.helpers.positions import padded
 from tests.helpers.sequences import EXACT, decoded, recomputed
 
 ROWS = ["dynamic_ntk", "dynamic_yarn"]
@@ -123,10 +123,10 @@ def test_a_cache_begun_before_the_patch_is_refused(model, ids) -> None:
 def test_a_cache_continued_with_other_rows_is_refused(model, ids) -> None:
     rope_ext.patch(model, "dynamic_ntk", factor=4)
     cache = DynamicCache(config=model.config)
-    padded = torch.ones_like(ids[:, :80])
-    padded[0, :30] = 0
+    mask = torch.ones_like(ids[:, :80])
+    mask[0, :30] = 0
     with torch.no_grad():
-        model(ids[:, :80], attention_mask=padded, past_key_values=cache)
+        model(ids[:, :80], attention_mask=mask, past_key_values=cache)
     cache.batch_repeat_interleave(2)
     with pytest.raises(rope_ext.CacheError, match="2 rows"):
         decoded(model, ids[:, 80:].repeat(2, 1), [80], cache)
@@ -143,3 +143,38 @@ def test_a_forward_within_generate_has_its_own_length(ids) -> None:
 
     model.generate(ids[:1], max_new_tokens=3, stopping_criteria=[look])
     assert all(torch.equal(one, right) for one in seen) and seen
+
+
+IN_GRAPHS = {
+    "dynamic_yarn": {},
+    "dynamic_ntk": {"temperature": "log_n"},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "start_tokens": 4},
+    "yarn": {"temperature": "log_n"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_GRAPHS)
+def test_decoding_in_a_static_cache_is_one_graph_and_a_prefill_another(
+    name: str, ids, no_graphs
+) -> None:
+    options = IN_GRAPHS[name]
+    model = rope_ext.patch(tiny_llama(num_hidden_layers=1), name, factor=4, **options)
+    tokens, mask, _ = padded([ids[0, :80], ids[1, :50]], "left")
+    given = {"attention_mask": mask, "pad_token_id": 0, "do_sample": False}
+    given |= {"max_new_tokens": 12, "min_new_tokens": 12}
+    right = model.generate(tokens, **given)
+    for _ in range(2):  # the second request finds the graph of the first
+        said = model.generate(
+            tokens, cache_implementation="static", compile_config=whole(), **given
+        )
+        assert torch.equal(said, right)
+    assert graphs() == 1 and not counters["graph_break"]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for part in (compiled, model):
+        cache = StaticCache(config=model.config, max_cache_len=100)
+        logits = [decoded(part, ids[:, :81], [80, 1], cache)]  # and the eager path goes on
+        found.append(torch.cat([*logits, decoded(model, ids[:, 81:84], [3], cache)], 1))
+    torch.testing.assert_close(*found, **EXACT)
+    assert not counters["graph_break"]

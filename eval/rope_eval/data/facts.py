@@ -65,7 +65,7 @@ def _towns(count: int) -> list[dict[str, str]]:
     return [town() for _ in range(count)]
 
 
-def like_squad(articles: int = 1500) -> dict[str, Any]:
+def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
     """An article of one paragraph and one question per town, in the format of SQuAD 2.0."""
     data = []
     for index, town in enumerate(_towns(articles)):
@@ -73,7 +73,7 @@ def like_squad(articles: int = 1500) -> dict[str, Any]:
         asked = {"question": question.format(**town), "answers": [{"text": town[answer]}]}
         paragraph = {"context": PARAGRAPH.format(**town), "qas": [asked]}
         data.append({"title": town["town"], "paragraphs": [paragraph]})
-    return {"data": data}
+    return data
 
 
 def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:

@@ -82,9 +82,9 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
     """All rows of a data set.
 
     Args:
-        source: a file: ``.json`` (a list, or an object with the list in ``data``), ``.jsonl`` or
-            ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub or a folder that
-            ``datasets`` reads, with the split ``test`` by default.
+        source: a file: ``.json`` (a list, an object with the list in ``data``, or one row with a
+            ``text``), ``.jsonl`` or ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub
+            or a folder that ``datasets`` reads, with the split ``test`` by default.
         option: the command-line option, for errors.
         most: rows to stream from the Hub; None: all, which are stored.
 
@@ -133,7 +133,8 @@ def _json(path: Path, option: str) -> list[Any]:
         raise MeasureError(
             f"cannot read {path} ({reason}); give {option} a file, or hf:ID/CONFIG:SPLIT"
         ) from None
-    data = data.get("data") if isinstance(data, dict) else data
+    if isinstance(data, dict):
+        data = [data] if "text" in data else data.get("data")
     if not isinstance(data, list):
         raise MeasureError(
             f'{path} holds neither a list nor an object with one in "data"; give {option} the '

@@ -1,13 +1,15 @@
-"""Text from your files and data sets, or from Python itself."""
+"""Text from your files and data sets, or from Python itself, and words for prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import re
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -40,10 +42,10 @@ def python_library(split: Literal["train", "held_out"]) -> list[str]:
 def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
     """Documents in files, folders and data sets.
 
-    A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet``, in its
-    field ``text``. A folder stands for all such files in it, and ``hf:ID`` for the first ``most``
-    rows of a data set on the Hub, streamed: ``hf:ID``, ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``,
-    with the split ``test`` by default.
+    A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet`` and
+    ``.json``, in its field ``text``. A folder stands for all such files in it but ``.json``, and
+    ``hf:ID`` for the first ``most`` rows of a data set on the Hub, streamed: ``hf:ID``,
+    ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``, with the split ``test`` by default.
 
     Raises:
         MeasureError: a source is missing, empty, or not UTF-8, or a document has no ``text``.
@@ -69,7 +71,7 @@ def _documents(source: str, most: int) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     """The documents in one file; some may be blank."""
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in (".json", ".jsonl", ".parquet"):
         return list(map(_field, read_rows(str(path), "--text")))
     try:
         return [path.read_text(encoding="utf-8-sig")]  # without a byte-order mark
@@ -114,3 +116,23 @@ def library_words() -> tuple[str, ...]:
     for text in (python_documentation(), *python_library("train")):
         found.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
     return tuple(sorted(found))
+
+
+_LISTS = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split("\n\n")
+ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
+
+
+@cache
+def pairs() -> tuple[str, ...]:
+    """Every adjective with every noun, as ``adjective-noun``, like RULER's keys."""
+    return tuple(f"{one}-{other}" for one, other in product(ADJECTIVES, NOUNS))
+
+
+def many_words(count: int, rng: random.Random) -> list[str]:
+    """``count`` different words in random order: those in Python's library, then made-up ones."""
+    ordinary = library_words()
+    words = dict.fromkeys(rng.sample(ordinary, min(count, len(ordinary))))
+    while len(words) < count:  # ends: there are millions
+        syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+        words["".join(syllables) + rng.choice("dklmnrst")] = None
+    return list(words)

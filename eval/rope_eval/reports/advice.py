@@ -15,13 +15,13 @@ from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation,
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, under
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.advice.building import model_of
 from rope_ext.command.arguments import command_words
 from rope_ext.command.method_options import UNPATCHED, built
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import reach
+from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
 """Options of a comparison that decides more than the default; one that does not ends there."""
@@ -131,7 +131,7 @@ class Advice(Results):
         if longest <= trained or enough:
             more = {"finetune": longest > trained, "text": list(self._texts)}
             return command_words("recommend", model, length=reach(settings.factor, trained), **more)
-        return self._comparing(model, [longest], **_MORE, output=unused("more"))
+        return self._comparing(model, [longest], "more", **_MORE)
 
     @property
     def _trains(self) -> bool:
@@ -150,35 +150,39 @@ class Advice(Results):
         if all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
             return command_words("recommend", model, length=longer)
-        return self._comparing(model, lengths, output=unused("compared"))
+        return self._comparing(model, lengths, "compared")
 
-    def _comparing(self, model: str, lengths: Sequence[int], **more: Any) -> Words:
+    def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
         """The command that measures the same methods by perplexity and passkeys."""
-        settings, chosen = self.plan.settings, self.plan.settings.options.items()
+        settings = self.plan.settings
         return self._command(
             "compare",
             model,
+            output,
             method=",".join(settings.methods),
             factor=settings.factor,
             lengths=",".join(map(str, lengths)),
             adapter=settings.adapter,
             option=[
-                f"{m}.{name}={value!r}" for m, given in chosen for name, value in given.items()
+                f"{method}.{name}={value!r}"
+                for method, given in settings.options.items()
+                for name, value in given.items()
             ],
             finetune=settings.finetune,
             **more,
         )
 
     def _calibrating(self, model: str, method: str, finetune: bool = False) -> Words:
-        longest = max(self.plan.settings.lengths)
-        given = {"length": longest, "output": unused("calibrated"), "finetune": finetune}
-        return self._command("calibrate", model, method=method, **given)
+        given = {"length": max(self.plan.settings.lengths), "finetune": finetune}
+        return self._command("calibrate", model, "calibrated", method=method, **given)
 
-    def _command(self, name: str, model: str, **options: Any) -> Words:
-        """A command that measures the same model on the same text."""
+    def _command(self, name: str, model: str, output: str, **options: Any) -> Words:
+        """A command that measures the same model on the same text, into a folder of its own."""
+        own = next(_model_of(system) for system in self.plan.systems if system.model == model)
+        output = unused("-".join([output, *filter(None, own.split("/"))]))
         same = ("dtype", "device", "trained_length", "compose")
         more = {name: getattr(self.plan.settings, name) for name in same}
-        return command_words(name, model, **options, text=list(self._texts), **more)
+        return command_words(name, model, **options, output=output, text=list(self._texts), **more)
 
     def _training(self, model: str, trained: int) -> Words:
         settings, method = self.plan.settings, self.plan.settings.methods[0]
@@ -196,7 +200,12 @@ class Advice(Results):
         return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
 
 
+def _model_of(system: System) -> str:
+    """What its name has before the method where there are several models; else nothing."""
+    return system.name.removesuffix(system.label).strip()
+
+
 def _of(unpatched: System, sentence: str) -> str:
     """The sentence about a model, with its name where there are several."""
-    name = unpatched.name.removesuffix(UNPATCHED).strip()
+    name = _model_of(unpatched)
     return f"{name}: {sentence}" if name else sentence

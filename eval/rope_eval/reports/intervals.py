@@ -39,9 +39,7 @@ def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE)
 
 
 def mean_interval(
-    values: Sequence[float],
-    weights: Sequence[float] | None = None,
-    confidence: float = CONFIDENCE,
+    values: Sequence[float], weights: Sequence[float] | None = None, confidence: float = CONFIDENCE
 ) -> Interval | None:
     """Interval of the mean of ``values``, as :func:`sum_interval` of one sample."""
     return sum_interval([(values, weights)], confidence)

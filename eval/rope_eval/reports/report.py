@@ -55,16 +55,18 @@ class Report(Advice):
     def essentials(self) -> list[str]:
         """What anyone who quotes a number must quote with it: settings, tasks, versions."""
         settings, identity = self.plan.settings, next(iter(self.plan.identities.values()))
-        rows = [f"factor {settings.factor:g}"]
-        rows += [system.label for system in self.plan.systems if system.label != system.method]
-        rows += [f"adapter {settings.adapter}"] if settings.adapter else []
-        dtype = settings.dtype
-        if dtype == "auto":
-            dtype = f"auto ({'float32' if identity['device'] == 'cpu' else 'of the checkpoint'})"
-        rows += [f"dtype {dtype}", f"device {identity['device']}"]
         if settings.url is not None:
             rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
             rows.append(f"prompts by {settings.api}")
+        else:
+            dtype = settings.dtype
+            if dtype == "auto":
+                of = "float32" if identity["device"] == "cpu" else "of the checkpoint"
+                dtype = f"auto ({of})"
+            rows = [f"factor {settings.factor:g}"]
+            rows += [system.label for system in self.plan.systems if system.label != system.method]
+            rows += [f"adapter {settings.adapter}"] if settings.adapter else []
+            rows += [f"dtype {dtype}", f"device {identity['device']}"]
         rows.append(f"seed {settings.seed}")
         for model, used in self.plan.chat.items():
             of = f" for {model}" if len(self.plan.chat) > 1 else ""
@@ -175,16 +177,7 @@ class Report(Advice):
             ],
             "differences": _rows(("task", "system", "less"), self.differences),
             "suites": {
-                suite: {
-                    system.name: {
-                        **self._threshold_json(suite, system.name),
-                        "average": {
-                            str(n): _numbers(self.average(suite, system.name, n))
-                            for n in plan.lengths
-                        },
-                    }
-                    for system in plan.systems
-                }
+                suite: {system.name: self._suite(suite, system.name) for system in plan.systems}
                 for suite in self.suites
             },
             "curves": [
@@ -194,12 +187,15 @@ class Report(Advice):
             ],
         }
 
-    def _threshold_json(self, suite: str, system: str) -> dict[str, int | None]:
-        name = self.threshold(suite)
-        if name is None:
-            return {}
-        key = "effective_length" if name == "effective length" else "threshold_up_to"
-        return {key: self.holds_up_to(suite, system)}
+    def _suite(self, suite: str, system: str) -> dict[str, Any]:
+        lengths, name = self.plan.lengths, self.threshold(suite)
+        found: dict[str, Any] = {
+            "average": {str(n): _numbers(self.average(suite, system, n)) for n in lengths}
+        }
+        if name is not None:
+            key = "effective_length" if name == "effective length" else "threshold_up_to"
+            found[key] = self.holds_up_to(suite, system)
+        return found
 
     def _csv(self) -> str:
         file = io.StringIO(newline="")
@@ -226,29 +222,29 @@ class Report(Advice):
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
         """(task or suite, name, PNG) of every picture."""
         trained = {system.name: system.trained for system in self.plan.systems}
-        lengths = self.plan.lengths
+        lengths, rates = self.plan.lengths, []
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
-            if task.kind == "loss":
-                part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
-                draw = figures.draw_perplexity
-                yield task.name, task.name, _png(draw, part, trained, f"{title} by length")
-                if curve := self.curve(task.name):
-                    title = f"{title} by position in {lengths[-1]} tokens"
-                    axis = "tokens up to this position, from the one before"
-                    ticks = [4**k for k in range(1, 12) if 2 * 4**k < lengths[0]]
-                    png = _png(draw, curve, trained, title, axis, [*ticks, *lengths])
-                    yield task.name, f"{task.name}_positions", png
-            elif part := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
-                png = _png(figures.draw_depths, part, trained, f"{title}, % found")
-                yield task.name, task.name, png
-        rates = [task.name for task in self.plan.tasks if task.kind == "rate"]
-        if part := {place: e for place, e in self.estimates.items() if place[0] in rates}:
-            yield (
-                next(iter(self.suites), rates[0]),
-                "rates",
-                _png(figures.draw_rates, part, trained),
-            )
+            part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
+            bins = {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}
+            if task.kind == "rate":
+                rates.append(task.name)
+                if bins:
+                    png = _png(figures.draw_depths, bins, trained, f"{title}, % found")
+                    yield task.name, task.name, png
+                continue
+            draw = figures.draw_perplexity
+            yield task.name, task.name, _png(draw, part, trained, f"{title} by length")
+            if curve := self.curve(task.name):
+                title = f"{title} by position in {lengths[-1]} tokens"
+                axis = "tokens up to this position, from the one before"
+                ticks = [4**k for k in range(1, 12) if 2 * 4**k < lengths[0]]
+                png = _png(draw, curve, trained, title, axis, [*ticks, *lengths])
+                yield task.name, f"{task.name}_positions", png
+        if rates:
+            part = {place: e for place, e in self.estimates.items() if place[0] in rates}
+            where = next(iter(self.suites), rates[0])
+            yield where, "rates", _png(figures.draw_rates, part, trained)
 
 
 def _png(draw: Callable[..., None], *given: Any) -> bytes:

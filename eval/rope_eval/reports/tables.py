@@ -7,9 +7,8 @@ from itertools import combinations
 
 from rope_eval.reports.intervals import CONFIDENCE
 from rope_eval.reports.page import BOLD, Cell, Row, Section, Table
-from rope_eval.reports.results import EFFECTIVE, Results
+from rope_eval.reports.results import DEFINITION, EFFECTIVE, Results
 from rope_eval.reports.summary import Estimate, is_clear, percent, shown, signed
-from rope_eval.reports.training import DEFINITION
 from rope_eval.tasks.base import Task
 from rope_ext.command.method_options import UNPATCHED
 

@@ -70,6 +70,8 @@ def run(
 ) -> list[Outcome] | None:
     """Measure what is left of ``plan``; ``begin`` is told the work, ``advance`` what is done.
 
+    Nobody else may be in its folder.
+
     Returns:
         All outcomes of the plan, in its order; None in every process but the first. A model that
         refuses a method is measured without it, and ``plan.refused`` has the reason.
@@ -78,21 +80,20 @@ def run(
         RopeExtError: a model cannot be loaded, every method is refused, or memory does not suffice.
     """
     ranks = Ranks.join(plan.settings.device)
-    with plan.folder.lock():
-        if ranks.rank == 0:
-            require_free(plan.settings)  # another run may have ended since the plan was made
-        ranks.wait()  # nobody reads the logs before the folder is ours alone
-        done = dict(plan.stored)
-        work = {system: ranks.share(plan.left(system)) for system in plan.systems}
-        ranks.wait()  # nobody changes the logs before everybody has read them
-        if ranks.rank == 0 and plan.settings.overwrite:
-            plan.folder.clear()
-            shutil.rmtree(plan.settings.output / HIDDEN / "harness", ignore_errors=True)
-        ranks.wait()
-        begin(sum(_work(batch) for batches in work.values() for batch in batches))
-        _measure(plan, ranks, work, done, advance)
-        ranks.wait()
-        return None if ranks.rank else _merged(plan, done)
+    if ranks.rank == 0:
+        require_free(plan.settings)  # another run may have ended since the plan was made
+    ranks.wait()  # nobody reads the logs before the folder is ours alone
+    done = dict(plan.stored)
+    work = {system: ranks.share(plan.left(system)) for system in plan.systems}
+    ranks.wait()  # nobody changes the logs before everybody has read them
+    if ranks.rank == 0 and plan.settings.overwrite:
+        plan.folder.clear()
+        shutil.rmtree(plan.settings.output / HIDDEN / "harness", ignore_errors=True)
+    ranks.wait()
+    begin(sum(_work(batch) for batches in work.values() for batch in batches))
+    _measure(plan, ranks, work, done, advance)
+    ranks.wait()
+    return None if ranks.rank else _merged(plan, done)
 
 
 def _measure(

@@ -7,20 +7,19 @@ question has several right answers, one is enough.
 
 from __future__ import annotations
 
-import json
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rope_eval.cases import Case, Questions
 from rope_eval.data.facts import like_hotpotqa, like_squad
 from rope_eval.data.prompts import Frame
+from rope_eval.data.rows import Row, read_rows
 from rope_eval.tasks.base import Draw, Prompts
-from rope_ext.errors import MeasureError, OptionError, first_line
+from rope_ext.errors import OptionError
 
 ONLY = "Only give me the answer and do not output any other words."
 INTRO = (
@@ -52,40 +51,45 @@ class Asked(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A data set: its name, its option, how to read its file, and its made-up replacement."""
+    """A data set: its name, its option, how to read its rows, and made-up ones."""
 
     name: str
     option: str
-    read: Callable[[Any], tuple[list[Asked], list[str]]]
-    made_up: Callable[[], Any]
+    read: Callable[[Sequence[Row]], tuple[list[Asked], list[str]]]
+    made_up: Callable[[], list[dict[str, Any]]]
 
 
-def _squad(data: Any) -> tuple[list[Asked], list[str]]:
+def _squad(articles: Sequence[Row]) -> tuple[list[Asked], list[str]]:
     """Every answerable question, with the other paragraphs of its article as near ones."""
-    articles = [article["paragraphs"] for article in data["data"]]
-    documents = sorted({part["context"] for parts in articles for part in parts})
-    number = {text: index for index, text in enumerate(documents)}
-    asked = []
-    for parts in articles:
-        article = [number[part["context"]] for part in parts]
-        for part, own in zip(parts, article, strict=True):
-            near = tuple(index for index in article if index != own)
-            asked += [
-                Asked(qa["question"], tuple(a["text"] for a in qa["answers"]), (own,), near)
-                for qa in part["qas"]
-                if not qa.get("is_impossible", False)
-            ]
+    parts = [article.rows("paragraphs") for article in articles]
+    documents = sorted({part.text("context") for article in parts for part in article})
+    number, asked = {text: index for index, text in enumerate(documents)}, []
+    for article in parts:
+        places = [number[part.text("context")] for part in article]
+        for part, own in zip(article, places, strict=True):
+            near = tuple(index for index in places if index != own)
+            for qa in part.rows("qas"):
+                if not qa.data.get("is_impossible", False):
+                    answers = tuple(one.text("text") for one in qa.rows("answers"))
+                    if not answers:  # it would score nothing
+                        raise qa.wrong("answers", "at least one")
+                    asked.append(Asked(qa.text("question"), answers, (own,), near))
     return asked, documents
 
 
-def _hotpotqa(data: Any) -> tuple[list[Asked], list[str]]:
+def _hotpotqa(rows: Sequence[Row]) -> tuple[list[Asked], list[str]]:
     """Every question, with all ten documents that come with it."""
-    texts = [[f"{title}\n{''.join(lines)}" for title, lines in one["context"]] for one in data]
+    texts = []
+    for row in rows:
+        try:
+            texts.append([f"{title}\n{''.join(lines)}" for title, lines in row.value("context")])
+        except (TypeError, ValueError):
+            raise row.wrong("context", "pairs of a title and its lines") from None
     documents = sorted({text for context in texts for text in context})
     number = {text: index for index, text in enumerate(documents)}
     asked = [
-        Asked(one["question"], (one["answer"],), tuple(number[text] for text in context))
-        for one, context in zip(data, texts, strict=True)
+        Asked(row.text("question"), (row.text("answer"),), tuple(map(number.__getitem__, context)))
+        for row, context in zip(rows, texts, strict=True)
     ]
     return asked, documents
 
@@ -96,20 +100,10 @@ HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 
 def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
     """Questions and documents of a file, or made-up ones."""
-    if path is None:
-        return source.read(source.made_up())
-    try:
-        asked, documents = source.read(json.loads(Path(path).read_text(encoding="utf-8-sig")))
-        for one in asked:  # unanswered ones would score nothing, and what is no text has no tokens
-            if not one.answers or not all(type(x) is str for x in (one.question, *one.answers)):
-                raise ValueError(f"no text as answer to {one.question!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
-        raise MeasureError(
-            f"cannot read {path} as {source.name} ({reason}); give --{source.option} a file as its "
-            f"authors publish it"
-        ) from None
-    return asked, documents
+    option = f"--{source.option}"
+    if path is not None:
+        return source.read(read_rows(path, option))
+    return source.read([Row(one, "made-up facts", option) for one in source.made_up()])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ sentences, keys and values are from Python's documentation, or from a file of yo
 
 from __future__ import annotations
 
-import json
 import random
 import uuid
 from array import array
@@ -14,16 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, cycle, islice
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame
-from rope_eval.data.text import python_documentation, read_texts, sentences
-from rope_eval.data.words import pairs
+from rope_eval.data.text import pairs, python_documentation, read_texts, sentences
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, option, register
-from rope_ext.errors import MeasureError, OptionError, first_line
+from rope_ext.errors import OptionError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INTRO = (
@@ -81,28 +78,11 @@ def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int])
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
     """A text for a haystack and where it is from, as options of ``Needles``.
 
-    Besides what ``read_texts`` takes, a ``.json`` file with a field ``text``, which is how RULER
-    keeps its essays.
+    RULER keeps its essays in the field ``text`` of a ``.json`` file.
     """
     if not sources:
         return {}
-    texts = []
-    for source in sources:
-        texts += [_json_text(source)] if source.endswith(".json") else read_texts([source])
-    return {"text": "\n\n".join(texts), "source": ", ".join(sources)}
-
-
-def _json_text(path: str) -> str:
-    try:
-        text = json.loads(Path(path).read_text(encoding="utf-8"))["text"]
-        if not text.strip():
-            raise ValueError("it is empty")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise MeasureError(
-            f'cannot read the text {path} ({reason}); give a JSON object with a field "text"'
-        ) from None
-    return text
+    return {"text": "\n\n".join(read_texts(sources)), "source": ", ".join(sources)}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Frame, blanks
-from rope_eval.data.words import NOUNS
+from rope_eval.data.text import NOUNS
 from rope_eval.tasks.base import Task, draws, fill, option, register, require_one_of
 from rope_ext.errors import OptionError
 
@@ -114,8 +114,7 @@ class PasskeyPrompts:
         ids, count = self._whole(units, depth, key)
         lead = blanks(self.frame.tokenizer, ids, count)
         case = Case(
-            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin),
-            lead=lead,
+            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin), lead=lead
         )
         if not generate:
             return case

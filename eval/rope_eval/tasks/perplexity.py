@@ -186,10 +186,7 @@ class Segments(Task):
     _unscored: ClassVar[int] = 1  # first tokens of a window
 
     def slide(
-        self,
-        windows: Windows,
-        lengths: Sequence[int],
-        keys: Sequence[Container[int]] | None = None,
+        self, windows: Windows, lengths: Sequence[int], keys: Sequence[Container[int]] | None = None
     ) -> Iterator[Case]:
         """Windows that move over each segment and score each of its tokens once.
 
@@ -305,9 +302,8 @@ class Perplexity(Segments):
             ),
             "start": "the first tokens of each segment, as many as the length",
         }[str(self.protocol)]
-        if self.min_context:
-            what += f", less the very first {self.min_context}"
-        return f"token-weighted perplexity of {what}; {segments}"
+        less = f", less the very first {self.min_context}" if self.min_context else ""
+        return f"token-weighted perplexity of {what}{less}; {segments}"
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, encode, longest
-from rope_eval.data.words import many_words
+from rope_eval.data.text import many_words
 from rope_eval.settings import Settings
 from rope_eval.tasks.answering import HOTPOTQA, SQUAD, Answering
 from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, named_parts, option, register

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import chain, count, islice, pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rope_eval.cases import Case, require_positive
 from rope_eval.data.prompts import Frame, encode
@@ -46,37 +46,25 @@ def stock(sources: Sequence[str]) -> tuple[str, ...] | None:
     return tuple(chain.from_iterable(map(sentences, read_texts(sources)))) or None
 
 
-@dataclass(frozen=True)
-class Story(Prompts):
-    """Base: facts in order between pieces of a text, as many as fit.
+def following(text: Sequence[str] | None, rng: random.Random) -> Iterator[str]:
+    """Sentences that follow each other, from a random one on; None: of Python's documentation."""
+    text = text or documentation()
+    start = rng.randrange(len(text))
+    return (text[at % len(text)] for at in count(start))
 
-    ``text``: sentences; None uses those of Python's documentation.
-    """
 
-    text: Sequence[str] | None = None
+def told(
+    rng: random.Random, facts: Sequence[str], pieces: Iterator[str], joint: str
+) -> tuple[Callable[[int], str], list[float]]:
+    """Facts in order among so many pieces of a text, and the share of these before each fact."""
+    shares, made = sorted(rng.random() for _ in facts), []
 
-    def sentences(self, rng: random.Random) -> Iterator[str]:
-        """Sentences that follow each other, from a random one on."""
-        text = self.text or documentation()
-        start = rng.randrange(len(text))
-        return (text[at % len(text)] for at in count(start))
+    def text(size: int) -> str:
+        made.extend(islice(pieces, max(0, size - len(made))))
+        places = [int(share * (size + 1)) for share in shares]
+        return joint.join(insert(made[:size], facts, places))
 
-    def told(
-        self,
-        rng: random.Random,
-        facts: Sequence[str],
-        pieces: Iterator[str],
-        joint: str,
-    ) -> tuple[Callable[[int], str], list[float]]:
-        """The text with so many pieces, and the share of them before each fact."""
-        shares, made = sorted(rng.random() for _ in facts), []
-
-        def text(size: int) -> str:
-            made.extend(islice(pieces, max(0, size - len(made))))
-            places = [int(share * (size + 1)) for share in shares]
-            return joint.join(insert(made[:size], facts, places))
-
-        return text, shares
+    return text, shares
 
 
 # MRCR
@@ -120,12 +108,13 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Conversation(Story):
+class Conversation(Prompts):
     """A conversation with identical requests, each with an answer of so many ``words`` at least.
 
     ``roomy``: the model may write eight tokens more than the answer has, instead of ``tokens``.
     """
 
+    text: Sequence[str] | None = None
     needles: int = 2
     words: int = 24
     roomy: bool = False
@@ -152,7 +141,7 @@ class Conversation(Story):
         asked = rng.randrange(self.needles)
         prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))
         turns = [_turn(form, topic, answer) for answer in answers]
-        text, shares = self.told(rng, turns, self._others(rng, form, topic), "\n\n")
+        text, shares = told(rng, turns, self._others(rng, form, topic), "\n\n")
         words = {"prefix": prefix, "nth": ordinal(asked + 1), "form": form, "topic": topic}
         end, chat = REPEAT.format(**words), frame.around is not None
         lead = "" if chat else "\nAssistant:"
@@ -164,7 +153,7 @@ class Conversation(Story):
 
     def _answer(self, rng: random.Random) -> str:
         words: list[str] = []
-        for sentence in self.sentences(rng):
+        for sentence in following(self.text, rng):
             words += sentence.split()
             if len(words) >= self.words:
                 break
@@ -201,12 +190,10 @@ class Mrcr(Task):
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """A task for each number of needles."""
-        text = stock(self.haystack)
-        tokens = 1 if self.new_tokens is None else self.new_tokens
-        more: dict[str, Any] = {"text": text, "words": self.mrcr_words}
-        more["roomy"] = self.new_tokens is None
+        text, roomy = stock(self.haystack), self.new_tokens is None
+        given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
         return [
-            Conversation(f"mrcr_{number}", self.trials, tokens, needles=number, **more)
+            Conversation(f"mrcr_{number}", *given, number, self.mrcr_words, roomy)
             for number in counts(self.mrcr_needles, "mrcr_needles")
         ]
 
@@ -238,9 +225,10 @@ class OnlyEnd:
 
 
 @dataclass(frozen=True)
-class Chains(Story):
+class Chains(Prompts):
     """Chains with a given number of hops, one of which is asked for."""
 
+    text: Sequence[str] | None = None
     hops: int = 1
     chains: int = 4
 
@@ -261,7 +249,7 @@ class Chains(Story):
             facts += [FACT.format(*pair) for pair in pairwise(own)]
             facts.append(END.format(own[-1], number))
         rng.shuffle(facts)
-        text, _ = self.told(rng, facts, self.sentences(rng), " ")
+        text, _ = told(rng, facts, following(self.text, rng), " ")
         ask = FOLLOW.format(names[0])
         lead = "" if frame.around is not None else LEAD.format(names[0])
         _, ids = self.fill(lambda size: frame.whole(INTRO + text(size) + ask, lead)[0], length)
@@ -287,9 +275,9 @@ class Hops(Task):
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """A task for each number of hops."""
-        text, tokens = stock(self.haystack), 32 if self.new_tokens is None else self.new_tokens
-        more: dict[str, Any] = {"text": text, "chains": self.chains}
+        tokens = 32 if self.new_tokens is None else self.new_tokens
+        given = (self.trials, tokens, 0, stock(self.haystack))
         return [
-            Chains(f"hops_{number}", self.trials, tokens, hops=number, **more)
+            Chains(f"hops_{number}", *given, number, self.chains)
             for number in counts(self.hops, "hops")
         ]

@@ -26,9 +26,19 @@ from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
-from rope_eval.tune.fitness import HAY, fingerprint, prompts_of, read, shortest, windows_of
+from rope_eval.tune.fitness import (
+    HAY,
+    Sample,
+    Scores,
+    Trials,
+    fingerprint,
+    prompts_of,
+    read,
+    shortest,
+    trained_rope,
+    windows_of,
+)
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
-from rope_eval.tune.trials import Sample, Scores, Trials, trained_rope
 from rope_ext.advice.calibrated import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest

@@ -90,9 +90,7 @@ class SearchOptions(TuneOptions):
     """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
 
     Args:
-        population: tables to start with; the better half become parents of ``mutations`` new ones
-            from one and ``crossovers`` from two, ``iterations`` times.
-        mutation_probability: probability that a mutation changes a number.
+        population: tables to start with, of each of which another is made ``iterations`` times.
         scored: tokens at the end of each window whose loss counts. None scores half of them: if
             all count, as in the paper, the search gives up the far end for the many tokens before
             it. 0 scores the answers of the prompts alone, as LongRoPE2 does.
@@ -112,10 +110,7 @@ class SearchOptions(TuneOptions):
 
     samples: int = option(5, "Text windows used to score a table, at least 1.")
     population: int = option(64, "Number of initial tables.")
-    iterations: int = option(40, "Number of iterations of evolution.")
-    mutations: int = option(16, "New tables per iteration, by mutation.")
-    crossovers: int = option(16, "New tables per iteration, by crossover.")
-    mutation_probability: float = 0.3
+    iterations: int = option(20, "Number of iterations of evolution.")
     scored: int | None = option(
         None,
         "Number of tokens to score at the end of each window; 0 scores passkeys alone. "
@@ -138,9 +133,7 @@ class SearchOptions(TuneOptions):
         8, "Other text windows, on which the best tables are compared: 0, or at least 4."
     )
     start: YaRN | str | os.PathLike[str] | None = option(  # noqa: RUF009
-        None,
-        "The yarn that a table has to beat: a calibration.json of rope-ext calibrate.",
-        str,
+        None, "The yarn that a table has to beat: a calibration.json of rope-ext calibrate.", str
     )
 
     def __post_init__(self) -> None:
@@ -148,7 +141,7 @@ class SearchOptions(TuneOptions):
         self.start_tokens = tuple(self.start_tokens)
         if self.scored is None:
             self.scored = self.target_length // 2
-        self._require_whole(population=4, iterations=1, mutations=0, crossovers=0)
+        self._require_whole(population=5, iterations=1)
         self._require_whole(scored=0 if self.prompts else 1)
         if self.validation_samples:
             self._require_whole(validation_samples=FEWEST_SAMPLES)
@@ -166,9 +159,7 @@ class CalibrationOptions(TuneOptions):
 
     samples: int = option(8, f"Text windows in each half, at least {FEWEST_SAMPLES}.")
     options: str | Iterable[str] | None = option(
-        None,
-        "Method options to find, such as attention_factor,window. Default: all.",
-        split,
+        None, "Method options to find, such as attention_factor,window. Default: all.", split
     )
     cheap: bool = option(
         False,

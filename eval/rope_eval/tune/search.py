@@ -12,24 +12,34 @@ import json
 import logging
 import math
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 from torch import nn
 
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
-from rope_eval.tune.fitness import Rows, fingerprint, prompts_of, read, windows_of
+from rope_eval.tune.fitness import (
+    ROOM,
+    Rows,
+    Sample,
+    Scores,
+    Trials,
+    fingerprint,
+    prompts_of,
+    read,
+    read_log,
+    trained_rope,
+    windows_of,
+)
 from rope_eval.tune.options import CONFIDENCE, SearchOptions
-from rope_eval.tune.trials import ROOM, Sample, Scores, Trials, read_log, trained_rope
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
@@ -42,8 +52,7 @@ _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
 _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a critical pair
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
-_REACH = 4  # pairs: a new number lies between those of pairs so far away, at most
-_TRIES = 100  # to make a table that is new
+_NEAR = 0.1  # spread of the tables near those to start from, as a share of what is searched
 _FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
 RANKING, VALIDATION = "ranking", "validation"
 _logger = logging.getLogger("rope_ext")
@@ -61,63 +70,42 @@ class Candidate(NamedTuple):
     scale: int | None = None
 
 
-@dataclass(frozen=True)
-class Space:
+class Space(NamedTuple):
     """What evolution chooses from: numbers from ``least`` to ``most``, ``starts`` and ``scales``.
 
-    Numbers are in hundredths, those of pairs below ``critical`` follow from that of the critical
-    one, and ``probability`` is that of a mutation to change a number.
+    Numbers are in hundredths, and those of pairs below ``critical`` follow from that of the
+    critical one.
     """
 
     most: int
     starts: Sequence[int]
-    probability: float
     scales: Sequence[int] = ()
     critical: int = 0
     least: int = _STEPS
 
-    def fitted(self, table: Sequence[int]) -> tuple[int, ...]:
+    def fitted(self, table: Iterable[float]) -> tuple[int, ...]:
         """A table with its numbers within bounds, and those below the critical pair as of NTK."""
-        tail = [min(max(number, self.least), self.most) for number in table[self.critical :]]
+        tail = [min(max(round(n), self.least), self.most) for n in [*table][self.critical :]]
         top = tail[0] / _STEPS
         head = [round(_STEPS * top ** (i / self.critical)) for i in range(self.critical)]
         return (*head, *tail)
 
-    def mutated(self, one: Candidate, rng: random.Random) -> Candidate:
-        """Some numbers drawn anew, or one of them and all others moved along; ascending again."""
+    def vector(self, one: Candidate) -> list[float]:
+        """A candidate as evolution sees it: the numbers that are searched, and its choices."""
+        return [*one.table[self.critical :], self.starts.index(one.start), one.scale or 0]
 
-        def changes() -> bool:
-            return rng.random() < self.probability
+    def candidate(self, vector: Sequence[float]) -> Candidate:
+        """The inverse of :meth:`vector`: numbers ascend, choices are the nearest ones."""
+        *numbers, start, scale = vector
+        table = self.fitted([0] * self.critical + sorted(numbers))
+        near = min(self.scales, key=lambda one: abs(one - scale), default=None)
+        return Candidate(table, self.starts[round(start)], near)
 
-        def moved(number: int, old: int, new: int) -> int:
-            """Where ``number`` goes if ``old`` becomes ``new``, between bounds that stay."""
-            bound = self.least if number <= old else self.most
-            share = (number - bound) / (old - bound) if old != bound else 1
-            return round(bound + share * (new - bound))
-
-        old = one.table[self.critical :]
-        reach = rng.randint(1, _REACH)
-        near = [self.least] * reach + [*old] + [self.most] * reach
-        drawn = [rng.randint(near[i], near[i + 2 * reach]) for i in range(len(old))]
-        if rng.random() < 0.5:
-            pairs = zip(old, drawn, strict=True)
-            new = sorted(new if changes() else number for number, new in pairs)
-        else:
-            i = rng.randrange(len(drawn))
-            new = [moved(number, old[i], drawn[i]) for number in old]
-        start = rng.choice(self.starts) if changes() else one.start
-        scale = one.scale
-        if scale is not None and changes():
-            now = scale
-            at = min(range(len(self.scales)), key=lambda i: abs(self.scales[i] - now))
-            scale = rng.choice(self.scales[max(0, at - 2) : at + 3])
-        return Candidate(self.fitted([*one.table[: self.critical], *new]), start, scale)
-
-    def crossed(self, one: Candidate, other: Candidate, rng: random.Random) -> Candidate:
-        """Numbers of either parent; sorted, which keeps each between those of the two."""
-        table = sorted(map(rng.choice, zip(one.table, other.table, strict=True)))
-        start, scale = (rng.choice((one.start, other.start)), rng.choice((one.scale, other.scale)))
-        return Candidate(self.fitted(table), start, scale)
+    def bounds(self, pairs: int) -> list[tuple[float, float]]:
+        """The lowest and highest of every number in a vector."""
+        numbers = [(float(self.least), float(self.most))] * (pairs - self.critical)
+        ends = (self.scales[0], self.scales[-1]) if self.scales else (0, 0)
+        return [*numbers, (0, len(self.starts) - 1), ends]
 
 
 def evolve(
@@ -127,56 +115,36 @@ def evolve(
     *,
     population: int,
     iterations: int,
-    mutations: int,
-    crossovers: int,
     seed: int,
-) -> Iterator[Candidate]:
-    """The best candidate of the first population, then that after every iteration.
+) -> None:
+    """Differential evolution from ``first`` and candidates near them.
 
-    The better half of a population are the parents of the next one, and stay in it. No candidate
-    is made twice.
+    Storn and Price 1997, Journal of Global Optimization 11.
     """
-    rng = random.Random(f"search:{seed}")
-    losses: dict[Candidate, float] = {}
-    parents: list[Candidate] = []
-    young = list(dict.fromkeys(first))
-    seen = set(young)
+    from scipy import optimize
 
-    def add(make: Callable[[], Candidate]) -> None:
-        made = next((one for one in (make() for _ in range(_TRIES)) if one not in seen), None)
-        if made is not None:
-            seen.add(made)
-            young.append(made)
-
-    def crossed() -> Candidate:
-        one, other = rng.sample(parents, 2)
-        return space.crossed(one, other, rng)
-
-    for turn in range(population - len(young)):
-        add(partial(space.mutated, first[turn % len(first)], rng))
-    for iteration in range(iterations + 1):
-        for _ in range(mutations if iteration else 0):
-            add(lambda: space.mutated(rng.choice(parents), rng))
-        for _ in range(crossovers if iteration else 0):
-            add(crossed)
-        losses |= {one: loss(one) for one in young}
-        parents[:] = sorted([*parents, *young], key=losses.__getitem__)[: population // 2]
-        young.clear()
-        yield parents[0]
+    evolution: Any = optimize.differential_evolution  # newer versions call the seed rng
+    rng, bounds = np.random.default_rng(seed), space.bounds(len(first[0].table))
+    low, high = np.array(bounds).T
+    begun = np.array([space.vector(first[i % len(first)]) for i in range(population)], dtype=float)
+    begun[len(first) :] += rng.normal(0, _NEAR, begun[len(first) :].shape) * (high - low)
+    evolution(
+        lambda vector: loss(space.candidate(vector)),
+        bounds,
+        init=np.clip(begun, low, high),
+        maxiter=iterations,
+        tol=0,
+        polish=False,
+        seed=seed,
+    )
 
 
 def _space(given: SearchOptions, factor: float) -> Space:
     """What evolution can choose from."""
     scales = () if given.attention_factor is not None else _SCALES
     most, least = (_BEYOND, 1.0) if given.critical is None else (_BEYOND_CRITICAL, factor)
-    return Space(
-        round(most * factor * _STEPS),
-        tuple(given.start_tokens),
-        given.mutation_probability,
-        scales,
-        given.critical or 0,
-        round(least * _STEPS),
-    )
+    ends = round(most * factor * _STEPS), round(least * _STEPS)
+    return Space(ends[0], tuple(given.start_tokens), scales, given.critical or 0, ends[1])
 
 
 def _calibrated(start: Any) -> YaRN | None:
@@ -244,12 +212,12 @@ def search(
 
     The factors of a table ascend from 1 to at most 1.25 times the scaling factor. The first tables
     are those of PI, NTK, YaRN, MrRoPE and LongRoPE2, of YaRN with other ramps and temperatures, and
-    mutations of them. As in :func:`rope_ext.calibrate`, they are ranked by the loss on windows of
+    tables near them. As in :func:`rope_ext.calibrate`, they are ranked by the loss on windows of
     text plus the loss of passkey answers at the trained and the target length; prompts count only
     where the unpatched model finds at least half of them within its trained length. Among the best
-    tables, and the best of those to start from, other windows and prompts decide. In addition to
-    the paper's mutation, which draws some factors again, one moves the other factors along, since
-    half of YaRN's factors are equal. The model is restored, also after an exception.
+    tables, and the best of those to start from, other windows and prompts decide. New tables are
+    made by differential evolution instead of the paper's mutation and crossover. The model is
+    restored, also after an exception.
 
     Args:
         model: not patched.
@@ -333,7 +301,7 @@ def _searched(
     """Evolution from the tables of known methods; the best is kept in ``output``."""
     rope, factor = trials.rope, given.target_length / trials.rope.length
     scales = FACTORS if given.attention_factor is None and given.start is None else ()
-    tables = given.population + given.iterations * (given.mutations + given.crossovers)
+    tables = given.population * (1 + given.iterations)
     most = (len(known) + len(scales) + tables, 2 * _FINALISTS + 1)
     tried: dict[FrequencyMethod, float] = {}
     with trials.progress(list(zip(samples, most, strict=True))):
@@ -369,20 +337,19 @@ def _searched(
         for each in scaled:
             measured(each)
         first = _first(given, sorted([*known, *scaled], key=tried.__getitem__), rope)
-        found = None
-        for best in evolve(
-            first,
-            _space(given, factor),
-            lambda one: measured(_method(given, one, factor)),
-            population=given.population,
-            iterations=given.iterations,
-            mutations=given.mutations,
-            crossovers=given.crossovers,
-            seed=given.seed,
-        ):
-            found = keep(_method(given, best, factor))
-            losses = (tried[found], tried[best_yarn()])
-            trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
+        found: list[LongRoPE] = []
+
+        def loss(one: Candidate) -> float:
+            made = _method(given, one, factor)
+            value = measured(made)
+            if not found or value < tried[found[0]]:
+                found[:] = [keep(made)]
+                losses = (value, tried[best_yarn()])
+                trials.show(description="loss {:.4f} (yarn {:.4f})".format(*losses))
+            return value
+
+        sizes = {"population": given.population, "iterations": given.iterations}
+        evolve(first, _space(given, factor), loss, **sizes, seed=given.seed)
         if len(validation):
             tables = [each for each in tried if isinstance(each, LongRoPE)]
             begun = [_method(given, each, factor) for each in first]
@@ -390,8 +357,8 @@ def _searched(
             # As calibration would find it; a table has to beat it.
             own = _method(given, _first(given, [best_yarn()], rope)[0], factor)
             finalists = dict.fromkeys([own, *chain(*groups)])
-            found = keep(validated({each: trials.scores(each, validation) for each in finalists}))
-    return cast(LongRoPE, found)
+            found[:] = [keep(validated({x: trials.scores(x, validation) for x in finalists}))]
+    return found[0]
 
 
 def validated(scores: Mapping[L, Scores]) -> L:

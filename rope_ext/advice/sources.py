@@ -40,7 +40,7 @@ class Recipe:
 _VENDORS, _EVIDENCE = _read("vendors.json"), _read("evidence.json")
 _RECIPES = tuple(Recipe(**one) for one in _VENDORS["recipes"])
 _CANDIDATES = (
-    *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "lampe"),
+    *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "jet_long", "lampe"),
     *("yarn", "dynamic_yarn", "mrrope"),
 )
 """Methods for use without fine-tuning, best first on the bundled checkpoints."""

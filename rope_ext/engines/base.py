@@ -26,6 +26,10 @@ from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import Saved
 
+DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
+DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
+"""Whose checkpoints ship a head for speculative decoding (MTP), which rotates, too."""
+
 
 class Refusal(Exception):
     """The reason why an engine cannot run a patch."""

@@ -17,7 +17,7 @@ class Family:
     """Values of ``rope_type`` that it computes as transformers does; ``"default"`` means that the
     base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
     reason: str = ""  # why the other values are not supported
-    mla: bool = False  # vLLM, SGLang: its YaRN is DeepSeek's, with other names
+    mla: bool = False  # its YaRN is DeepSeek's, with other names
     usual: bool = False  # vLLM: its YaRN supports the default temperature only
     stretched: int = 1  # vLLM: its YaRN takes the ramp of this many times the trained length
     own_share: bool = False  # SGLang: it reads partial_rotary_factor beside rope_parameters
@@ -27,7 +27,10 @@ class Family:
     interleaved: bool = False
     """llama.cpp: it rotates neighboring columns where transformers rotates the halves of a head, so
     converters reorder the rows of the query and key weights."""
-    keys: Mapping[str, Any] = field(default_factory=dict)  # llama.cpp: further GGUF keys
+    by_file: bool = False  # llama.cpp: its sliding layers ignore flags, but not keys
+    centered: bool = False  # llama.cpp: weights of its norms are stored less 1
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """llama.cpp: further GGUF keys; text is the name of a configuration field."""
     sliding_base: float | None = None  # llama.cpp: base of sliding layers under every setting
 
 
@@ -46,8 +49,7 @@ ENGINES = {name: _read(table["rows"]) for name, table in _DATA.items()}
 VLLM, SGLANG, LLAMA_CPP, MLX = (ENGINES[n] for n in ("vllm", "sglang", "llama.cpp", "mlx"))
 ENGINES["ollama"] = LLAMA_CPP
 _NO_MINIATURE = (
-    *("falcon_h1", "gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "lfm2", "lfm2_moe"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
+    *("falcon_h1", "gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "qwen4_exp_text"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )
 

@@ -26,10 +26,12 @@ from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
 READS_TABLE = tuple(dict.fromkeys(f.name for f in LLAMA_CPP.values() if "longrope" in f.kinds))
 """Architectures that look for it."""
+_KINDS = {int: "int", float: "float", str: "str"}  # of --override-kv
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
             raise Refusal(family.reason)
         base.refuse_unproven(state, family.sliding_base)
         architecture = family.name
+    else:
+        family = next(f for f in LLAMA_CPP.values() if f.name == architecture)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
@@ -100,11 +104,10 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
         """A key of the file, and the flag for it; without one, the key is overridden."""
         name = f"{architecture}.{key}"
         keys[name] = value
-        if flag is not None:
+        if flag is not None and not family.by_file:
             flags[flag] = value if given is None else given
         else:
-            kind = "int" if isinstance(value, int) else "float"
-            overrides.append(f"{name}={kind}:{value!r}")
+            overrides.append(f"{name}={_KINDS[type(value)]}:{value}")
 
     yarn = parameters["rope_type"] == "yarn" and parameters.get("truncate", True)
     betas = {name: parameters[name] for name in ("beta_fast", "beta_slow") if yarn}
@@ -135,6 +138,15 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
             f"it reads tables of frequencies for the architectures "
             f"{', '.join(map(repr, READS_TABLE))} only, and this is {architecture!r}"
         )
+    grown = yarn_factor(keys.get(f"{architecture}.rope.scaling.factor", 1.0))
+    there = scaling.scaling * (1.0 if yarn else grown)
+    if family.mla and grown > 1 and not math.isclose(there, 1.0):
+        # deepseek2.cpp multiplies logits by the square of this times 1 + L (grown - 1), where L is
+        # 10 times the key. With L, the number on cosine and sine is the key attn_factor itself.
+        put("rope.scaling.yarn_log_multiplier", 0.1 * (1 / there - 1) / (grown - 1))
+        multiplier = scaling.scaling
+    if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # its queries grow by it
+        put("rope.scaling.original_context_length", length)
     if "--yarn-orig-ctx" in flags:
         keys[f"{architecture}.context_length"] = scaling.target
     else:  # beyond the trained length, which only YaRN raises, the server accepts no prompt
@@ -164,6 +176,8 @@ def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     made = planned(state, in_file=False)
     source, long, named = _files(model, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
+    if text_config(state.decoder).model_type in base.DRAFTS:
+        notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     before, served, words, files = [], source, made.words(), {}
     if saved is not None:
         before, served = _following(saved, source, long), long

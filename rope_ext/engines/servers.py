@@ -26,9 +26,6 @@ DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Every layer of these rotates the halves of whole heads, and has no window."""
-_DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
-_DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
-"""Whose checkpoints ship a head for speculative decoding (MTP), which rotates, too."""
 
 
 class _Server(NamedTuple):
@@ -104,7 +101,7 @@ def _by_fields(server: _Server, model: nn.Module, state: Patch, saved: Saved | N
         notes, name = (*notes, "config.json says the rest"), saved.name or "FOLDER"
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
-    elif config.model_type in _DRAFTS:
+    elif config.model_type in base.DRAFTS:
         notes = (*notes, server.draft)
     return server.export(name, settings, server.computed, *notes)
 

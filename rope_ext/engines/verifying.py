@@ -49,6 +49,7 @@ _FLOOR = 1e-4  # float32 computations closer than this count as equal
 _ROUNDED = 3.0  # a server may err by this multiple of transformers' bfloat16 rounding
 _PEAK = 20.0  # standard deviation of attention logits: large, so that attention decides the answer
 _LOOKS = ("q_proj", "k_proj", "q_norm", "k_norm", "qkv_proj", "query_layernorm", "key_layernorm")
+_LOOKS += ("q_layernorm", "k_layernorm")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WIDTHS += ("shared_intermediate_size", "q_lora_rank", "kv_lora_rank")
 _SMALL = {
@@ -58,8 +59,10 @@ _SMALL = {
 _IF_THERE = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "max_window_layers"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
-    "decoder_sparse_step": 1,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step"), 1),
+    "block_auto_adjust_ff_dim": False,
     # These scale parts that do not depend on the rotation, and would hide it.
     **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier"), 1.0),
     "residual_multiplier": 1.0,
@@ -335,7 +338,7 @@ def log_probs_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Te
         elif start:
             cache = DynamicCache(config=config_of(model))
             model(torch.tensor([start]), past_key_values=cache, logits_to_keep=1)
-            cache.batch_repeat_interleave(len(tails))
+            cache.reorder_cache(torch.LongTensor([0] * len(tails)))
             given["past_key_values"] = cache
         rows.append(model(**given, logits_to_keep=1).logits[:, -1].float().log_softmax(-1))
     return torch.cat(rows)

@@ -264,7 +264,7 @@ REFUSED = {
     "vllm": {"gpt_oss": ["ntk", "pi"], "deepseek_v3": ["ntk", "pi"], "qwen3_5_text": ["pi"]},
     "sglang": {"gemma3_text": ["yarn"], "qwen3_next": ["yarn"], "qwen3_5_text": ["pi"]},
     "mlx": {"mixtral": ["yarn"], "gpt_oss": ["ntk"]},
-    "llama.cpp": {"lfm2": ["yarn"], "qwen3": ["resonance"]},
+    "llama.cpp": {"gpt_oss": ["llama3"], "qwen3": ["resonance"]},
 }
 
 
@@ -280,7 +280,7 @@ def test_what_a_family_cannot_be_given_is_refused(engine: str) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text", "llama"])
 def test_the_draft_of_a_checkpoint_is_not_forgotten(family: str) -> None:
     model = rope_ext.patch(tiny_model(family), "yarn", factor=4)
-    for engine in ("vllm", "sglang"):
+    for engine in ("vllm", "sglang", "llama.cpp"):
         assert ("MTP head" in str(rope_ext.export(model, engine))) == (family != "llama")
 
 

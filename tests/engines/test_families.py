@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rope_ext
+from rope_ext.engines import gguf_file, gguf_model, running
 from rope_ext.engines.families import ENGINES, MLX, miniatures
 from rope_ext.engines.verifying import Miniature, in_process, verify
 from tests.families.zoo import LENGTH, tiny_config
@@ -59,6 +60,19 @@ def test_llama_cpp_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "ministral3"])
+def test_llama_cpp_runs_a_file_with_keys_of_its_own(tmp_path: Path, family: str) -> None:
+    """These need more keys than others; as flags, they are run above."""
+    pytest.importorskip("xllamacpp")
+    miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
+    old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
+    gguf_model.write_model(miniature.plain, old)
+    words = ["--model", str(new), *gguf_file.following(miniature.model, old, new).in_file]
+    found = verify(miniature, lambda prompts: running.llama_cpp(words, prompts, 128), "llama.cpp")
+    assert found.passed, str(found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), claimed("mlx"))
 def test_mlx_runs_what_is_claimed(tmp_path: Path, family: str, kind: str) -> None:
     pytest.importorskip("mlx_lm")
@@ -73,7 +87,7 @@ def test_every_miniature_tells_a_patch_from_known_mistakes(tmp_path: Path, famil
 
 
 def test_enough_families_run() -> None:
-    bars = {"llama.cpp": 12, "mlx": 12, "vllm": 25, "sglang": 15}
+    bars = {"llama.cpp": 30, "mlx": 12, "vllm": 25, "sglang": 15}
     for engine, bar in bars.items():
         assert sum("yarn" in family.kinds for family in ENGINES[engine].values()) >= bar
 

@@ -278,7 +278,7 @@ def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | Bina
         star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
         for panel, axes in enumerate(grid):
 
-            def point(trial: Trial, panel: int = panel) -> tuple[float, float]:
+            def point(trial: Trial, panel: int = panel) -> tuple[float, Any]:
                 value = trial.found_beyond if panel else math.exp(min(trial.far, 700))
                 return trial.attention_factor, value
 

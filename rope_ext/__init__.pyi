@@ -6,11 +6,9 @@ from rope_eval.reports.calibration import Calibration as Calibration
 from rope_eval.tune.calibrate import calibrate as calibrate
 from rope_eval.tune.search import search as search
 from rope_ext.advice.describe import (
-    Description as Description, MethodInfo as MethodInfo, describe as describe, methods as methods
-)
-from rope_ext.advice.diagnose import (
-    Diagnosis as Diagnosis, PairDiagnosis as PairDiagnosis, SiteDiagnosis as SiteDiagnosis,
-    diagnose as diagnose
+    Description as Description, Diagnosis as Diagnosis, MethodInfo as MethodInfo,
+    PairDiagnosis as PairDiagnosis, SiteDiagnosis as SiteDiagnosis, describe as describe,
+    diagnose as diagnose, methods as methods
 )
 from rope_ext.advice.fitting import fit as fit
 from rope_ext.advice.recommend import Recommendation as Recommendation, recommend as recommend

@@ -98,6 +98,7 @@ def recommend(
     found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
     print(found.full() if everything else found)
     name, factor, compose = found.method.name, found.method.factor, found.compose
+    trained = found.original_max_position_embeddings
     serving: str | None = engine
     if calibration is not None and not (finetune or engine):  # which follows a comparison
         if found.serve != found.method:
@@ -106,13 +107,13 @@ def recommend(
         serving = found.engines[0]
     if serving is not None:
         texts = [one for one in option_texts(found.method) if not one.startswith("factor=")]
-        asked = Asked(model, name, factor, [f"{name}.{one}" for one in texts], compose)
+        asked = Asked(model, name, factor, [f"{name}.{one}" for one in texts], compose, trained)
         tell_next(asked.words("export", engine=serving))
         return
     served = found.serve or found.method
     apart = served in (found.raised, found.method)  # whose factor is another
     names = name if apart else f"{name},{served.name}"
-    asked = Asked(model, names, factor, compose=compose)
+    asked = Asked(model, names, factor, None, compose, trained)
     asked.tell_compare(found.trained_length, found.target_length, finetune=finetune, text=text)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib import image
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -203,6 +203,15 @@ def test_mistakes_are_one_line_and_exit_2(
     assert result.exit_code == 2 and result.stdout == ""
     assert REFUSED[words] in result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_the_trained_length_of_a_recipe_reaches_the_next_command(tmp_path: Path) -> None:
+    Qwen3Config(max_position_embeddings=40960).save_pretrained(tmp_path)
+    told = call("recommend", tmp_path, "--length", "128k", "--engine", "vllm").stderr
+    assert "--engine vllm" in told and "--trained-length 32768" in told
+    words = ("export", tmp_path, "--engine", "vllm", "--method", "yarn", "--factor", 4)
+    given = call(*words, "--trained-length", 32768).stdout
+    assert '"original_max_position_embeddings": 32768' in given
 
 
 def test_plot_reads_no_weights(checkpoint: Path, tmp_path: Path, loader_fails: None) -> None:

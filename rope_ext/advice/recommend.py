@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.advice.calibrated import Calibrated, calibration_for
 from rope_ext.advice.describe import call_text, require_length
-from rope_ext.advice.sources import Recipe, ranked, recipe_for, sentence, shipped_with
+from rope_ext.advice.sources import (
+    Calibrated,
+    Recipe,
+    calibration_for,
+    ranked,
+    recipe_for,
+    sentence,
+    shipped_with,
+)
 from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.recommendation import Recommendation

@@ -14,6 +14,7 @@ from rope_ext.apply.raising import TYPES
 from rope_ext.apply.rebuild import Written
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method
+from rope_ext.options import Options
 from rope_ext.position.layers import ignores_scaling
 from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -75,38 +76,42 @@ def require_scaling(place: PatchTarget, method: Method) -> None:
 
 
 def scale_softmax(
-    site: RotarySite,
+    sites: list[RotarySite],
     methods: tuple[Method, ...],
     changes: Changes,
     only: Collection[nn.Module] | None = None,
-) -> tuple[str, ...]:
+) -> list[str]:
     """Put the ``attention_factor`` of methods into the softmax scale, if the checkpoint needs that.
 
     See :meth:`RotarySite.factors`. ``only``: the attention layers that are patched; None: all.
-
-    Returns:
-        A sentence for ``describe``, or nothing.
+    Returns sentences for ``describe``.
     """
-    _, number = site.factors(*methods)
-    baked = [module for module in site.baked if only is None or module in only]
-    if not baked or number == 1:
-        return ()
-    for module in baked:
-        set_attribute(module, "scaling", cast("float", module.scaling) * number**2, changes)
-    return (
-        f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
-        f"layers, where this checkpoint has its own (mscale_all_dim), and not on cosine and sine",
-    )
+    notes = []
+    for site in sites:
+        _, number = site.factors(*methods)
+        baked = [module for module in site.baked if only is None or module in only]
+        if not baked or number == 1:
+            continue
+        for module in baked:
+            set_attribute(module, "scaling", cast("float", module.scaling) * number**2, changes)
+        notes.append(
+            f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
+            f"layers, where this checkpoint has its own (mscale_all_dim), not on cosine and sine"
+        )
+    return notes
 
 
-def target(method: FrequencyMethod, site: RotarySite) -> tuple[torch.Tensor, float]:
+def target(
+    place: PatchTarget, site: RotarySite, method: FrequencyMethod, options: Options
+) -> tuple[torch.Tensor, float]:
     """Float64 frequencies and scaling after the patch; raises if it would extend nothing."""
+    refuse_scaled(place.decoder, site, method, options.compose)
     method.check(site.rope.length)
     inv_freq, scaling = site.under(method)
     if not method.extends(site.rope):
-        options = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
+        given = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
         raise OptionError(
-            f"{method.name}({options}) extends nothing on {site.name or 'this model'}: no "
-            f"frequency becomes smaller; choose a larger factor or other options"
+            f"{method.name}({given}) extends nothing on {site.name or 'this model'}: no frequency "
+            f"becomes smaller; choose a larger factor or other options"
         )
     return inv_freq, scaling

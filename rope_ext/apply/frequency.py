@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext.apply import position, raising
-from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.apply.base import Applied, require_scaling, scale_softmax, target
 from rope_ext.apply.rebuild import unsaved, written
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
@@ -30,9 +30,7 @@ def apply(
         return position.apply(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
     length = max(site.target_length(method) for site in scaled)
-    for site in scaled:
-        refuse_scaled(decoder, site, method, options.compose)
-    targets = {site: target(method, site) for site in scaled}
+    targets = {site: target(place, site, method, options) for site in scaled}
     hooks.refuse_unused(decoder, scaled)
     growing = getattr(method, "mode", None) == "growing"
     precise = options.is_precise(length) and not (growing and options.precise == "auto")
@@ -69,8 +67,7 @@ def apply(
         changes += [handle.remove for handle in hooks.keep_native(decoder, local)]
     per_sequence = method.is_dynamic and not growing and saved.native
     notes = _notes(place, keep, precise, per_sequence)
-    for site in scaled:
-        notes += scale_softmax(site, (method,), changes)
+    notes += scale_softmax(scaled, (method,), changes)
     if options.compose == "raise":
         notes += raising.finish(place, saved.values, changes)
     if temperature is not None:

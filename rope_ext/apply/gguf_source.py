@@ -32,8 +32,7 @@ TABLE = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _IN_FORCE = ("gpt-oss", "gemma4")
 """Architectures whose scaling transformers builds."""
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
-_NUMBERS[12] = "d"
+_NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _FLOAT32 = 0  # of tensors
 _STILL = 1e29  # divisors above it stop a pair
@@ -169,9 +168,7 @@ def read_scaling(path: str | Path) -> FileScaling | None:
     elif TABLE in tables:
         base = keys.get(f"{prefix}rope.freq_base", 10000.0)
         method, length = _of_table(tables[TABLE], base, context, length, multiplier or 1.0)
-    shown = [
-        f"{name} {v:.6g}" if isinstance(v, float) else f"{name} {v}" for name, v in own.items()
-    ]
+    shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in own.items()]
     return FileScaling(", ".join([*shown, *tables]), context, length or context, method)
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from rope_ext.apply.base import Applied, refuse_scaled, require_scaling, scale_softmax, target
+from rope_ext.apply.base import Applied, require_scaling, scale_softmax, target
 from rope_ext.apply.rebuild import unsaved
 from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
@@ -88,8 +88,7 @@ def apply(
         )
         _logger.warning("rope_ext: %s", notes[-1])
     methods = (method,) if under is None else (method, under)
-    for site in place.scaled:
-        notes += scale_softmax(site, methods, changes, installed.mapped)
+    notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
         notes.append(f"temperature: {temperature.formula}, in those attention layers")
@@ -114,8 +113,7 @@ def _write(
     """Give a site the frequencies (float64, ``[pairs]``) and scaling under a position method."""
     under, family = options.frequency, type(place.decoder).__name__
     if under is not None:
-        refuse_scaled(place.decoder, site, under, options.compose)
-        inv_freq, _ = target(under, site)
+        inv_freq, _ = target(place, site, under, options)
         scaling, _ = site.factors(under, method)
         buffers.write(site, inv_freq.float(), scaling)
         return inv_freq, scaling

@@ -52,7 +52,10 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
     For a method that chooses frequencies per sequence, those of the longest one are compared.
     """
     config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
-    for proposal, head in itertools.product(_proposals(method, scaled), _heads(config)):
+    heads: list[dict[str, int]] = [{}]
+    if vars(config).get(HEAD, 0) is None:  # some functions of transformers cannot read that
+        heads.append({HEAD: config.hidden_size // config.num_attention_heads})
+    for proposal, head in itertools.product(_proposals(method, scaled), heads):
         values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal, method)}
         values.update(head)
         types = {entry["rope_type"] for entry in proposal.values()}
@@ -133,13 +136,6 @@ def _proposals(
         yield tables
         # Some types cover the whole head, with frequency zero beyond partial_rotary_factor.
         yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
-
-
-def _heads(config: Any) -> list[dict[str, int]]:
-    """The head dimension unchanged; if null, which some functions cannot read, also as a number."""
-    if vars(config).get(HEAD, 0) is not None:
-        return [{}]
-    return [{}, {HEAD: config.hidden_size // config.num_attention_heads}]
 
 
 def _merged(

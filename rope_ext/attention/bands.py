@@ -16,7 +16,6 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention.call import (
-    Block,
     Call,
     Places,
     RotatedBand,
@@ -26,6 +25,7 @@ from rope_ext.attention.call import (
     wide,
     without_autocast,
 )
+from rope_ext.encodings.scores import Block
 from rope_ext.methods.geometry import extent
 
 ROWS = 256

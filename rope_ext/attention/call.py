@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from rope_ext.encodings.scores import Block, Scores
+from rope_ext.encodings.scores import Scores
 from rope_ext.methods.geometry import Geometry
-
-__all__ = ["Block", "Call", "Pairs", "Places", "RotatedBand", "Rotation", "Scores"]
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing.
@@ -69,14 +67,6 @@ class Pairs:
     first: slice | torch.Tensor
     second: slice | torch.Tensor
 
-    @property
-    def halves(self) -> bool:
-        """Whether the first and the second columns are two adjacent ranges."""
-        first, second = self.first, self.second
-        if not (isinstance(first, slice) and isinstance(second, slice)):
-            return False
-        return first.stop == second.start and {first.step, second.step} <= {None, 1}
-
     def rotate(
         self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -93,12 +83,12 @@ class Pairs:
         wide = torch.promote_types(x.dtype, cos.dtype)
         turned = a * cos - b * sin, b * cos + a * sin
         if (
-            isinstance(first, slice)
+            torch.compiler.is_compiling()
+            and isinstance(first, slice)
             and isinstance(second, slice)
-            and self.halves
-            and torch.compiler.is_compiling()
-        ):
-            # Inductor turns writes to slices into masks.
+            and first.stop == second.start
+            and {first.step, second.step} <= {None, 1}
+        ):  # two adjacent ranges; inductor turns writes to slices into masks
             parts = x[..., : first.start], *turned, x[..., second.stop :]
             return torch.cat([part.to(wide) for part in parts], dim=-1).to(to)
         out = x.to(wide, copy=True)

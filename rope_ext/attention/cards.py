@@ -59,35 +59,26 @@ def compiles() -> bool:
 
 
 class Heads(NamedTuple):
-    """Heads of attention.
-
-    Args:
-        columns: of queries and keys.
-        value_columns: of values.
-        size: bytes of a number.
-        bias: whether logits get a bias by distance.
-    """
+    """Heads of attention: columns, bytes of a number, and whether logits get a bias by distance."""
 
     columns: int
     value_columns: int
     size: int
     bias: bool = False
 
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Columns as the kernel sees them: powers of two."""
+        return 1 << (self.columns - 1).bit_length(), 1 << (self.value_columns - 1).bit_length()
+
 
 def forward_bytes(rows: int, keys: int, stages: int, heads: Heads, card: Card) -> int:
     """Shared memory of FlexAttention at most, as Triton 3.9 allocates it.
 
-    Queries, keys, values and biases in flight, and the logits. Often products stay in registers or
-    share memory with keys, and Triton needs less.
-
-    Args:
-        rows: queries of a block.
-        keys: keys that it takes at a time.
-        stages: loads in flight, plus one.
-        heads: sizes of a head.
-        card: the GPU.
+    ``rows`` queries and ``keys`` at a time, with ``stages - 1`` loads of keys, values and biases in
+    flight. Often products stay in registers, and Triton needs less.
     """
-    columns, value_columns = _padded(heads)
+    columns, value_columns = heads.padded
     wgmma = card.capability >= (9, 0) and heads.size == 2  # reads a buffer while others fill
     in_flight = stages if wgmma else max(stages - 1, 1)
     logits = 4 * rows * keys * (1 + in_flight * heads.bias)
@@ -100,21 +91,16 @@ def forward_bytes(rows: int, keys: int, stages: int, heads: Heads, card: Card) -
 
 def backward_bytes(side: int, heads: Heads, card: Card) -> int:
     """The same of the backward pass with blocks of ``side`` tokens and one stage."""
-    columns, value_columns = _padded(heads)
+    columns, value_columns = heads.padded
     if card.capability < AMPERE and heads.size == 2:
         return 4 * side * (2 * columns + value_columns)
     return heads.size * side * (2 * (columns + value_columns) + side)
 
 
-def _padded(heads: Heads) -> tuple[int, int]:
-    """Columns as the kernel sees them: powers of two."""
-    return 1 << (heads.columns - 1).bit_length(), 1 << (heads.value_columns - 1).bit_length()
-
-
 def options(card: Card, heads: Heads, gradients: bool = False) -> dict[str, int | bool] | None:
-    """``kernel_options`` of FlexAttention that fit the card; None if none do.
+    """``kernel_options`` of FlexAttention that fit the card, with a backward pass if ``gradients``.
 
-    ``gradients``: whether there is a backward pass.
+    None if none do.
     """
     # For fewer than 128 queries there is another kernel, which refuses 65 of them under two heads
     # for each key head, and reads all keys of a band in one block of threads.

@@ -18,21 +18,17 @@ import torch.nn.functional as F
 
 from rope_ext.attention import bands, cards, flash, flex
 from rope_ext.attention.call import (
-    Block,
     Call,
     Pairs,
     Places,
     RotatedBand,
     Rotation,
-    Scores,
     each_table,
     wide,
 )
 from rope_ext.attention.runs import BACK, Run, goes_back, runs
 from rope_ext.errors import OptionError, UnsupportedModelError, nearest
 from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
-
-__all__ = ["KERNELS", "Block", "Call", "Pairs", "RotatedBand", "Rotation", "Scores", "attend"]
 
 _logger = logging.getLogger("rope_ext")
 _PLAIN = "runs by plain operations of torch, which are slower"
@@ -262,7 +258,7 @@ _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias"
     schema=f"({_TENSORS}, {_CALL.format('Tensor[]? at, ')}, str kernel) -> (Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN202
+def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN201
     """Output and log-sum-exp; ``at`` is None where tokens count one by one."""
     *numbers, kernel = rest
     call = _unpacked(sinks, bias, tables, plan, *numbers)

@@ -12,8 +12,13 @@ from typing import Annotated, Any, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rope_ext.command.arguments import command_words, parse_compose, parse_options, take
-from rope_ext.command.evaluators import find
+from rope_ext.command.arguments import (
+    command_words,
+    find_evaluators,
+    parse_compose,
+    parse_options,
+    take,
+)
 from rope_ext.command.terminal import clean_errors, quiet, tell, tell_next, unused
 from rope_ext.errors import OptionError
 
@@ -186,7 +191,7 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def _add_evaluators(self) -> None:
-        if (evaluators := find("cli")) is not None:
+        if (evaluators := find_evaluators("cli")) is not None:
             self.commands.update(typer.main.get_group(evaluators.app).commands)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:

@@ -10,20 +10,8 @@ from typing import Any
 from torch import nn
 
 from rope_ext.apply.rebuild import SCALING_FIELDS
-from rope_ext.engines.base import (
-    Export,
-    Refusal,
-    Scaling,
-    config_of,
-    family_of,
-    in_folder,
-    is_nested,
-    is_shipped,
-    precise_note,
-    refuse_kind,
-    refuse_positions,
-    refuse_unproven,
-)
+from rope_ext.engines import base
+from rope_ext.engines.base import Export, Refusal
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.saving.folder import Saved
@@ -42,19 +30,19 @@ def transformers(
     where mlx-lm would not compute the patch.
     """
     settings: dict[str, Any] = {}
-    if not is_shipped(saved, state):
-        refuse_positions(state, dynamic=True)
+    if not base.is_shipped(saved, state):
+        base.refuse_positions(state, dynamic=True)
         if not state.native:
             raise Refusal("it has no rope_type that builds these frequencies")
-        text = config_of(model).get_text_config(decoder=True)
+        text = base.config_of(model).get_text_config(decoder=True)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
-    whole = saved is not None and in_folder(settings, saved.config.to_dict())
+    whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
     if saved is not None and whole and not (legacy and settings):
         return as_it_is(saved, settings)
-    config = config_of(model)
+    config = base.config_of(model)
     written, parameters = config.to_json_string(), settings["rope_parameters"]
     if legacy:
-        if config.get_text_config(decoder=True) is not config or is_nested(parameters):
+        if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
             raise Refusal("older readers know one rope_scaling, of the whole configuration")
         settings |= _legacy(parameters)
         written = _with_fields(written, settings)
@@ -76,15 +64,15 @@ def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
 
     A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
     """
-    refuse_positions(state)
-    family = family_of(state, "mlx")
-    refuse_unproven(state, family.sliding_base)
+    base.refuse_positions(state)
+    family = base.family_of(state, "mlx")
+    base.refuse_unproven(state, family.sliding_base)
     if not state.native:
         raise Refusal("it builds frequencies by rope_type, and none matches these")
-    parameters = _parameters(Scaling.from_patch(state))
-    refuse_kind(family, parameters["rope_type"])
+    parameters = _parameters(base.Scaling.from_patch(state))
+    base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-    own = config_of(model)
+    own = base.config_of(model)
     head = own.hidden_size // own.num_attention_heads
     for name, value in (_NEEDED | {"head_dim": head}).items():
         value = parameters.get(name, getattr(own, name, value))
@@ -95,11 +83,11 @@ def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     where = where if saved is None else "put this config.json into the folder"
     folder = saved.name if saved is not None and saved.name else "FOLDER"
     command = shlex.join(["mlx_lm.generate", "--model", folder, "--prompt", "..."])
-    notes = ("as mlx-lm 0.32.2 computes it", where, *precise_note(state))
+    notes = ("as mlx-lm 0.32.2 computes it", where, *base.precise_note(state))
     return Export("mlx", fields, command, {"config.json": config}, notes)
 
 
-def _parameters(scaling: Scaling) -> dict[str, Any]:
+def _parameters(scaling: base.Scaling) -> dict[str, Any]:
     """``rope_parameters`` that mlx-lm and transformers interpret equally."""
     parameters = dict(scaling.parameters)
     kind, own = parameters["rope_type"], bool(parameters.get("mscale_all_dim"))

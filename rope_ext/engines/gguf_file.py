@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,9 @@ class GGUFFile:
         scaled = table or value(f"{architecture}.rope.scaling.type", "none") != "none"
         return cls(path, architecture, base, dim, length, scaled, reader)
 
-    def write(self, output: str | Path, keys: Mapping[str, Any], table: list[float] | None) -> None:
+    def write(self, output: str | Path, made: Plan) -> Plan:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
+        keys, table = made.keys, made.table
         output, gguf = Path(output), require_gguf()
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
@@ -118,6 +118,7 @@ class GGUFFile:
                 writer.close()
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
+        return made
 
 
 def extended(
@@ -146,7 +147,7 @@ def extended(
     )
     state = current_patch(patch_without_weights(built_on_meta(config), method))
     assert state is not None
-    return _write(file, state, output, file.architecture)
+    return file.write(output, plan(state, architecture=file.architecture))
 
 
 def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
@@ -165,15 +166,12 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
             f"{path} holds a {file.architecture!r} with {file.dim // 2} rotary pairs, but the "
             f"model is a {architecture!r} with {dim // 2}; give the file of the same model"
         )
-    return _write(file, state, output)
+    return file.write(output, plan(state))
 
 
-def _write(
-    file: GGUFFile, state: Patch, output: str | Path, architecture: str | None = None
-) -> Plan:
+def plan(state: Patch, in_file: bool = True, architecture: str | None = None) -> Plan:
+    """As :func:`planned`, but raises an ExportError."""
     try:
-        made = planned(state, True, architecture)
+        return planned(state, in_file, architecture)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run {state.method.name}: {refusal}") from None
-    file.write(output, made.keys, made.table)
-    return made

@@ -20,18 +20,8 @@ from torch import nn
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.command.arguments import command_words
-from rope_ext.engines.base import (
-    DRAFTS,
-    Export,
-    Refusal,
-    Scaling,
-    config_of,
-    family_of,
-    model_name,
-    precise_note,
-    refuse_positions,
-    refuse_unproven,
-)
+from rope_ext.engines import base
+from rope_ext.engines.base import Export, Refusal
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
@@ -84,18 +74,18 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
             "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
-    refuse_positions(state)
+    base.refuse_positions(state)
     if architecture is None:
-        family = family_of(state, "llama.cpp")
+        family = base.family_of(state, "llama.cpp")
         if not family.kinds:
             raise Refusal(family.reason)
-        refuse_unproven(state, family.sliding_base)
+        base.refuse_unproven(state, family.sliding_base)
         architecture = family.name
     else:
         family = next(f for f in LLAMA_CPP.values() if f.name == architecture)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
-    site, scaling = state.scaled[0], Scaling.from_patch(state)
+    site, scaling = state.scaled[0], base.Scaling.from_patch(state)
     parameters = scaling.parameters
     if not site.scaled and state.frequencies is not None:
         # Families that know one type only are saved with a table.
@@ -185,8 +175,8 @@ def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     """Flags of ``llama-server``, or the command that writes a file for it."""
     made = planned(state, in_file=False)
     source, long, named = _files(model, saved)
-    notes = ["as llama.cpp computes it at commit 0c1e57098", *precise_note(state), *made.notes]
-    if text_config(state.decoder).model_type in DRAFTS:
+    notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
+    if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     before, served, words, files = [], source, made.words(), {}
     if saved is not None:
@@ -221,16 +211,17 @@ def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
         before, files = _following(saved, source, long), {}
     files |= {"Modelfile": f"FROM ./{long}\nPARAMETER num_ctx {state.target_length}\n"}
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
+    notes = (*named, note, *base.precise_note(state))
     command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"
-    return Export("ollama", _settings(made), command, files, (*named, note, *precise_note(state)))
+    return Export("ollama", _settings(made), command, files, notes)
 
 
 def _files(model: nn.Module, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
     """The unpatched GGUF file of a model, a name for the patched one, and a note on the first."""
-    file = gguf_source.file_of(config_of(model))
+    file = gguf_source.file_of(base.config_of(model))
     if file is not None and saved is None:
         return file, f"{Path(file).stem}-long.gguf", ()
-    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {model_name(model)}"
+    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(model)}"
     if saved is not None:  # whose file, converted as it is, is given the patch
         note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {saved.name or 'FOLDER'}"
     return "MODEL.gguf", "MODEL-long.gguf", (note,)

@@ -11,21 +11,8 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from rope_ext.config.settings import path_to_text
-from rope_ext.engines.base import (
-    DRAFTS,
-    Export,
-    Refusal,
-    family_of,
-    in_folder,
-    is_nested,
-    is_shipped,
-    model_name,
-    precise_note,
-    refuse_kind,
-    refuse_positions,
-    refuse_tempered,
-    served_config,
-)
+from rope_ext.engines import base
+from rope_ext.engines.base import Export, Refusal
 from rope_ext.engines.families import Family
 from rope_ext.methods import DualChunk
 from rope_ext.methods.checked import not_none
@@ -92,9 +79,9 @@ def vllm(
         return _by_plugin(state, saved)
     if state.method.name == "dual_chunk":
         return _dual_chunk(model, state, dual_chunk)
-    if saved is None or not is_shipped(saved, state):
+    if saved is None or not base.is_shipped(saved, state):
         return _by_fields(_VLLM, model, state, saved)
-    refuse_kind(family_of(state, "vllm"), "longrope")
+    base.refuse_kind(base.family_of(state, "vllm"), "longrope")
     if state.method.attention_factor is not None:
         raise Refusal("it computes the temperature of two tables by itself")
     return _VLLM.export(
@@ -107,14 +94,14 @@ def vllm(
 
 
 def _by_fields(server: _Server, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    fields, notes = overrides(state, server.name), precise_note(state)
+    fields, notes = overrides(state, server.name), base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
-    name, config = model_name(model), text_config(state.decoder)
-    if saved is not None and in_folder(fields, saved.config.to_dict()):
+    name, config = base.model_name(model), text_config(state.decoder)
+    if saved is not None and base.in_folder(fields, saved.config.to_dict()):
         notes, name = (*notes, "config.json says the rest"), saved.name or "FOLDER"
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
-    elif config.model_type in DRAFTS:
+    elif config.model_type in base.DRAFTS:
         notes = (*notes, server.draft)
     return server.export(name, settings, server.computed, *notes)
 
@@ -157,12 +144,12 @@ def _dual_chunk(model: nn.Module, state: Patch, asked: bool) -> Export:
             "its Dual Chunk needs local of at most half of chunk, the unscaled frequencies, and "
             "attention_factor=1"
         )
-    refuse_tempered(state)
+    base.refuse_tempered(state)
     given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
     length = state.target_length
     fields = {"dual_chunk_attention_config": given, "max_position_embeddings": length}
     made = _VLLM.export(
-        model_name(model),
+        base.model_name(model),
         {_VLLM.fields: fields, _VLLM.length: length},
         "according to the source of vLLM 0.10; not run, because it needs a GPU",
         "original_max_position_embeddings=0 turns off its temperature, as in the patch",
@@ -174,14 +161,14 @@ def _dual_chunk(model: nn.Module, state: Patch, asked: bool) -> Export:
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:
     """Configuration fields, with the names that vLLM and SGLang add to those of transformers."""
-    refuse_positions(state)
-    config, family = text_config(state.decoder), family_of(state, engine)
-    if len(state.sites) > 1 and not is_nested(config.rope_parameters):
+    base.refuse_positions(state)
+    config, family = text_config(state.decoder), base.family_of(state, engine)
+    if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
         raise Refusal("models with several rotary embeddings have not been tested")
     if not state.native:
         raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = dict(config.rope_parameters)
-    if is_nested(parameters):
+    if base.is_nested(parameters):
         for site in state.scaled:
             parameters[site.layer_type] = _named(parameters[site.layer_type], family)
     else:
@@ -194,7 +181,7 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
             "beta": parameters["llama_4_scaling_beta"],
             "original_max_position_embeddings": parameters["original_max_position_embeddings"],
         }
-    path = path_to_text(served_config(state.outermost))
+    path = path_to_text(base.served_config(state.outermost))
     if engine == "sglang" and len(path) > 1:
         raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
     for name in reversed(path):
@@ -206,7 +193,7 @@ def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """``rope_parameters`` of one rotary embedding, with the engines' names."""
     parameters = dict(parameters)
     kind, factor = parameters["rope_type"], cast(Any, parameters.get("attention_factor"))
-    refuse_kind(family, kind)
+    base.refuse_kind(family, kind)
     if kind == "longrope":
         # Otherwise both take sqrt(1 + ln(s) / ln(length)), whatever attention_factor says.
         return parameters | {"short_mscale": factor, "long_mscale": factor}

@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from rope_ext.engines import export, gguf_file, gguf_model, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, refuse_unproven
 from rope_ext.engines.families import miniatures
-from rope_ext.engines.llama_cpp import planned
 from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import FrequencyMethod, Rope
@@ -178,9 +177,8 @@ class Miniature:
             chosen, options = saved.record.method, dict(saved.record.arguments)
             target = saved.target_length
             text = text_config(text_decoder(unpatch(whole)))
-        model, plain = _small(text), _small(text)
-        plain.load_state_dict(model.state_dict())
-        patch(model, chosen, **options)
+        plain = _small(text)
+        model = patch(copy.deepcopy(plain), chosen, **options)
         if target is not None:
             note_target(model, target)
         state = not_none(current_patch(model))
@@ -470,13 +468,10 @@ def _words(miniature: Miniature, file: Path, flags: str | None) -> list[str]:
             return ["--model", str(file), *shlex.split(flags)]
         except ValueError as error:
             raise ExportError(f"flags={flags!r} is not valid: {error}") from None
-    try:
-        made = planned(miniature.state, in_file=False)
-    except Refusal as refusal:
-        raise ExportError(f"llama.cpp cannot run this patch: {refusal}") from None
+    made = gguf_file.plan(miniature.state, in_file=False)
     if made.table is not None:
         read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
-        read.write(file, made.keys, made.table)
+        read.write(file, made)
     return ["--model", str(file), *made.words()]
 
 

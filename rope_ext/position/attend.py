@@ -256,7 +256,7 @@ def _step(asked: Asked, layer: Layer, forward: PositionForward) -> Step:
         back = goes_back(mask.forward.key, mask.forward.real())
         forward.require(~back, UnsupportedModelError, BACK)
     rotations, seen = clipped(layer.rotations, mask.window), None
-    if rotations is None or not mask.causal:
+    if rotations is None or not mask.causal or forward.documents is not None:
         rotations = _seeing_ahead(layer, rotations or layer.rotations, mask.ahead)
         seen = mask.dense_on(forward.device)
     if seen is not None:

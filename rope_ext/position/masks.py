@@ -13,7 +13,7 @@ but slow. Packed documents that are not recognized raise an error, since their p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -30,8 +30,7 @@ CHECKED = ("5.17", "5.23")
 
 _PACKED = "packed_sequence_mask_function."
 _WINDOW = "sliding_window_overlay."
-_COMBINED = ("and_masks.", "remap_positions_for_packed_sequence.")
-_UNION, _BLOCKS = "or_masks.", "blockwise_overlay."
+_BLOCKS = "blockwise_overlay."
 
 
 def is_plain(function: Callable) -> bool:
@@ -43,40 +42,35 @@ def is_plain(function: Callable) -> bool:
 
 def documents_of(function: Callable) -> torch.Tensor | None:
     """The documents that a mask function keeps apart, ``[rows, keys]``."""
-    for part in _parts(function):
-        if _is(part, _PACKED) and part.__closure__:
-            return part.__closure__[0].cell_contents
-    return None
+    packed = [part for part in _parts(function) if _is(part, _PACKED)]
+    return _held(packed[0])[0] if packed else None
 
 
-def _parts(function: Callable) -> Iterator[Callable]:
+def _parts(function: Callable) -> list[Callable]:
     """The simple mask functions that transformers has combined into ``function`` with ``and``."""
-    if _is(function, *_COMBINED):
-        for part in _inner(function):
-            yield from _parts(part)
-        return
-    if _is(function, _UNION):  # without images there are no blocks of tokens that see each other
-        inner = [part for part in _inner(function) if not _is(part, _BLOCKS) or _blocks(part)]
-        if len(inner) == 1:
-            yield from _parts(inner[0])
-            return
-    yield function
+    inner = [
+        one
+        for held in _held(function)
+        for one in (held if isinstance(held, tuple) else (held,))
+        if callable(one)
+    ]
+    if _is(function, "or_masks."):  # without images there are no blocks of tokens that see others
+        inner = [one for one in inner if not _is(one, _BLOCKS) or _blocks(one)]
+        if len(inner) != 1:
+            return [function]
+    elif not _is(function, "and_masks.", "remap_positions_for_packed_sequence."):
+        return [function]
+    return [part for one in inner for part in _parts(one)]
 
 
-def _inner(function: Callable) -> Iterator[Callable]:
-    """The functions in the closure of ``function``."""
-    for cell in function.__closure__ or ():
-        inner = cell.cell_contents
-        yield from filter(callable, inner if isinstance(inner, tuple) else (inner,))
+def _held(function: Callable) -> list[Any]:
+    """What is in the closure of ``function``."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def _blocks(overlay: Callable) -> bool:
     """Whether any tokens belong to a block; those of no block have a negative number."""
-    return any(
-        bool((cell.cell_contents >= 0).any())
-        for cell in overlay.__closure__ or ()
-        if isinstance(cell.cell_contents, torch.Tensor)
-    )
+    return any(isinstance(x, torch.Tensor) and bool((x >= 0).any()) for x in _held(overlay))
 
 
 def _is(function: Callable, *made_by: str) -> bool:
@@ -193,7 +187,7 @@ class BatchMask:
             after = after * forward.padding[:, None, -forward.tokens :].to(after.device)
         return int(after.clamp(min=0).amax())
 
-    @functools.cached_property
+    @property
     def offset(self) -> int:
         """Index of the first key in the sequence; above 0 in sliding caches."""
         return 0 if self.arguments is None else self.arguments["kv_offset"]

@@ -136,8 +136,15 @@ def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
     scaled = _scaled(text)
     if not scaled or any(settings != scaled[0] for settings in scaled[1:]):
         return None
-    method, length = _method(scaled[0]), scaled[0].length
-    return None if method is None or length is None else (method, length)
+    factor, length = scaled[0].factor, scaled[0].length
+    # The base of the dynamic type has no largest length.
+    if factor is None or length is None or scaled[0].rope_type == "dynamic":
+        return None
+    try:
+        method = method_of(scaled[0].parameters, factor)
+    except (RopeExtError, KeyError, TypeError):
+        return None
+    return None if method is None else (method, length)
 
 
 def _scaled(text: Any) -> list[RopeSettings]:
@@ -168,15 +175,6 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
         return None
     note_target(model, target)  # which Llama 3's factor does not give
     return model
-
-
-def _method(settings: RopeSettings) -> FrequencyMethod | None:
-    if settings.factor is None or settings.rope_type == "dynamic":  # its base has no largest length
-        return None
-    try:
-        return method_of(settings.parameters, settings.factor)
-    except (RopeExtError, KeyError, TypeError):
-        return None
 
 
 def _same(model: nn.Module, sites: list[RotarySite]) -> bool:

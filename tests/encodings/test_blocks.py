@@ -9,8 +9,9 @@ import torch
 
 from rope_ext.attention import bands
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention.call import Block, Call, Pairs, RotatedBand, Scores
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.encodings import Heads
+from rope_ext.encodings.scores import Block, Scores
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.bands import dense

@@ -14,6 +14,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 import rope_ext
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
+from tests.helpers.positions import logits
 
 CASTS: dict[str, Callable[[nn.Module], Any]] = {
     "bfloat16, float": lambda m: m.bfloat16().float(),
@@ -23,23 +24,19 @@ CASTS: dict[str, Callable[[nn.Module], Any]] = {
     ),
     "bfloat16": lambda m: m.bfloat16(),
 }
-PATCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "yarn": ("yarn", {}),
-    "bias": ("yarn", {"bias": "alibi"}),
-    "dynamic_yarn": ("dynamic_yarn", {}),
-    "growing": ("dynamic_ntk", {"mode": "growing"}),
-    "rerope": ("rerope", {}),
-    "rerope over ntk": ("rerope", {"frequency": "ntk"}),
+PATCHES: dict[str, dict[str, Any]] = {
+    "yarn": {},
+    "yarn with a bias": {"method": "yarn", "bias": "alibi"},
+    "dynamic_yarn": {},
+    "growing": {"method": "dynamic_ntk", "mode": "growing"},
+    "rerope": {},
+    "rerope over ntk": {"method": "rerope", "frequency": rope_ext.NTK(factor=2)},
 }
-
-
-def is_frequency(name: str) -> bool:
-    return name.endswith("inv_freq")
 
 
 def as_trained(model: nn.Module, cast: Callable[[nn.Module], Any]) -> nn.Module:
     """What the cast makes of ``model``, with the frequencies as they were before it."""
-    before = {k: v.clone() for k, v in model.named_buffers() if is_frequency(k)}
+    before = {k: v.clone() for k, v in model.named_buffers() if k.endswith("inv_freq")}
     cast(model)
     for name, value in before.items():
         path, _, last = name.rpartition(".")
@@ -47,36 +44,24 @@ def as_trained(model: nn.Module, cast: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids).logits
+CASES = [*((cast, "yarn") for cast in CASTS), *(("bfloat16, float", patch) for patch in PATCHES)]
 
 
-def same(cast: Callable[[nn.Module], Any], make: Callable[[], nn.Module], ids, **patch) -> None:
-    """A model that was cast and then patched is one whose frequencies no cast has touched."""
-    right = rope_ext.patch(as_trained(make(), cast), **patch)
-    model = make()
-    cast(model)
+@pytest.mark.parametrize(("cast", "patch"), CASES)
+def test_a_model_that_was_cast_is_patched_as_if_its_frequencies_were_not(
+    cast: str, patch: str, ids
+) -> None:
+    options = {"method": patch, "factor": 4, **PATCHES[patch]}
+    right = rope_ext.patch(as_trained(tiny_llama(), CASTS[cast]), **options)
+    model = tiny_llama()
+    CASTS[cast](model)
     before = snapshot(model)
-    rope_ext.patch(model, **patch)
+    rope_ext.patch(model, **options)
     assert torch.equal(logits(model, ids), logits(right, ids))
     assert any("had rounded them" in note for note in rope_ext.describe(model).notes)
     assert not any("had rounded them" in note for note in rope_ext.describe(right).notes)
     rope_ext.unpatch(model)
     assert not changed(before, snapshot(model))
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_every_cast_is_noticed(ids, cast: str) -> None:
-    same(CASTS[cast], tiny_llama, ids, method="yarn", factor=4)
-
-
-@pytest.mark.parametrize("patch", PATCHES)
-def test_every_kind_of_patch_takes_the_frequencies_as_trained(ids, patch: str) -> None:
-    method, more = PATCHES[patch]
-    if "frequency" in more:
-        more = {"frequency": rope_ext.NTK(factor=2)}
-    same(CASTS["bfloat16, float"], tiny_llama, ids, method=method, factor=4, **more)
 
 
 @pytest.mark.parametrize("method", ["yarn", "rerope"])

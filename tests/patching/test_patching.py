@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rope_ext
 from rope_ext.position.learned import learned
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
-
-
-def logits(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
+from tests.helpers.positions import logits
 
 
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope", "t5"])
@@ -165,12 +160,6 @@ def test_a_model_with_windows_only_is_refused_with_the_cure(ids) -> None:
 # --- errors ------------------------------------------------------------------------------------
 
 
-def test_gpt2_has_no_rope() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(rope_ext.NoRopeError, match="no rotary position embedding"):
-        rope_ext.patch(model, "yarn", factor=4)
-
-
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -206,17 +195,6 @@ def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_co
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
-
-
-def test_a_rotary_module_that_turns_the_other_way_is_refused(model) -> None:
-    class LlamaRotaryEmbedding(type(model.model.rotary_emb)):
-        def forward(self, x, position_ids):
-            cos, sin = super().forward(x, position_ids)
-            return cos, -sin
-
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="does not return the cosine"):
-        rope_ext.patch(model, "yarn", factor=4)
 
 
 # --- where tensors are made -----------------------------------------------------------------------

@@ -14,6 +14,7 @@ import rope_ext
 from rope_ext.patching import current_patch
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
+from tests.helpers.positions import logits
 
 # An extra of their own, since transformers loads torchao, which warns, wherever it is installed.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quantisers")]
@@ -57,11 +58,6 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids).logits
-
-
 def same(found: torch.Tensor, expected: torch.Tensor, kind: str) -> bool:
     """Whether these are the logits of one model before and after it was saved."""
     if kind == "nf4 packed":
@@ -79,12 +75,6 @@ def adapted(model: Any) -> PeftModel:
     torch.manual_seed(5)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return get_peft_model(model, config).eval()
-
-
-def save(model: PeftModel, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    rope_ext.save_sidecar(model, folder)
-    return folder
 
 
 @pytest.mark.parametrize("method", PATCHES)
@@ -120,7 +110,9 @@ def test_an_adapter_on_a_quantised_base_comes_back(tmp_path, ids, base, kind, me
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
     said = logits(model, ids)
-    folder = save(model, tmp_path / "adapter")
+    folder = tmp_path / "adapter"
+    model.save_pretrained(folder)
+    rope_ext.save_sidecar(model, folder)
     again = rope_ext.from_pretrained(folder, **options(kind))
     assert kind_of(again) == {WEIGHTS[kind]} and same(logits(again, ids), said, kind)
     again = rope_ext.load_adapter(rope_ext.patch(load(), method, factor=4), folder)

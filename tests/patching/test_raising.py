@@ -14,6 +14,7 @@ import rope_ext
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
+from tests.helpers.positions import logits
 
 YARN = {
     "rope_type": "yarn",
@@ -40,11 +41,6 @@ SHIPPED = {
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(3, 128, (1, 150), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids).logits
 
 
 def shipped(family: str, parameters: dict) -> torch.nn.Module:
@@ -90,20 +86,3 @@ def test_a_raised_dynamic_checkpoint_computes_as_transformers_and_reloads(tmp_pa
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(rope_ext.from_pretrained(tmp_path).eval(), ids), patched)
     assert not changed(before, snapshot(rope_ext.unpatch(model)))
-
-
-def test_gpt_oss_raised_to_262144_tokens_is_not_yarn_on_yarn() -> None:
-    """32 to 64 times 4096 tokens, as docs/using.md says."""
-    own = {**YARN, "rope_theta": 150000.0, "factor": 32.0, "truncate": False}
-    own |= {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-    more = {"head_dim": 64, "max_position_embeddings": 131072}
-    found = {}
-    for compose, factor in (("raise", 64), (True, 2)):
-        model = tiny_model("gpt_oss", rope_parameters=dict(own), **more)
-        rope_ext.patch(model, "yarn", factor=factor, compose=compose, precise=False)
-        assert model.config.max_position_embeddings == 262144
-        found[compose] = model.model.rotary_emb.inv_freq
-    ratio = found["raise"] / found[True]
-    different = (ratio - 1).abs() > 0.01
-    assert int(different.sum()) == 15
-    assert float(torch.maximum(ratio, 1 / ratio).max()) == pytest.approx(1.9, abs=0.1)

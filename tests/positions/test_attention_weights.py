@@ -64,6 +64,17 @@ def test_attention_weights_of_padded_rows_and_of_caches(kind, implementation, id
                 torch.testing.assert_close(other[0, :, 0, :keys], right[0, :, 60, begin:], **EXACT)
 
 
+def test_attention_weights_of_packed_documents(ids) -> None:
+    model, positions = patch(tiny_llama()), torch.cat((torch.arange(30), torch.arange(60)))[None]
+    with torch.no_grad():
+        given = {"position_ids": positions, "use_cache": False, "output_attentions": True}
+        together = model(ids[:1], **given).attentions
+        alone = model(ids[:1, 30:], output_attentions=True).attentions
+    for one, right in zip(together, alone, strict=True):
+        torch.testing.assert_close(one[:, :, 30:, 30:], right, **EXACT)
+        assert not one[:, :, 30:, :30].any()
+
+
 def test_a_configuration_that_could_not_be_saved_is_refused_before_the_work(ids, tmp_path) -> None:
     model = tiny_llama()
     model.set_attn_implementation("eager")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -12,7 +14,8 @@ from transformers import DynamicCache
 
 import rope_ext
 from tests.families.checks import changed, snapshot
-from tests.helpers.positions import logits, patch
+from tests.helpers.models import tiny_llama
+from tests.helpers.positions import METHODS, logits, patch
 
 
 def test_an_error_within_a_forward_leaves_the_model_as_it_was(model, ids) -> None:
@@ -46,3 +49,22 @@ def test_nothing_of_a_forward_is_kept_when_it_is_over(model, ids, fails: bool) -
     del cache
     gc.collect()
     assert gone() is None
+
+
+def patched(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    return patch(model, name) if name in METHODS else rope_ext.patch(model, name, factor=4)
+
+
+@pytest.mark.parametrize("name", [*METHODS, "dynamic_ntk", "yarn"])
+def test_copies_and_pickles_carry_the_patch(name: str, ids) -> None:
+    model = patched(tiny_llama(), name)
+    right, plain = logits(model, ids), logits(tiny_llama(), ids)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        rope_ext.patch(model, "pi", factor=2, replace=True)  # must not reach the copy
+        assert torch.equal(logits(twin, ids), right)
+        assert torch.equal(logits(rope_ext.unpatch(twin), ids), plain)
+        assert vars(twin.model.rotary_emb).keys() == vars(tiny_llama().model.rotary_emb).keys()
+        assert torch.equal(logits(patched(twin, name), ids), right)

@@ -112,7 +112,8 @@ def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
     rope = Rope.geometric(10000.0, 16, 8192)
     divisors = rope.inv_freq / build_method("llama3", factor=32).inv_freq(rope)
     keys = {"llama.context_length": 131072}
-    gguf_file.GGUFFile.read(file).write(path, keys, divisors.tolist())
+    made = gguf_file.Plan(keys, {}, divisors.tolist())
+    gguf_file.GGUFFile.read(file).write(path, made)
     found = gguf_source.read_scaling(path)
     assert found.method == build_method("llama3", factor=32)
     assert (found.length, found.context) == (8192, 131072)

@@ -171,5 +171,5 @@ def test_a_scaling_that_no_method_computes_is_left_to_the_engine(tmp_path: Path)
     config.save_pretrained(tmp_path)
     described = rope_ext.describe(tmp_path)
     assert (described.length, described.target_length) == (LENGTH, 4 * LENGTH)
-    with pytest.raises(rope_ext.NotPatchedError, match="no method is known"):
+    with pytest.raises(rope_ext.ExportError, match="'transformers' can run this folder"):
         rope_ext.export(tmp_path, "vllm")

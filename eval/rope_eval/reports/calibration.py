@@ -20,7 +20,7 @@ from rope_eval.plots.style import (
     style_of,
     ticker,
 )
-from rope_ext.advice.calibrated import FORMAT, NAME, parsed, read, unreadable
+from rope_ext.advice.sources import FORMAT, NAME, parsed, read, unreadable
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.errors import MeasureError
 from rope_ext.methods import Method
@@ -278,7 +278,7 @@ def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | Bina
         star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
         for panel, axes in enumerate(grid):
 
-            def point(trial: Trial, panel: int = panel) -> tuple[float, float]:
+            def point(trial: Trial, panel: int = panel) -> tuple[float, Any]:
                 value = trial.found_beyond if panel else math.exp(min(trial.far, 700))
                 return trial.attention_factor, value
 

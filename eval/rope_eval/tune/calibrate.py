@@ -39,7 +39,7 @@ from rope_eval.tune.fitness import (
     windows_of,
 )
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
-from rope_ext.advice.calibrated import NAME
+from rope_ext.advice.sources import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method

@@ -295,6 +295,8 @@ def _shrunk(config: Any) -> Any:
         setattr(config, name, value)
     if kinds is not None:
         config.layer_types = (list(dict.fromkeys(kinds)) * 2)[:2]
+        if "linear_attention" in kinds:
+            config.full_attention_interval = 2  # of the same, which mlx-lm reads
     for name in ("no_rope_layers", "mlp_layer_types"):
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:2])

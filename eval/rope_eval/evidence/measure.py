@@ -49,6 +49,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3", {"attention_factor": 1.1}),
     ("rerope", {"window": 0.75}),
     ("self_extend", {"window": 0.5}),
+    ("jet_long", {"temperature": "log_n"}),
 )
 """Settings beside the defaults; a ``window`` is a share of the trained length."""
 

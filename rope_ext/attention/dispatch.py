@@ -140,7 +140,6 @@ def attend_runs(
 ) -> torch.Tensor:
     """Attention of every run, with its call; zero for queries in none of them."""
     out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
-    out = out.transpose(1, 2)
     for run, call in found:
         rows = slice(None) if run.rows is None else run.rows
         k, v = (x[rows][:, :, run.keys] for x in (key, value))
@@ -149,8 +148,9 @@ def attend_runs(
         if run.rows is None and part.shape[2] == query.shape[2]:
             return part  # all of them
         out = out.to(part.dtype)
-        out[rows, :, run.queries] = part
-    return out
+        # A new view each time: autograd refuses a second assignment by rows to the same one.
+        out.transpose(1, 2)[rows, :, run.queries] = part
+    return out.transpose(1, 2)
 
 
 def attend_placed(

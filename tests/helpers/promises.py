@@ -28,7 +28,7 @@ def decodes_as_it_reads(
 def rows_are_as_alone(
     model: nn.Module, side: str, ids: torch.Tensor, with_positions: bool = False
 ) -> None:
-    """Rows of 90, 61 and 1 tokens, padded on a side, have the logits that they have alone."""
+    """Rows of 90, 61 and 1 tokens, padded on a side: logits and gradients are those of each alone."""
     rows = [ids[0], ids[1, :61], ids[0, 3:4]]
     batch, mask, positions = padded(rows, side)
     given = {"position_ids": positions} if with_positions else {}
@@ -36,6 +36,11 @@ def rows_are_as_alone(
     for row, real in enumerate(rows):
         alone = logits(model, real[None])[0]
         torch.testing.assert_close(together[row][mask[row].bool()], alone, **EXACT)
+    weight = model.get_input_embeddings().weight
+    loss = model(batch, attention_mask=mask, **given).logits[mask.bool()].sin().sum()
+    losses = sum(model(real[None]).logits.sin().sum() for real in rows)
+    found, expected = (torch.autograd.grad(one, weight)[0] for one in (loss, losses))
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=2e-3)  # as in the test matrix
 
 
 def pieces_of_rows_are_as_alone(

@@ -10,7 +10,16 @@ from transformers import DynamicCache
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import CACHES, EXACT, NEW, decoded, logits, padded, patch
+from tests.helpers.positions import (
+    CACHES,
+    EXACT,
+    FAMILIES,
+    NEW,
+    decoded,
+    logits,
+    padded,
+    patch,
+)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -92,6 +101,15 @@ CONTINUOUS: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "dynamic": ("dynamic_yarn", {}, "pass length=TOKENS", "dynamic_yarn", {"length": 200}),
     "temperature": ("yarn", {"temperature": "log_n"}, "give temperature= a number", "yarn", {}),
 }
+
+
+def test_packed_documents_of_a_family_that_mixes_them_are_refused_with_the_cure(ids) -> None:
+    """Transformers itself lets gpt_oss attend from one document to another."""
+    model = patch(FAMILIES["gpt_oss"].model())
+    places = torch.cat([torch.arange(30), torch.arange(60)])[None]
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"rows of their own.*gpt_oss"):
+        model(ids[:1], position_ids=places, use_cache=False)
+    model(ids[:1, 30:], use_cache=False)
 
 
 @pytest.mark.parametrize("kind", CONTINUOUS)

@@ -173,9 +173,10 @@ class CalibrationOptions(TuneOptions):
     cost: float = option(0.02, "Largest increase of perplexity, as a share.")
 
     def __post_init__(self) -> None:
-        if self.cheap:
-            self.samples, self.prompts = FEWEST_SAMPLES, 0
-            self.options = ("attention_factor",)
+        cheap = {"samples": FEWEST_SAMPLES, "prompts": 0, "options": ("attention_factor",)}
+        for name, value in cheap.items() if self.cheap else ():
+            if getattr(self, name) == getattr(type(self), name):  # what is given counts
+                setattr(self, name, value)
         super().__post_init__()
         if self.scored is None:
             self.scored = max(1, self.target_length // 4)

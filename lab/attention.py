@@ -36,6 +36,7 @@ from rope_eval.plots.style import (
 )
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import parse_length, split
+from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.patching import first_site
 from rope_ext.position.attend import watched
@@ -196,4 +197,5 @@ def draw(axes: Any, lines: dict[str, Shares], within: Shares, trained: int) -> N
 
 
 if __name__ == "__main__":
-    main()
+    with clean_errors():
+        main()

@@ -129,9 +129,9 @@ def memory(
     """Estimate the memory of a prompt: weights, KV cache and prefill, without loading weights.
 
     Options:
-        batch: Prompts at a time.
+        batch: Number of prompts per batch.
         chunk: Tokens per forward: `prefill_chunk_size` of generate. Default: all.
-        dtype: Dtype.
+        dtype: Dtype of weights, activations and cache.
         cache_bits: Bits of a quantized KV cache: 8, 4 or 2. 16: not quantized.
     """
     import torch
@@ -243,7 +243,7 @@ def verify(
     url: str | None = None,
     served_model_name: Annotated[
         str | None,
-        typer.Option("--served-model-name", "--served-as", help="Model name on that server."),
+        typer.Option("--served-model-name", "--served-as", help="Model name on the server."),
     ] = None,
     length: str = "2k",
     tolerance: Annotated[

@@ -278,7 +278,7 @@ def test_on_a_checkpoint_that_is_scaled_already() -> None:
         assert accepted(found, yarn) == 4 * LENGTH
     found = rope_ext.recommend(yarn, 4 * LENGTH)
     assert found.method.replaces_attention and found.compose is True
-    assert f"to serve by vllm, sglang, llama.cpp, ollama, transformers, mlx\n  {call}" in str(found)
+    assert f"serve with vllm, sglang, llama.cpp, ollama, transformers, mlx\n  {call}" in str(found)
     dynamic = tiny_llama(rope_parameters=rope | {"rope_type": "dynamic"})
     with pytest.raises(rope_ext.AlreadyScaledError, match="rope_type 'default'"):
         rope_ext.recommend(dynamic, 640)

@@ -147,6 +147,7 @@ REFUSED = {
     "descibe m": "No such command 'descibe'",
     "describe": "Missing argument 'model'; see rope-ext describe --help",
     "describe --method": "requires an argument; see rope-ext describe --help",
+    "describe M --method yarn --factor 2 --trained-length 0": "embeddings=0 is not valid",
     "describe m --factr 2": "No such option: --factr",
     "describe M --method yran": "did you mean 'yarn'?",
     "describe M --method yarn": "needs factor=...; on the command line: --factor NUMBER",

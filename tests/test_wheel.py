@@ -93,7 +93,7 @@ def test_every_command_runs_outside_of_the_repository(site: Path) -> None:
 
 
 TEXT = ("--text", str(CHECKPOINT / "held_out.jsonl"))
-SMALL = ("--population", "4", "--iterations", "1", "--mutations", "1", "--crossovers", "1")
+SMALL = ("--population", "5", "--iterations", "1")
 GIVEN = {
     "eval": ("passkey", "--model", str(CHECKPOINT), "--method", "none", "--lengths", "512"),
     "calibrate": ("--model", str(CHECKPOINT), "--length", "640", "--samples", "4", *TEXT),

@@ -56,7 +56,7 @@ def search(
     model: Model,
     length: Target,
     output: Annotated[
-        Path, typer.Option(help="The .json file to write; an interrupted search in it resumes.")
+        Path, typer.Option(help="JSON file to write; resumes an interrupted search.")
     ],
     text: TrainText = None,
     dtype: Dtype = "auto",
@@ -115,7 +115,7 @@ def calibrate(
     ] = False,
     finetune: Annotated[
         bool,
-        typer.Option("--finetune", help="Go on with training: print its command as the next one."),
+        typer.Option("--finetune", help="Print the training command as the next step."),
     ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",

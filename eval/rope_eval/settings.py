@@ -94,7 +94,7 @@ class Settings:
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     seed: int = option(0, "random seed")
-    batch_size: int | None = option(None, "rows per forward, or auto", batch_size)
+    batch_size: int | None = option(None, "rows per forward, or auto; default: auto", batch_size)
     chat: Chat = option("auto", "use the chat template")  # noqa: RUF009
     force: bool = option(
         False, "also measure lengths beyond a method's target, or an adapter with another method"
@@ -102,17 +102,17 @@ class Settings:
     output: Path = option(Path("runs/eval"), "directory for the results", Path)  # noqa: RUF009
     resume: bool = option(False, "resume the run in --output")
     overwrite: bool = option(False, "delete the results in --output")
-    finetune: bool = option(False, "go on with training: print its command as the next one")
+    finetune: bool = option(False, "print the training command as the next step")
     url: str | tuple[str, ...] | None = option(
         None,
-        "in place of a model and methods, the address of an OpenAI-compatible server, such as "
+        "instead of a model and methods, the address of an OpenAI-compatible server, such as "
         "http://HOST:PORT/v1; repeat it to compare deployments on the same prompts",
         _names,
         repeat=True,
     )
     served_model_name: str | tuple[str, ...] | None = option(
         None,
-        "name under which it serves the model; one for every --url, separated by commas",
+        "model name on the server; one for every --url, separated by commas",
         _names,
         *("--served-model-name", "--served-as"),
         repeat=True,

@@ -53,7 +53,7 @@ _FINETUNED = (
     (PI, "the simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595)."),
 )
 _SERVED = (
-    (YaRN, "every engine runs it; costs something on short prompts (arXiv 2309.00071)."),
+    (YaRN, "every engine runs it; slightly worse on short prompts (arXiv 2309.00071)."),
     (NTK, "nothing but a larger base, for an engine that takes nothing else (bloc97 2023)."),
     (PI, "linear scaling, for an engine that takes nothing else (arXiv 2306.15595)."),
 )

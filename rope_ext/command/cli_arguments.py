@@ -100,7 +100,7 @@ class Asked:
     def arguments(self) -> dict[str, Any]:
         """What `patch` is given beside the method."""
         given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
-        return {name: value for name, value in given.items() if value}
+        return {name: value for name, value in given.items() if value is not None}
 
     def build(self) -> Any:
         """The method."""

@@ -87,6 +87,6 @@ class Recommendation:
             *(f"  - {reason}" for reason in self.reasons),
         ]
         if self.serve is not None:
-            lines += [f"to serve by {', '.join(self.engines)}", f"  {self._call(self.serve)}"]
+            lines += [f"to serve with {', '.join(self.engines)}", f"  {self._call(self.serve)}"]
             lines += [f"  - {why}" for method, why in self.alternatives if method == self.serve]
         return lines

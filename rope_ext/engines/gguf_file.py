@@ -142,7 +142,7 @@ def extended(
         head_dim=file.dim,
         num_attention_heads=1,
         num_hidden_layers=1,
-        max_position_embeddings=trained_length or file.length,
+        max_position_embeddings=file.length if trained_length is None else trained_length,
         rope_parameters={"rope_type": "default", "rope_theta": file.base},
     )
     state = current_patch(patch_without_weights(built_on_meta(config), method))

@@ -20,6 +20,7 @@ from rope_eval.reports import calibration
 from rope_eval.tune import calibrate as module
 from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
+from rope_eval.tune.options import CalibrationOptions
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, written
 
@@ -109,6 +110,7 @@ def test_the_cheap_preset_says_what_it_costs_before_it_starts(
     pretend(monkeypatch)
     result = found(model, tokenizer, cheap=True, samples=8, prompts=16, options=None)
     assert result.prompts == 0 and set(result.best.proposed.options()) >= {"attention_factor"}
+    assert CalibrationOptions(target_length=8, cheap=True, samples=6, options="window").samples == 6
     # A window holds two of the trained length, which the unpatched model reads as well.
     assert (result.rows - 2 * 4 * 2) % (4 * 3) == 0
     [said] = re.findall(

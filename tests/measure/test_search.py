@@ -72,6 +72,12 @@ def test_evolution_approaches_the_best_table() -> None:
     best = min(list(tried), key=loss)
     assert loss(best) < 20 and best.start == 4
 
+    def full(one: Candidate) -> float:
+        raise rope_ext.MeasureError("no space left")
+
+    with pytest.raises(rope_ext.MeasureError, match="no space left"):
+        evolve(first, Space(500, (0,)), full, **sizes)
+
 
 # Search
 

@@ -205,8 +205,8 @@ class Needle(Task):
 
     trials: int = option(10, "prompts for each length and depth")
     depths: int = option(5, "depth bins of equal width")
-    needles: int = option(1, "number of needles that are asked for")
-    distractors: int = option(0, "number of needles that are not asked for")
+    needles: int = option(1, "number of needles to retrieve")
+    distractors: int = option(0, "number of distractors")
     haystack: tuple[str, ...] = option(
         (),
         "file, folder or hf:ID/CONFIG:SPLIT; repeatable; or noise, or needles. Default: Python's "

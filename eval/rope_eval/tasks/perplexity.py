@@ -143,9 +143,9 @@ class Segments(Task):
     )
     windows: int = option(16, "maximum number of text segments")
     stride: int | None = option(
-        None, "tokens a window moves by; implies --protocol sliding", parse_length
+        None, "stride of the sliding window in tokens; implies --protocol sliding", parse_length
     )
-    min_context: int = option(0, "first tokens that sliding and start do not score", parse_length)
+    min_context: int = option(0, "initial tokens not scored by sliding and start", parse_length)
 
     def __post_init__(self) -> None:
         require_positive(windows=self.windows, stride=self.stride)

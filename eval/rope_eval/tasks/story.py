@@ -265,7 +265,7 @@ class Hops(Task):
     name: ClassVar[str] = "hops"
 
     hops: str = option("1,2,4", "comma-separated numbers of hops")
-    chains: int = option(4, "number of chains, one of which is asked for")
+    chains: int = option(4, "number of chains; one is queried")
     trials: int = option(20, "prompts for each number of hops and length")
     haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens("32")

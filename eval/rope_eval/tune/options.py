@@ -40,7 +40,7 @@ class TuneOptions:
     target_length: int
     samples: int
     prompts: int = option(
-        16, f"Passkey prompts of each length: at least {FEWEST_PROMPTS}, or 0 for the text alone."
+        16, f"Passkey prompts of each length: at least {FEWEST_PROMPTS}, or 0 for only the text."
     )
     needle: Literal["number", "word"] = option(
         "number", "number, or word: a key that small models can copy.", str
@@ -113,7 +113,7 @@ class SearchOptions(TuneOptions):
     iterations: int = option(20, "Number of iterations of evolution.")
     scored: int | None = option(
         None,
-        "Number of tokens to score at the end of each window; 0 scores passkeys alone. "
+        "Number of tokens to score at the end of each window; 0 scores only passkeys. "
         "Default: half.",
         parse_length,
     )
@@ -122,7 +122,7 @@ class SearchOptions(TuneOptions):
     )
     start_tokens: Iterable[int] = option(
         (0,),
-        "Numbers of start tokens to choose from; values above 0 cannot be exported.",
+        "Candidate numbers of start tokens; values above 0 cannot be exported.",
         parse_lengths,
         repeat=False,
     )
@@ -130,10 +130,10 @@ class SearchOptions(TuneOptions):
         None, "Attention factor of every table. Default: searched too.", float
     )
     validation_samples: int = option(
-        8, "Other text windows, on which the best tables are compared: 0, or at least 4."
+        8, "Text windows for comparing the best tables: 0, or at least 4."
     )
     start: YaRN | str | os.PathLike[str] | None = option(  # noqa: RUF009
-        None, "The yarn that a table has to beat: a calibration.json of rope-ext calibrate.", str
+        None, "YaRN settings to beat: a calibration.json of rope-ext calibrate.", str
     )
 
     def __post_init__(self) -> None:
@@ -173,9 +173,10 @@ class CalibrationOptions(TuneOptions):
     cost: float = option(0.02, "Largest increase of perplexity, as a share.")
 
     def __post_init__(self) -> None:
-        if self.cheap:
-            self.samples, self.prompts = FEWEST_SAMPLES, 0
-            self.options = ("attention_factor",)
+        cheap = {"samples": FEWEST_SAMPLES, "prompts": 0, "options": ("attention_factor",)}
+        for name, value in cheap.items() if self.cheap else ():
+            if getattr(self, name) == getattr(type(self), name):  # what is given counts
+                setattr(self, name, value)
         super().__post_init__()
         if self.scored is None:
             self.scored = max(1, self.target_length // 4)

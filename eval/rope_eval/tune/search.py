@@ -41,7 +41,7 @@ from rope_eval.tune.fitness import (
 )
 from rope_eval.tune.options import CONFIDENCE, SearchOptions
 from rope_ext.config.record import method_to_json
-from rope_ext.errors import MeasureError, OptionError
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRoPE, Rope, YaRN
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
@@ -128,15 +128,14 @@ def evolve(
     low, high = np.array(bounds).T
     begun = np.array([space.vector(first[i % len(first)]) for i in range(population)], dtype=float)
     begun[len(first) :] += rng.normal(0, _NEAR, begun[len(first) :].shape) * (high - low)
-    evolution(
-        lambda vector: loss(space.candidate(vector)),
-        bounds,
-        init=np.clip(begun, low, high),
-        maxiter=iterations,
-        tol=0,
-        polish=False,
-        seed=seed,
-    )
+    settings: Any = {"init": begun.clip(low, high), "maxiter": iterations, "tol": 0}
+    settings |= {"polish": False, "seed": seed}
+    try:
+        evolution(lambda x: loss(space.candidate(x)), bounds, **settings)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, RopeExtError):  # of the loss: scipy hides a ValueError
+            raise error.__cause__ from None
+        raise
 
 
 def _space(given: SearchOptions, factor: float) -> Space:

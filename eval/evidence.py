@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_eval.evidence import pages, questions
 from rope_eval.evidence.measure import Measurement
+from rope_ext.methods import all_methods
 
 
 class Checkpoint(NamedTuple):
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="GGUF file or directory; default: downloaded")
     parser.add_argument("--questions", type=Path, help="documents and prompts as tokens")
     parser.add_argument("--output", type=Path, help="JSON lines, appended to")
-    parser.add_argument("--methods", nargs="+", default=[], help="only these, e.g. a new one")
+    names = ["unpatched", *(cls.name for cls in all_methods())]
+    parser.add_argument("--methods", nargs="+", default=[], choices=names, metavar="METHOD")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after that")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prepare", action="store_true", help="only write the file of questions")
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     read = questions.Questions.read(path)
     measured = (chosen.name, model, read, chosen.trained, output, until, args.methods)
     finished = Measurement(*measured).run()
-    print(f"{output}: {'all cells are measured' if finished else 'run it again to go on'}")
+    print(f"{output}: {'nothing is left to measure' if finished else 'run it again to go on'}")
 
 
 def _weights(path: Path) -> tuple[Path, dict[str, str]]:

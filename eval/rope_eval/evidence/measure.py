@@ -102,7 +102,7 @@ class Measurement:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         log.open()
         for line in read_lines(self.output):
-            if line.get("model") == self.name and line["questions"] == self._asked(_cell(line)):
+            if line.get("model") == self.name and line.get("questions") == self._asked(_cell(line)):
                 self.lines[_cell(line).key] = line
         weight = next(self.model.parameters())
         cuda = weight.device.type == "cuda"

@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_ext
+from rope_ext.saving import hub
+from rope_ext.saving.checkpoints import adapter_record
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
@@ -59,12 +61,26 @@ def test_a_path_that_is_no_folder_is_called_that(path: Any) -> None:
         assert "Repo id" not in str(error.value) and isinstance(error.value, OSError)
 
 
-def test_a_file_and_an_unknown_id_are_told_apart_from_folders(tmp_path) -> None:
+def test_a_file_and_an_unknown_id_are_told_apart_from_folders(tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(rope_ext.LoadError, match="is a file, not a folder"):
         rope_ext.from_pretrained(tmp_path / "file")
     with pytest.raises(rope_ext.LoadError, match=r"'nosuchmodel' .* no folder of that name"):
         rope_ext.from_pretrained("nosuchmodel")
+
+    def unknown(*given: Any, **options: Any) -> None:
+        raise OSError("not a valid model identifier")
+
+    monkeypatch.setattr(hub, "cached_file", unknown)
+    with pytest.raises(rope_ext.LoadError, match=r"'my/typo' \(not a valid model identifier"):
+        adapter_record("my/typo")
+
+
+def test_a_model_whose_folder_is_gone_is_exported(tmp_path) -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    model.config._name_or_path = str(tmp_path / "gone")
+    model.config.architectures = None  # as of the part of a larger model
+    assert rope_ext.export(model, "vllm")
 
 
 BROKEN_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -14,8 +14,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_ext
-from rope_ext.saving import hub
-from rope_ext.saving.checkpoints import adapter_record
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
@@ -67,19 +65,11 @@ def test_a_file_and_an_unknown_id_are_told_apart_from_folders(tmp_path, monkeypa
         rope_ext.from_pretrained(tmp_path / "file")
     with pytest.raises(rope_ext.LoadError, match=r"'nosuchmodel' .* no folder of that name"):
         rope_ext.from_pretrained("nosuchmodel")
-
-    def unknown(*given: Any, **options: Any) -> None:
-        raise OSError("not a valid model identifier")
-
-    monkeypatch.setattr(hub, "cached_file", unknown)
-    with pytest.raises(rope_ext.LoadError, match=r"'my/typo' \(not a valid model identifier"):
-        adapter_record("my/typo")
-
-
-def test_a_model_whose_folder_is_gone_is_exported(tmp_path) -> None:
     model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
-    model.config._name_or_path = str(tmp_path / "gone")
-    model.config.architectures = None  # as of the part of a larger model
+    monkeypatch.setattr("rope_ext.saving.hub.cached_file", lambda *_, **__: Path("-").read_text())
+    with pytest.raises(rope_ext.LoadError, match="the adapter of 'my/typo'"):
+        rope_ext.load_adapter(model, "my/typo")
+    model.config._name_or_path, model.config.architectures = str(tmp_path / "gone"), None
     assert rope_ext.export(model, "vllm")
 
 

@@ -25,7 +25,7 @@ from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.advice.card import write_card
 from rope_ext.command.terminal import tell, tell_next
 from rope_ext.engines import engines_for
-from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
+from rope_ext.errors import LoadError, MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.saving.checkpoints import load_tokenizer
 from rope_ext.saving.folder import read_saved
 
@@ -81,7 +81,7 @@ def tokenizer_of(adapter: Path) -> Any:
     """
     base = _base(adapter)
     for folder in (str(adapter), base):
-        with contextlib.suppress(MeasureError):
+        with contextlib.suppress(LoadError, MeasureError):
             if folder:
                 return load_tokenizer(folder)
     raise OptionError(

@@ -17,7 +17,7 @@ from torch import nn
 
 from rope_ext.apply.configuration import part_of
 from rope_ext.engines.families import ENGINES, Family
-from rope_ext.errors import ExportError, MeasureError
+from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
@@ -244,7 +244,7 @@ def served_config(own: Any) -> Any:
         return own
     try:
         found = load_config(name)
-    except MeasureError:  # there is no configuration, so nobody can serve it
+    except (LoadError, MeasureError):  # there is no configuration, so nobody can serve it
         return own
     text = found.get_text_config(decoder=True)
     return found if text.model_type == own.model_type else own

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rope_ext.attention.call import wide
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.temperature import SSMax, Temperature
-from rope_ext.position.layers import LAYER, rotated_layers
+from rope_ext.position.layers import rotated_layers
 from rope_ext.position.learned import TEMPERATURE, HeadScales, put
 from rope_ext.rotary.context import is_traced, run_eagerly
 from rope_ext.rotary.sequences import Sequences
@@ -28,6 +28,7 @@ from rope_ext.rotary.sites import PatchTarget, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 
 NAME = "rope_ext_queries"  # names with sdpa, flash, flex_attention or a slash take special paths
+_TEMPERED = "_rope_ext_tempered"  # attribute of an attention module; its Layer is another one
 
 
 class Tempered(NamedTuple):
@@ -70,7 +71,7 @@ def install(
             )
         eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
         tempered = Tempered(config, eager, temperature, sequences)
-        set_attribute(module, LAYER, tempered, changes)
+        set_attribute(module, _TEMPERED, tempered, changes)
         set_attribute(module, "config", own, changes)
         if isinstance(temperature, SSMax):
             put(module, TEMPERATURE, HeadScales(temperature, heads, module), changes)
@@ -90,7 +91,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function under :data:`NAME`."""
-    tempered: Tempered = getattr(module, LAYER)
+    tempered: Tempered = getattr(module, _TEMPERED)
     implementation = tempered.config._attn_implementation
     own = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, tempered.eager)
     sequences = tempered.sequences

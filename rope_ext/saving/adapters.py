@@ -130,7 +130,8 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     """The sidecar of a directory or Hub repository; None if there is none."""
-    path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
+    with hub.loading("adapter", directory):
+        path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
     return None if path is None else Sidecar.read(path)
 
 

@@ -141,6 +141,13 @@ def test_what_is_no_rotation_is_refused_and_left_alone(monkeypatch, kind: str, d
     assert changed(before, snapshot(model)) == set()
 
 
+def test_norms_after_the_rotation_that_part_pairs_are_refused() -> None:
+    model = tiny_model("hunyuan_v1_dense")
+    model.model.layers[1].self_attn.query_layernorm.weight.data = 1 + torch.arange(16) / 9
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"1\.self_attn rotates"):
+        rope_ext.patch(model, "rerope", factor=4)
+
+
 def test_positions_outside_of_attention_are_seen_beside_massive_hidden_states() -> None:
     model = tiny_llama()
     model.model.embed_tokens.weight.data[:, 0] = 1e4  # trained models have such columns

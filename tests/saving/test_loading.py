@@ -59,12 +59,18 @@ def test_a_path_that_is_no_folder_is_called_that(path: Any) -> None:
         assert "Repo id" not in str(error.value) and isinstance(error.value, OSError)
 
 
-def test_a_file_and_an_unknown_id_are_told_apart_from_folders(tmp_path) -> None:
+def test_a_file_and_an_unknown_id_are_told_apart_from_folders(tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(rope_ext.LoadError, match="is a file, not a folder"):
         rope_ext.from_pretrained(tmp_path / "file")
     with pytest.raises(rope_ext.LoadError, match=r"'nosuchmodel' .* no folder of that name"):
         rope_ext.from_pretrained("nosuchmodel")
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    monkeypatch.setattr("rope_ext.saving.hub.cached_file", lambda *_, **__: Path("-").read_text())
+    with pytest.raises(rope_ext.LoadError, match="the adapter of 'my/typo'"):
+        rope_ext.load_adapter(model, "my/typo")
+    model.config._name_or_path, model.config.architectures = str(tmp_path / "gone"), None
+    assert rope_ext.export(model, "vllm")
 
 
 BROKEN_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -67,8 +67,8 @@ def stoppable(
 ) -> Iterator[None]:
     """Stop on Ctrl-C, SIGTERM and SIGHUP with a one-line message and status 128 + signal.
 
-    Signals that are ignored (SIGHUP under ``nohup``) or already have a handler are left alone. Other
-    threads than the main thread change nothing, since they cannot handle signals.
+    Signals that are ignored (SIGHUP under ``nohup``) or already have a handler stay as they are.
+    Threads other than the main thread change nothing, since they cannot handle signals.
 
     Args:
         advice: how to continue, printed after ``stopped;``; a function is called when it stops.

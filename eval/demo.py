@@ -1,4 +1,4 @@
-r"""Show a pretrained model that breaks beyond its length, and the line that cures it.
+r"""Show how a pretrained model fails beyond its trained length, and the line that fixes it.
 
     python -m eval.demo
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def seconds_of_products(dtype: torch.dtype) -> float:
-    """Return what matrix products of this type take on this machine."""
+    """Return the time of matrix products with this dtype on this machine."""
     one = torch.ones(1024, 1024, dtype=dtype)
     one @ one
     start = time.perf_counter()

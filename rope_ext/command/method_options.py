@@ -140,7 +140,7 @@ def trained_under(record: Record, method: Method) -> bool:
 
 
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
-    """Return a note for each model whose saved patch is removed."""
+    """Yield a note for each model whose saved patch is removed."""
     for model, config in configs.items():
         record = checkpoints.saved_under(config)
         if record is not None:

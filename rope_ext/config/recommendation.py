@@ -49,7 +49,7 @@ class Recommendation:
 
     @property
     def call(self) -> str:
-        """Return the call that applies the patch, as text."""
+        """The call that applies the patch, as text."""
         return self._call(self.method)
 
     def _call(self, method: Method) -> str:

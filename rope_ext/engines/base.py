@@ -133,13 +133,13 @@ class Scaling:
 
     @property
     def divisors(self) -> list[float]:
-        """Return the divisors of the frequencies of ``rope``; 1e30 for pairs that do not rotate."""
+        """The divisors of the frequencies of ``rope``; 1e30 for pairs that do not rotate."""
         moving = self.inv_freq > 0
         return torch.where(moving, self.rope.inv_freq / self.inv_freq, 1e30).tolist()
 
     @property
     def base(self) -> float | None:
-        """Return the base whose unscaled frequencies equal these, or None."""
+        """The base whose unscaled frequencies equal these, or None."""
         slowest = float(self.inv_freq[-1])
         if self.rope.dim < 4 or slowest <= 0:
             return None
@@ -148,7 +148,7 @@ class Scaling:
 
     @property
     def factor(self) -> float | None:
-        """Return the common divisor of all frequencies, or None."""
+        """The common divisor of all frequencies, or None."""
         divisor = self.divisors[0]
         return divisor if self._is(self.rope.base, divisor) else None
 

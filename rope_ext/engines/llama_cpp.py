@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def in_file(self) -> list[str]:
-        """Return flags that are needed in addition to the keys in the file."""
+        """Flags that are needed in addition to the keys in the file."""
         kept = {f: v for f, v in self.flags.items() if f == "--ctx-size" or "-beta-" in f}
         return Plan({}, kept).words()
 

@@ -74,7 +74,7 @@ def refuse_presses(
 
 
 def _presses(module: nn.Module) -> Iterator[str]:
-    """Return names of the presses that kvpress hooked to a module, and of those they wrap."""
+    """Yield names of the presses that kvpress hooked to a module, and of those they wrap."""
     for hook in module._forward_hooks.values():
         owner = getattr(hook, "__self__", None)
         if owner is None and _package(hook) == "kvpress":

@@ -1,4 +1,4 @@
-"""Runs of recipes/finetune.py in processes that accelerate takes for ones with a GPU each.
+"""Runs recipes/finetune.py in processes that accelerate treats as having a GPU each.
 
 On CPUs accelerate makes plain data parallelism of every launch file, whatever it says. Here it goes
 the way of GPUs; nothing is made up but that they are there. A run that would keep its gradients

@@ -3,7 +3,7 @@ r"""Show how a pretrained model fails beyond its trained length, and the line th
     python -m eval.demo
 
 SmolLM2-135M-Instruct, trained on 8192 tokens, reads a manual of 12288 tokens in which a pass key is
-hidden, and is asked for it: unpatched, and under each method. One forward for each gives the
+hidden, and has to repeat it: unpatched, and with each method. One forward each yields the
 perplexity by position and the answer. Weights (93 MB) and text are downloaded with pip.
 """
 

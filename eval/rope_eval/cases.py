@@ -31,11 +31,11 @@ class Case:
       teacher-forced forward. Whether it would choose the ``lead`` tokens before them, too, is
       noted.
     * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
-      The case counts as so many tokens, or as ``weight``, and the losses of all tokens are summed
+      The case's weight is the number of tokens, or ``weight``; losses of all tokens are summed
       up to each position of ``curve``.
-    * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are looked for
-      in them, or the ``judge`` says what the text is worth, from 0 to 1: a frozen dataclass that
-      can be called, whose fields belong to the case.
+    * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
+    in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that
+    can be called, whose fields belong to the case.
     """
 
     task: str

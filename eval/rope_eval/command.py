@@ -60,7 +60,7 @@ def call(words: Sequence[str], name: str = "eval") -> None:
 
 
 class ModelsCommand(ModelCommand):
-    """A command that takes several models, as words or each as ``--model``."""
+    """A command that accepts several models, as arguments or each with ``--model``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Turn every ``--model`` into an argument."""
@@ -135,7 +135,7 @@ def _refuse_shared(classes: Sequence[type[Task]]) -> None:
 def settings(
     models: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes, **defaults: Any
 ) -> Settings:
-    """The shared options as settings; ``defaults`` are in place of those of ``Settings``.
+    """The shared options as settings; ``defaults`` override those of ``Settings``.
 
     Options that cannot be parsed are added to ``mistakes``.
     """

@@ -113,7 +113,7 @@ def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:
-    """What typer makes of a text: a number, one of several words, or the text for ``read``."""
+    """The type that typer parses: a number, one of several words, or text for ``read``."""
     read = field.metadata["read"]
     if read is not None:
         return read if read in (int, float) else str

@@ -134,7 +134,7 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """Describe the rotary embedding of ``model``, patched or not.
 
     Args:
-        model: loaded, as :func:`rope_ext.patch` takes it; or a configuration, directory (also of
+        model: a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also of
             an adapter) or Hub ID, which is described as saved. No weights are read for those.
 
     Returns:
@@ -234,7 +234,7 @@ class PairDiagnosis:
 
     @property
     def after(self) -> str:
-        """As :attr:`before`, under the patch."""
+        """Like :attr:`before`, with the patch."""
         return self._status(self.angle_after)
 
 

@@ -56,7 +56,7 @@ def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
 
 
 def joined(folder: str, gguf_file: str) -> str:
-    """The inverse of :func:`split`; transformers also takes a complete path as ``gguf_file``."""
+    """The inverse of :func:`split`; transformers also accepts a full path as ``gguf_file``."""
     return gguf_file if os.path.isfile(gguf_file) else os.path.join(folder, gguf_file)
 
 

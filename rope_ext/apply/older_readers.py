@@ -4,7 +4,7 @@ mlx-lm, transformers 4 and older converters read ``rope_theta`` and ``rope_scali
 fields, they fall back to a default base and no scaling, and silently drop the patch. So the fields
 either describe the patch, or store a sentence instead of the base, which makes the reader fail.
 
-transformers 5 prefers ``rope_scaling`` to ``rope_parameters`` where both exist, and takes the base
+transformers 5 prefers ``rope_scaling`` to ``rope_parameters`` if both exist, and reads the base
 from it, so these fields never change what it builds.
 """
 

@@ -42,7 +42,7 @@ def raise_factor(
     Raises:
         AlreadyScaledError: the checkpoint's type has no factor that could be raised.
         OptionError: ``method`` is another type, has further options, or its factor is not larger.
-        UnsupportedModelError: the checkpoint is not scaled, or not by what its configuration says.
+        UnsupportedModelError: the checkpoint is not scaled, or not as in its configuration.
     """
     family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
     if not scaled:

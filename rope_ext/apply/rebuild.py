@@ -36,7 +36,7 @@ _BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-
 
 @dataclass(frozen=True)
 class Written:
-    """How a patch is saved."""
+    """Saved form of a patch."""
 
     values: dict[str, Any]  # configuration fields and their new values
     native: bool  # whether plain transformers rebuilds the patch from them

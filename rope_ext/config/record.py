@@ -64,7 +64,7 @@ class Record:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the patch may have parameters of its own: of an encoding or a temperature."""
+        """Whether the patch may have learned parameters: of an encoding or a temperature."""
         return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:

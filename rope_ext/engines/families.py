@@ -20,7 +20,7 @@ class Family:
     mla: bool = False  # its YaRN is DeepSeek's, with other option names
     usual: bool = False  # vLLM: its YaRN supports the default temperature only
     stretched: int = 1  # vLLM: its YaRN computes the ramp for this multiple of the trained length
-    own_share: bool = False  # SGLang: it reads partial_rotary_factor beside rope_parameters
+    own_share: bool = False  # SGLang: it reads partial_rotary_factor outside rope_parameters
     unrun: str = ""  # vLLM: why only its rotary classes are tested
     inside: bool = False  # mlx-lm: it reads rope_parameters instead of the older fields
     name: str = ""  # llama.cpp: name of the architecture

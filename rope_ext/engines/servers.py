@@ -195,7 +195,7 @@ def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
     kind, factor = parameters["rope_type"], cast(Any, parameters.get("attention_factor"))
     base.refuse_kind(family, kind)
     if kind == "longrope":
-        # Otherwise both take sqrt(1 + ln(s) / ln(length)), whatever attention_factor says.
+        # Otherwise both use sqrt(1 + ln(s) / ln(length)) and ignore attention_factor.
         return parameters | {"short_mscale": factor, "long_mscale": factor}
     if kind != "yarn":
         return parameters

@@ -338,7 +338,7 @@ class PositionForward(ForwardContext):
         return self.shared("counted", lambda: padding.long().cumsum(1) - 1)
 
     def real(self) -> torch.Tensor:
-        """Which slots hold a token, bool, ``[rows or 1, room]``."""
+        """Mask of slots with a token, bool, ``[rows or 1, room]``."""
         real = (self.slots() < self.filled + self.tokens)[None]
         return real if self.padding is None else real & self.padding
 

@@ -43,7 +43,7 @@ _EXACT = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an attention layer rotates its queries and keys."""
+    """Rotary layout of an attention layer's queries and keys."""
 
     site: RotarySite  # the site with its frequencies
     pairs: Pairs  # columns of each pair in a head, in the order of the frequencies

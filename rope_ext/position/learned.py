@@ -277,7 +277,7 @@ class HeadPositions(Learning):
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, key heads, tokens]``, at least float32, for states ``x`` at ``t``."""
-        # In bfloat16, positions beyond 256 would be whole numbers.
+        # In bfloat16, positions beyond 256 would lose their fractions.
         wide = torch.promote_types(x.dtype, torch.float32)
         device = next(self.parameters(), x).device
         with torch.autocast(x.device.type, enabled=False):

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 LENGTH = 64
-# Models as they were built, and the state of the random numbers behind them: a copy takes half
-# of the time.
+# Models as built, and the random state after building them: copying takes half of
+# the time.
 _BUILT: dict[str, tuple[LlamaForCausalLM, torch.Tensor]] = {}
 
 

@@ -33,7 +33,7 @@ CACHE = Path(__file__).parents[2] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"
 FACTOR = 4
 
-# Configuration, models, and what the configuration needs beside the sizes of Tester. A family
+# Configuration, models, and configuration fields in addition to the sizes of Tester. A family
 # whose layers all slide cannot be extended, so of gemma's two layers one does not.
 FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "llama": ("LlamaConfig", ("LlamaModel", "LlamaForCausalLM"), {}),

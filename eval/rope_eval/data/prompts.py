@@ -74,7 +74,7 @@ class Frame:
 
         Args:
             content: the user's turn, with the question at its end.
-            lead: begins the answer, such as ``" The pass key is"``.
+            lead: start of the answer, such as ``" The pass key is"``.
             answer: follows after a space; ``""`` for a prompt that the model continues.
             keep_space: keep the space at the start of ``lead`` even if the template ends in a line
                 break or a space, as RULER does.

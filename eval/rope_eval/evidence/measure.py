@@ -50,7 +50,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rerope", {"window": 0.75}),
     ("self_extend", {"window": 0.5}),
 )
-"""Settings beside the defaults; a ``window`` is a share of the trained length."""
+"""Settings in addition to the defaults; a ``window`` is a share of the trained length."""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def bias_at(
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    ``distance`` has whole numbers below ``length``, float64, ``[n]``; ``learned`` are trained
+    ``distance`` contains integers below ``length``, as float64, ``[n]``; ``learned`` are trained
     parameters, and None initializes them with seed 0.
 
     Raises:
@@ -283,7 +283,7 @@ def draw(
     Args:
         kind: ``spectrum``: the frequencies; ``angles``: the largest angles, compared with those
             seen in training; ``decay``: q.k by distance, and the initial biases of encodings (seed
-            0); ``distances``: those that position methods use in place of the true ones.
+            0); ``distances``: those that position methods use instead of the true ones.
         model: an unpatched model, which is not changed, or a configuration, folder or Hub ID; no
             weights are read.
         shown: frequency methods for ``spectrum``, position methods for ``distances``; encodings

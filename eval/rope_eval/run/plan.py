@@ -38,7 +38,7 @@ class Plan:
 
     ``lengths`` ascend and have the trained ones, and of ``systems``, the rows of the report, the
     unpatched one comes first of each model. ``questions`` are by model and name of a task. ``chat``
-    says whether prompts use a chat template, by model; it is empty where no task has prompts.
+    says whether prompts use a chat template, by model; it is empty if no task has prompts.
     ``run`` fills ``refused``, why a model cannot take a method, by the name of the system, and
     ``harness``, the keys of what lm-evaluation-harness measured.
     """

@@ -49,7 +49,7 @@ class Ranks:
         from accelerate import PartialState
 
         # A process may finish long before others: the default timeout would abort the run.
-        cpu = models.resolve_device(device) == "cpu"  # where accelerate goes by what it is told
+        cpu = models.resolve_device(device) == "cpu"  # accelerate uses this setting
         state = PartialState(cpu=cpu, timeout=timedelta(days=7))
         if state.num_processes != world_size():  # each would do all of the work, into one log
             raise MeasureError(

@@ -198,7 +198,7 @@ class Needle(Task):
     """Needles in a haystack that you choose: several needles, distractors, any text.
 
     The first needle is placed at all depths, the others anywhere; the score is the fraction of the
-    requested numbers in the answer. Distractors look the same and are not asked for.
+    requested numbers in the answer. Distractors look the same, but are not requested.
     """
 
     name: ClassVar[str] = "needle"

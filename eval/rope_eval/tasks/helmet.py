@@ -258,7 +258,7 @@ class DataSet(Task):
         """Return a row's tokens, whether it is cut, and its scorer; ``rows``: all questions."""
         kind, demos = self.shape.format, self.demos.get(length) or self.demos.get(None) or ()
         template, lead = TEMPLATES[kind]
-        # If the prompt begins the answer, the text is scored with that beginning.
+        # If the prompt contains the start of the answer, it is scored with the text.
         begun = "" if frame.around is not None else lead
         if kind == "ruler":
             words, answers, judge = self._ruler(row)

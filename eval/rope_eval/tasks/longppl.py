@@ -79,7 +79,7 @@ class LongPPL(Segments):
     By default, the stride is half the shortest length. The short context is up to a quarter
     longer than specified, so that a forward scores many tokens, as in the authors' code. ``opened``
     loads the evaluator, ``who`` is its name for the results, ``reader`` its tokenizer (None: that
-    of the measured model), and ``judges_itself`` says whether it is a measured model.
+    of the measured model), and ``judges_itself`` is True if it is a measured model.
     """
 
     name: ClassVar[str] = "longppl"

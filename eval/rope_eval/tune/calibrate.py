@@ -165,7 +165,7 @@ def _grid(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
 
 
 def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
-    """Raise MeasureError if there is a log of a calibration; ``cure`` says how to resume it."""
+    """Raise MeasureError if there is a log of a calibration; ``cure`` tells how to resume it."""
     if (folder / LOG).exists() and not resume:
         raise MeasureError(
             f"{folder / LOG} already exists; give {cure} to continue it, or another {output}"

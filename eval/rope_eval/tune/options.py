@@ -87,7 +87,7 @@ class TuneOptions:
 
 @dataclass(kw_only=True)
 class SearchOptions(TuneOptions):
-    """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
+    """Options of :func:`rope_ext.search`, in addition to :class:`TuneOptions`.
 
     Args:
         population: tables to start with, of each of which another is made ``iterations`` times.
@@ -151,7 +151,7 @@ class SearchOptions(TuneOptions):
 
 @dataclass(kw_only=True)
 class CalibrationOptions(TuneOptions):
-    """Options of :func:`rope_ext.calibrate`, beside those of :class:`TuneOptions`.
+    """Options of :func:`rope_ext.calibrate`, in addition to :class:`TuneOptions`.
 
     ``cost`` is the largest increase of perplexity over the published default that the upper end of
     its interval may show, within the trained length and at the target length.

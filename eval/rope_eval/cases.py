@@ -34,8 +34,8 @@ class Case:
       The case's weight is the number of tokens, or ``weight``; losses of all tokens are summed
       up to each position of ``curve``.
     * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
-    in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that
-    can be called, whose fields belong to the case.
+      in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that can be called,
+      whose fields belong to the case.
     """
 
     task: str

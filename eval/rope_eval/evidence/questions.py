@@ -216,7 +216,7 @@ def hide(
 ) -> tuple[Sequence[int], int, float]:
     """Build the start of the hay with the needle; returns tokens, answer tokens and depth.
 
-    At most ``length`` tokens, and few less.
+    At most ``length`` tokens, and only slightly fewer.
     """
     spelled = encode(frame.tokenizer, f" {answer}")
     most, count = length - len(spelled), length // 3

@@ -1,9 +1,9 @@
-r"""Show a pretrained model that breaks beyond its length, and the line that cures it.
+r"""Show how a pretrained model fails beyond its trained length, and the line that fixes it.
 
     python -m eval.demo
 
 SmolLM2-135M-Instruct, trained on 8192 tokens, reads a manual of 12288 tokens in which a pass key is
-hidden, and is asked for it: unpatched, and under each method. One forward for each gives the
+hidden, and has to repeat it: unpatched, and with each method. One forward each yields the
 perplexity by position and the answer. Weights (93 MB) and text are downloaded with pip.
 """
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def seconds_of_products(dtype: torch.dtype) -> float:
-    """Return what matrix products of this type take on this machine."""
+    """Return the time of matrix products with this dtype on this machine."""
     one = torch.ones(1024, 1024, dtype=dtype)
     one @ one
     start = time.perf_counter()

@@ -6,7 +6,7 @@ r"""Measure every method on two pretrained checkpoints, without fine-tuning.
 
 SmolLM2-135M-Instruct (trained on 8192 tokens) at up to 4 times its length, Gemma 3 270M (32768) at
 up to 2 times: losses by position on eight manuals, passkeys of three digits, and a word hidden in a
-text. Weights and texts are downloaded with pip. A run that was stopped goes on where it was.
+text. Weights and texts are downloaded with pip. An interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Extend the context of RoPE models of Hugging Face transformers with one line.
+"""Extend the context of RoPE models in Hugging Face transformers with one line.
 
-Public names are imported when they are first used (PEP 562), so that the command line shows its
-help without importing torch.
+Public names are imported on first use (PEP 562), so that the command line can show its help
+without importing torch.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import rope_ext.requirements  # noqa: F401 - before what fails in the words of an old transformers
+import rope_ext.requirements  # noqa: F401 - checks versions before others fail
 from rope_ext.command.arguments import require_evaluators as _require
 from rope_ext.version import __version__ as __version__
 
@@ -24,7 +24,7 @@ _HOMES = {
     for alias in node.names
     if not alias.name.startswith("_")
 }
-"""Modules by the public names that they define."""
+"""Maps each public name to the module that defines it."""
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(home)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # later lookups skip this function
     return value
 
 
@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``rope_ext.methods`` the function when the subpackage of that name is imported."""
+    """Keeps ``rope_ext.methods`` a function when the subpackage of that name is imported."""
 
     @property
     def methods(self) -> Any:
@@ -56,7 +56,7 @@ class _Package(ModuleType):
         return methods
 
     @methods.setter
-    def methods(self, value: ModuleType) -> None:  # as the import of a subpackage does
+    def methods(self, value: ModuleType) -> None:  # set when the subpackage is imported
         pass
 
 

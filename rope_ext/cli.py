@@ -40,7 +40,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    version: Annotated[  # its callback does the work
+    version: Annotated[  # the callback prints it
         bool,
         typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
     ] = False,
@@ -68,7 +68,7 @@ def describe(asked: Asked) -> None:
         try:
             rope_ext.export(patched, "vllm")
             tell_next(asked.words("export", engine="vllm"))
-        except ExportError:  # then it is for Python, where it can be compared
+        except ExportError:  # no engine runs it, so compare it in Python
             asked.tell_compare(found.length, found.target_length)
 
 
@@ -100,7 +100,7 @@ def recommend(
     name, factor, compose = found.method.name, found.method.factor, found.compose
     trained = found.original_max_position_embeddings
     serving: str | None = engine
-    if calibration is not None and not (finetune or engine):  # which follows a comparison
+    if calibration is not None and not (finetune or engine):  # otherwise compare first
         if found.serve != found.method:
             tell(f"done: use it in Python: {found.call}")
             return
@@ -111,7 +111,7 @@ def recommend(
         tell_next(asked.words("export", engine=serving))
         return
     served = found.serve or found.method
-    apart = served in (found.raised, found.method)  # whose factor is another
+    apart = served in (found.raised, found.method)  # its factor may differ
     names = name if apart else f"{name},{served.name}"
     asked = Asked(model, names, factor, None, compose, trained)
     asked.tell_compare(found.trained_length, found.target_length, finetune=finetune, text=text)
@@ -326,7 +326,7 @@ def verify(
     if found.passed:
         served = "serve the model with the same options"
         if server or url is None:
-            with suppress(RopeExtError):  # of a model that is not extended
+            with suppress(RopeExtError):  # the model may not be extended
                 made = rope_ext.export(asked.patched(), engine)
                 words = shlex.join(asked.words("export", engine=engine, output="FOLDER"))
                 served = f"use it: {words if made.files else made.command}"

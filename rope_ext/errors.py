@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
-"""Written where transformers looks up a name, so that its error tells users what to do."""
+"""Stored where transformers looks up a name, so that its error message tells users what to do."""
 
 
 class RopeExtError(ValueError):
@@ -41,7 +41,7 @@ class AlreadyScaledError(RopeExtError):
 
 
 class UnsupportedModelError(RopeExtError):
-    """The patch cannot be shown to be correct for this model family, so it is not applied."""
+    """The patch cannot be verified for this model family, so it is not applied."""
 
 
 class CacheError(RopeExtError):
@@ -69,10 +69,10 @@ class MeasureError(RopeExtError):
 
 
 class SeveralErrors(RopeExtError):
-    """Several mistakes, reported together.
+    """Several errors, reported together.
 
     Args:
-        errors: the mistakes, two or more.
+        errors: two or more errors.
     """
 
     def __init__(self, errors: Iterable[RopeExtError]) -> None:
@@ -82,7 +82,7 @@ class SeveralErrors(RopeExtError):
 
 
 class Mistakes:
-    """Collects errors to report them together; true if there are any."""
+    """Collects errors to report them together; truthy if there are any."""
 
     def __init__(self) -> None:
         self.errors: list[RopeExtError] = []
@@ -124,30 +124,30 @@ class Mistakes:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'a' or 'b'?"`` for known words close to ``word``, else ``""``."""
+    """Return ``"; did you mean 'a' or 'b'?"`` if known words are close to ``word``, else ``""``."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def brief(value: Any) -> str:
-    """A value as errors quote it: a model, or a long text, by the name of its class."""
+    """Format a value for an error message: models and long texts as the name of their class."""
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def nowhere(path: str) -> str:
-    """What to add to an error over something that was looked for on the Hub."""
-    given = os.path.exists(path) or is_path(path)  # then the error is not about the Hub
+    """Return the text to append to an error about something that was not found on the Hub."""
+    given = os.path.exists(path) or is_path(path)  # not a Hub ID
     return "" if given else ", and there is no folder of that name"
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path: on the Hub, names are NAME or OWNER/NAME."""
+    """Whether a name can only be a path: Hub IDs are NAME or OWNER/NAME."""
     return name[:1] in ("", ".", "/", "~") or name.endswith("/") or name.count("/") > 1
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's error, to quote within a sentence."""
+    """Return the first line of another library's error, to quote within a sentence."""
     first, *more = str(error).strip().split("\n", 2)
     if first.endswith(":") and more:  # the first line only introduces the second
         first = f"{first} {more[0].strip()}"

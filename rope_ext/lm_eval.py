@@ -1,12 +1,12 @@
-r"""The command line of lm-evaluation-harness with the additional model ``rope_ext``.
+r"""Runs lm-evaluation-harness with an additional model type, ``rope_ext``.
 
     python -m rope_ext.lm_eval --model rope_ext \
         --model_args pretrained=checkpoints/tiny-512,method=yarn,factor=4 --tasks ruler_vt
 
 Packages cannot register models for the command ``lm_eval``, so this module starts it; all of its
-flags are unchanged. In addition to the arguments of its model ``hf`` there are ``method``,
-``factor``, ``trained_length``, ``compose`` and all options of the method. If a folder was saved
-with a patch, or an adapter (``peft=``) was trained with one, the patch is loaded, too. The harness
+flags are unchanged. The model takes the arguments of ``hf`` and also ``method``, ``factor``,
+``trained_length``, ``compose`` and all options of the method. If a folder was saved with a patch,
+or an adapter (``peft=``) was trained with one, the patch is loaded, too. The harness
 truncates prompts on the left to the window of the patch.
 """
 
@@ -42,7 +42,7 @@ class PatchedLM(_HFLM):
 
     Args:
         pretrained: folder or Hub ID.
-        method: name of a method; None or "none" loads the model as saved.
+        method: name of a method; None or "none": load the model as saved.
         trained_length: tokens; overrides the trained length in the config.
         **kwargs: for the method, :func:`rope_ext.patch`, and ``HFLM`` of the harness.
     """
@@ -74,7 +74,7 @@ class PatchedLM(_HFLM):
                 return from_pretrained(path, **given)
             return from_pretrained(peft, base=path, **given)
 
-        usual = self.AUTO_MODEL_CLASS  # the class of transformers, which applies no patch
+        usual = self.AUTO_MODEL_CLASS  # transformers' own class, which applies no patch
         self.AUTO_MODEL_CLASS = types.SimpleNamespace(from_pretrained=load)
         super()._create_model(pretrained, **kwargs)
         self.AUTO_MODEL_CLASS = usual

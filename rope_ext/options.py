@@ -15,7 +15,7 @@ from rope_ext.methods import FrequencyMethod, Method, Rope, all_encodings, metho
 from rope_ext.methods.rope import MOST_TOKENS, whole_number
 
 PRECISE_BEYOND = 131072
-"""Tokens of target length beyond which angles are computed in float64 by default."""
+"""Target length, in tokens, beyond which angles are computed in float64 by default."""
 SlidingLayers = Literal["auto", "keep", "scale"]
 
 
@@ -24,7 +24,7 @@ class Options:
     """The keyword arguments of :func:`rope_ext.patch`, documented there.
 
     Raises:
-        OptionError: one of them is invalid.
+        OptionError: an argument is invalid.
     """
 
     frequency: FrequencyMethod | None = None
@@ -64,7 +64,7 @@ class Options:
                 raise OptionError(why)
 
     def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
-        """Whether ``bias`` and ``layers`` are incompatible with ``method``, and why."""
+        """Yield conflicts of ``bias`` or ``layers`` with ``method``: whether it exists, and why."""
         name, bias, layers = method.name, self.bias, self.layers
         yield (
             bias is not None and method.kind == "encoding",
@@ -99,7 +99,7 @@ class Options:
             )
 
     def _faults_of_frequency(self, method: Method) -> Iterator[tuple[bool, str]]:
-        """Whether ``frequency`` is incompatible with ``method``, and why."""
+        """Yield conflicts of ``frequency`` with ``method``: whether each exists, and why."""
         under, name = self.frequency, method.name
         if under is None:
             return
@@ -135,7 +135,7 @@ class Options:
         )
 
     def rope(self, rope: Rope) -> Rope:
-        """The embedding that a position method finds: ``rope``, under the frequency method."""
+        """The embedding that a position method extends: ``rope``, after any frequency method."""
         under = self.frequency
         if under is None:
             return rope
@@ -146,13 +146,13 @@ class Options:
         return length > PRECISE_BEYOND if self.precise == "auto" else self.precise
 
     def recorded(self) -> dict[str, Any]:
-        """What a record stores: everything except the tokenizer."""
+        """Return the options that a record stores: all except the tokenizer."""
         names = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name != "tokenizer"}
 
     def _require(self, option: str, *valid: Any) -> None:
         value = getattr(self, option)
-        if not any(type(value) is type(x) and value == x for x in valid):  # an array is neither
+        if not any(type(value) is type(x) and value == x for x in valid):  # refuses arrays
             raise OptionError(
                 f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
             )

@@ -1,4 +1,4 @@
-"""``patch``, ``unpatch``, ``patched``, ``unpatched``: all changes of a model start here."""
+"""Entry points that change a model: ``patch``, ``unpatch``, ``patched`` and ``unpatched``."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
 _REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
-_lock = threading.RLock()  # one for all models: they may share a configuration
+_lock = threading.RLock()  # for all models, since they may share a configuration
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Let threads patch one after the other, since a patch probes the model before it marks it."""
+    """Let one thread patch at a time, since ``patch`` probes the model before marking it."""
     with _lock:
         yield
 
@@ -93,11 +93,11 @@ class Patch:
 
     @property
     def length(self) -> int:
-        """Trained context, tokens."""
+        """Trained length, tokens."""
         return self.scaled[0].rope.length
 
     def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
-        """Current frequencies (float64, ``[pairs]``) and scaling; dynamic ones at full length."""
+        """Frequencies in force (float64, ``[pairs]``) and scaling; if dynamic, at target length."""
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
         if isinstance(self.method, FrequencyMethod):
@@ -137,7 +137,7 @@ def patch(
         method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
             result of :func:`rope_ext.recommend`.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
-            The position method then treats the context this one extends to as the trained context.
+            The position method then treats the length it extends to as the trained length.
         bias: an encoding that adds to the logits by distance while the rotation stays in place:
             its name, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. To keep the
             rotation as trained, patch with ``"rope"``.
@@ -182,7 +182,7 @@ def patch(
         )
         method = method.method
     method = _method(method, options)
-    given: dict[str, Any] = {"bias": bias, "layers": layers}  # in forms that Options converts
+    given: dict[str, Any] = {"bias": bias, "layers": layers}  # Options converts them
     keywords = Options(
         frequency=frequency,
         kernel=kernel,
@@ -208,7 +208,7 @@ def patch(
         _patch(unwrap(model), decoder, method, keywords)
         dropped = values.carry(decoder)
     except BaseException:
-        _go_back(model, earlier, values)  # a refused replacement leaves the model as it was
+        _go_back(model, earlier, values)  # if the replacement fails, restore the model
         torch.set_rng_state(random)
         raise
     if dropped and earlier is not None:
@@ -233,7 +233,7 @@ def patch(
             "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
             folder,
         )
-    # Only where plain transformers computes something else without an error is anything lost.
+    # A problem only if plain transformers silently computes something else.
     prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
@@ -293,9 +293,9 @@ def patched(
 def unpatched(model: Model) -> Iterator[Model]:
     """Undo a patch for the duration of a ``with`` block, even if it raises.
 
-    For comparisons with the original model, and to train against it; the patch becomes active
-    again afterwards, with what its encoding has learned. A model that is not patched stays as it
-    is. Caches and compiled graphs of the patched model do not carry over.
+    Use it to compare with the original model, or to train against it. The patch becomes active
+    again afterwards, with its learned parameters. A model that is not patched is unchanged.
+    Caches and compiled graphs of the patched model do not carry over.
 
     Args:
         model: see :func:`unpatch`.
@@ -312,9 +312,9 @@ def unpatched(model: Model) -> Iterator[Model]:
 
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
-    """Return to the patch that a model has now, if any, after a block that begins with a change."""
+    """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
     decoder = text_decoder(model)
-    quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # it is for a while
+    quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
         earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
         change()
@@ -331,11 +331,11 @@ def _leave_off(model: nn.Module) -> None:
 
 
 def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
-    """Undo the patch of a model, and apply an earlier one with what it had learned."""
+    """Undo the model's patch, and apply an earlier one with its learned parameters."""
     decoder = text_decoder(model)
     _leave_off(model)
     if earlier is not None:
-        with torch.random.fork_rng(devices=[]):  # encodings draw what they then get back
+        with torch.random.fork_rng(devices=[]):  # initial values, replaced below
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
         values.give_back(decoder)
 
@@ -363,7 +363,7 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
     return method
 
 
-@torch.inference_mode(False)  # tensors that are made inside of it could not be moved later
+@torch.inference_mode(False)  # inference tensors could not be moved later
 def _patch(
     model: nn.Module,
     decoder: nn.Module,
@@ -440,10 +440,10 @@ def _patch(
 
 @_one_at_a_time()
 def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
-    """Note a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
+    """Record a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
-    Only weights show whether a family accepts a method that changes attention, so nothing of the
-    model's computation is checked or changed.
+    Whether a family supports a method that changes attention can only be checked with weights, so
+    this neither checks nor changes the model's computation.
 
     Args:
         model: on the meta device.
@@ -470,7 +470,7 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
 
 
 def note_target(model: nn.Module, target: int) -> None:
-    """Note the context in tokens of a patched model where its configuration gives another one."""
+    """Set the target length of a patched model if its configuration gives a different one."""
     decoder = text_decoder(model)
     state = decoder.__dict__[_STATE]
     text_config(decoder).max_position_embeddings = target

@@ -1,4 +1,4 @@
-"""Raises at ``import rope_ext`` where torch or transformers is missing or too old."""
+"""Makes ``import rope_ext`` raise if torch or transformers is missing or too old."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from rope_ext.version import __version__
 
 MINIMUM = {"torch": "2.11", "transformers": "5.17"}
-"""As in pyproject.toml."""
+"""Keep in sync with pyproject.toml."""
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number; a development version counts as its release."""
+    """Return the major and minor version; a development version counts as its release."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def check() -> None:
-    """Raise ImportError unless the packages are there, in the versions that are needed."""
+    """Raise ImportError unless the required versions of the packages are installed."""
     faults = []
     for name, least in MINIMUM.items():
         try:  # importing torch takes seconds, and `rope-ext --help` does not need it

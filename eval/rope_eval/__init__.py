@@ -1,1 +1,1 @@
-"""Evaluators, calibration and search for models of transformers, patched with rope_ext or not."""
+"""Evaluators, calibration and search for transformers models, patched with rope_ext or not."""

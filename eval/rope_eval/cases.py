@@ -1,4 +1,4 @@
-"""Cases and outcomes: what is asked of a model, and what came of it, one line per case."""
+"""Cases and outcomes: questions to a model, and their results, one line per case."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Mode = Literal["argmax", "loss", "write"]
 
 @dataclass(frozen=True)
 class Case:
-    """One question to a model. It knows no method, so every method gets the very same ones.
+    """One question to a model; it does not depend on methods, so all get identical cases.
 
-    Everything random in it follows from ``seed``, ``length`` is the context asked for, with the
-    answer, and ``depth`` the place of the answer, 0 at the start and 1 at the end, drawn from its
-    ``bin``. Cases of one document share a ``group``, by which intervals resample.
+    ``seed`` determines everything random, ``length`` is the requested context with the answer, and
+    ``depth`` the position of the answer, from 0 (start) to 1 (end), sampled from its ``bin``. Cases
+    of one document share a ``group``, by which intervals resample.
 
     * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
       teacher-forced forward. Whether it would choose the ``lead`` tokens before them, too, is
       noted.
     * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
-      The case counts as so many tokens, or as ``weight``, and the losses of all tokens are summed
+      The case's weight is the number of tokens, or ``weight``; losses of all tokens are summed
       up to each position of ``curve``.
-    * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are looked for
-      in them, or the ``judge`` says what the text is worth, from 0 to 1: a frozen dataclass that
-      can be called, whose fields belong to the case.
+    * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
+      in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that can be called,
+      whose fields belong to the case.
     """
 
     task: str
@@ -55,7 +55,7 @@ class Case:
     lead: int = 0
 
     def __post_init__(self) -> None:
-        if self.judge is not None and not is_dataclass(self.judge):  # its name would be an address
+        if self.judge is not None and not is_dataclass(self.judge):  # its repr would be an address
             raise OptionError(
                 f"the judge {self.judge!r} of a case of {self.task} is no dataclass, so --resume "
                 f"could not tell it from another; make it one whose fields say how it scores"
@@ -63,17 +63,17 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The answer of a case that has one."""
+        """The expected answer of a case that has one."""
         return self.answers[0]
 
     @property
     def tokens(self) -> int:
-        """Tokens of the context when the case is done."""
+        """Number of tokens in the context when the case is finished."""
         return len(self.ids) + (self.count if self.mode == "write" else 0)
 
     @cached_property
     def prompt(self) -> str:
-        """A digest of all that the model is given and of how it is scored."""
+        """A digest of the model's input and of the scoring."""
         how = (self.mode, self.count, self.answers, self.curve, self.only)
         how += () if self.judge is None else (self.judge,)
         how += () if self.weight is None else ("weight", self.weight)
@@ -85,7 +85,7 @@ class Case:
 class Questions:
     """All cases of a task for one model, in the order of the report.
 
-    ``definition`` says what the numbers are, and ``notes`` what else a reader should know.
+    ``definition`` defines the numbers, and ``notes`` has further notes for readers.
     """
 
     cases: Sequence[Case]
@@ -120,7 +120,7 @@ class Outcome:
     led: bool | None = None
 
     def to_line(self) -> bytes:
-        """A line of the log; an infinite loss becomes None, since JSON has no infinity."""
+        """Return a line of the log; an infinite loss becomes None, since JSON has no infinity."""
         curve = [(at, _plain(total), count) for at, total, count in self.curve]
         return to_line({**asdict(self), "value": _plain(self.value), "curve": curve})
 
@@ -141,18 +141,18 @@ def _infinite(value: float | None) -> float:
 
 
 def digest(*determinants: Any) -> str:
-    """A short name for these values, the same in every process."""
+    """Return a short digest of these values, the same in every process."""
     text = json.dumps(determinants, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def dump(data: Any) -> str:
-    """JSON as this package writes it: sorted keys, so that equal results are equal bytes."""
+    """Return JSON with sorted keys, so that equal results are equal bytes."""
     return json.dumps(data, indent=1, sort_keys=True, default=str) + "\n"
 
 
 def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
-    """The outcomes of some logs by key; lines that are not outcomes are skipped."""
+    """Read the outcomes of some logs by key; lines that are not outcomes are skipped."""
     outcomes = {}
     for path in paths:
         try:
@@ -169,7 +169,7 @@ def read_outcomes(paths: Sequence[Path]) -> dict[str, Outcome]:
 
 
 def case_log(path: Path) -> Log:
-    """A log of outcomes, each on disk before the next; it need not exist."""
+    """Open a log of outcomes, each on disk before the next; it need not exist."""
     cure = "make room or give --output another folder; --resume keeps what is finished"
     return Log(path, HEADER, cure)
 

@@ -1,4 +1,4 @@
-"""The commands that measure, which ``rope_ext.cli`` adds to its own."""
+"""Evaluation commands, which ``rope_ext.cli`` adds to its own."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ app = typer.Typer(rich_markup_mode=None)
 
 
 class Evaluation(ModelCommand):
-    """A command whose options are those of its tasks, and known when it is typed."""
+    """A command with the options of its tasks, which are known only once the tasks are parsed."""
 
     def make_context(
         self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """The context of the command with these options."""
+        """Create the context of the command with these options."""
         from rope_eval import command
 
         made = command.command_for(str(self.name), args)

@@ -1,6 +1,6 @@
 """`rope-ext eval` and `rope-ext compare`, with the options that all evaluations share and of tasks.
 
-torch is imported when something is measured: `--help` must not wait for it.
+torch is imported only for measuring, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rope_ext.errors import Mistakes, OptionError
 
 COMPARED = ("perplexity", "passkey")
 """The tasks of `rope-ext compare`, which is `rope-ext eval` with tasks and some defaults chosen."""
-COMPARE = {"output": Path("rope-ext-compare"), "force": True}  # every length that is asked for
+COMPARE = {"output": Path("rope-ext-compare"), "force": True}  # all requested lengths
 
 
 KNOWN = ", ".join(name for name in all_tasks() if name != Harness.name)
@@ -39,7 +39,7 @@ Models = Annotated[
 
 @dataclass
 class Asked:
-    """What `rope-ext eval` measures."""
+    """The tasks that `rope-ext eval` measures."""
 
     tasks: tuple[str, ...] = option(
         (),
@@ -49,7 +49,7 @@ class Asked:
 
 
 def call(words: Sequence[str], name: str = "eval") -> None:
-    """``rope-ext eval`` with these words; exits where it fails."""
+    """Run ``rope-ext eval`` with these words; exits on failure."""
     from rope_ext.cli import app
 
     try:
@@ -60,10 +60,10 @@ def call(words: Sequence[str], name: str = "eval") -> None:
 
 
 class ModelsCommand(ModelCommand):
-    """A command that takes several models, as words or each as ``--model``."""
+    """A command that accepts several models, as arguments or each with ``--model``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put every ``--model`` where the argument is expected."""
+        """Turn every ``--model`` into an argument."""
         (words, file), models = take("--gguf-file", args), []
         while (taken := take("--model", words))[1] is not None:
             words = taken[0]
@@ -116,7 +116,7 @@ def _names_tasks(word: str) -> bool:
 
 
 def _first(words: Sequence[str]) -> list[str]:
-    """The words before the first option."""
+    """Return the words before the first option."""
     return list(takewhile(lambda word: not word.startswith("-"), words))
 
 
@@ -135,9 +135,9 @@ def _refuse_shared(classes: Sequence[type[Task]]) -> None:
 def settings(
     models: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes, **defaults: Any
 ) -> Settings:
-    """The shared options as settings; ``defaults`` are in place of those of ``Settings``.
+    """The shared options as settings; ``defaults`` override those of ``Settings``.
 
-    Options that cannot be read are added to ``mistakes``.
+    Options that cannot be parsed are added to ``mistakes``.
     """
     values = {"models": tuple(models), "methods": (), **defaults}
     values |= read_options(Settings, typed, mistakes)
@@ -149,7 +149,7 @@ def settings(
     if not values.get("lengths"):
         if not mistakes:
             raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
-        values["lengths"] = (2,)  # after a mistake any will do: nothing is measured
+        values["lengths"] = (2,)  # any value: after a mistake, nothing is measured
     if values.get("url"):
         if models or values["methods"] or values.get("adapter"):
             mistakes.add(
@@ -167,7 +167,7 @@ def main(
     typed: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Check, measure, print and write; all mistakes are reported at once."""
+    """Check, measure, print and write; all errors are reported together."""
     from rope_eval.evaluate import evaluate
 
     mistakes = Mistakes()
@@ -178,7 +178,7 @@ def main(
 def asked(
     tasks: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> list[Task | None]:
-    """The tasks with these names, each with the options that were typed."""
+    """Return the tasks with these names, each with its command-line options."""
     given: dict[str, Any] = {}
     for cls in chosen(tasks):
         given = read_options(cls, typed, mistakes) | given

@@ -1,4 +1,4 @@
-"""The whole of an evaluation, from the settings to the report."""
+"""Runs an evaluation, from the settings to the report."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from rope_ext.errors import Mistakes
 def evaluate(
     settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
 ) -> Report | None:
-    """Check, measure, print and write; None in every process but the first.
+    """Check, measure, print and write; returns None in all processes except the first.
 
-    ``mistakes`` are those found so far, to be reported with the others, and a task that is among
-    them is None.
+    ``mistakes`` are errors found so far, to report with later ones; a task with an error is None.
 
     Raises:
         RopeExtError: see ``prepare`` and ``run``.
@@ -48,7 +47,7 @@ def evaluate(
                 return None
             report = Report(plan.measured(), outcomes)
             paths = report.write()
-        report.print()  # whatever becomes of it, the files are there
+        report.print()  # the files exist even if this fails
         for path in paths:
             tell(f"wrote {path}")
         tell_next(*report.next_commands, optional=report.optional_commands)

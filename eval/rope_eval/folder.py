@@ -1,7 +1,7 @@
 """Access to a results folder: one run at a time, and only to files that this program wrote.
 
-A file name alone proves nothing: ``cases.jsonl`` or ``table.md`` may belong to the user. A log is
-ours if it begins with ``HEADER``, and any other file if its name is in the list of written files.
+A file name is no proof: ``cases.jsonl`` or ``table.md`` may be the user's. A log is ours if it
+starts with ``HEADER``, and any other file if its name is in the list of written files.
 The list, the lock and drafts are in ``.rope-ext`` inside the folder.
 """
 
@@ -28,7 +28,7 @@ _LOGS = re.compile(r"cases(\.[1-9][0-9]*)?\.jsonl")
 
 
 def log_name(rank: int) -> str:
-    """The log of a process; the log of the first process is the permanent one."""
+    """Return the log name of a process; the first process's log is the permanent one."""
     return f"cases.{rank}.jsonl" if rank else "cases.jsonl"
 
 
@@ -39,7 +39,7 @@ def world_size() -> int:
 
 @contextmanager
 def writing(path: Path, cure: str = "give --output another folder") -> Iterator[None]:
-    """Raise MeasureError in one line for a disk that is full or read-only."""
+    """Raise a one-line MeasureError if the disk is full or read-only."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def writing(path: Path, cure: str = "give --output another folder") -> Iterator[
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file at once: whenever the process dies, the old file is there or the new one."""
+    """Write a file atomically: if the process dies, either the old or the new file exists."""
     hidden = path.parent if path.parent.name == HIDDEN else path.parent / HIDDEN
     hidden.mkdir(exist_ok=True)
     draft = hidden / f"{path.name}.draft"
@@ -63,10 +63,10 @@ def replace_file(path: Path, content: bytes) -> None:
 def lock(
     folder: Path, name: str = "", *, option: str = "--output", required: bool = True
 ) -> Iterator[None]:
-    """Keep every other process out of what is called ``name`` in ``folder``, or out of the folder.
+    """Lock ``name`` in ``folder``, or the whole folder, against other processes.
 
-    The lock is the operating system's: that of a process that was killed is gone with it. Without
-    ``required`` it goes on where a file system has none; ``option`` names the folder, for errors.
+    It is an operating system lock, released if the process is killed. Unless ``required``, file
+    systems without locks are accepted; ``option`` names the folder in errors.
 
     Raises:
         MeasureError: another process is in it.
@@ -93,7 +93,7 @@ def lock(
 
 
 def is_log(path: Path) -> bool:
-    """Whether this program began that file."""
+    """Whether this program created the file."""
     return path.is_file() and path.read_bytes()[: len(HEADER)] == HEADER
 
 
@@ -104,7 +104,7 @@ class Folder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep other runs out; of processes launched together, the first does so for all."""
+        """Lock out other runs; of processes launched together, the first locks for all."""
         return lock(self.path) if first_process() else nullcontext()
 
     @property
@@ -114,7 +114,7 @@ class Folder:
         return sorted(path for path in there if _LOGS.fullmatch(path.name) and is_log(path))
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that these files and logs may be written: that they are ours, or not there."""
+        """Check that these files and logs may be written: they are ours, or do not exist."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=self.path):
@@ -148,7 +148,7 @@ class Folder:
         return self.path / HIDDEN / "files.json"
 
     def _written(self) -> list[str]:
-        """Names of files written here; empty if the list cannot be read."""
+        """Return the names of files written here; empty if the list cannot be read."""
         try:
             return [Path(name).name for name in json.loads(self._list.read_bytes())["files"]]
         except (OSError, ValueError, TypeError, KeyError):
@@ -160,18 +160,18 @@ class Folder:
 
 
 class Log:
-    """An append-only log of JSON lines at ``path``, from which a run that was killed resumes.
+    """An append-only log of JSON lines at ``path``, from which an interrupted run resumes.
 
     The first line is ``header``; each after it is one result, on disk before the next is computed.
-    A killed process may leave its last line unfinished: it is skipped when the log is read, and cut
-    off before anything is appended. ``cure`` says in errors what to do if it cannot be written.
+    A killed process may leave an unfinished last line: it is skipped when reading, and removed
+    before appending. ``cure`` is the advice in errors if the log cannot be written.
     """
 
     def __init__(self, path: Path, header: bytes, cure: str) -> None:
         self.path, self.header, self.cure = path, header, cure
 
     def open(self) -> None:
-        """Start the log, or cut off the unfinished last line of one that exists."""
+        """Start the log, or remove the unfinished last line of an existing one."""
         with writing(self.path, self.cure):
             if not self.path.exists():
                 replace_file(self.path, self.header)
@@ -184,7 +184,7 @@ class Log:
         left = line
         # Unbuffered: a buffer would be written again when the file is closed after an error.
         with writing(self.path, self.cure), self.path.open("ab", buffering=0) as file:
-            while left:  # a disk that is almost full takes part of a line
+            while left:  # an almost full disk may write part of a line
                 left = left[file.write(left) :]
 
     def replace(self, lines: Iterable[bytes]) -> None:
@@ -193,12 +193,12 @@ class Log:
 
 
 def to_line(entry: Mapping[str, Any]) -> bytes:
-    """One line of a log."""
+    """Return one line of a log."""
     return (json.dumps(entry) + "\n").encode()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All lines that are JSON objects, the header included; damaged lines are skipped."""
+    """Yield all lines that are JSON objects, including the header; damaged lines are skipped."""
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             entry = json.loads(text)

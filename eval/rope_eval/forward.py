@@ -1,8 +1,8 @@
-"""The forwards behind every score: teacher-forced ones, and real generation.
+"""Forward passes for all scores: teacher-forced ones, and real generation.
 
-Rows of unequal length are padded on the left, with their own positions. Of the logits, only
-those that are scored are made, and never more than fit into ``LOGITS`` numbers at a time: the
-decoder runs once, then the head of the model runs on stretches of its hidden states.
+Rows of unequal length are padded on the left, with their own positions. Only scored logits are
+computed, and never more than ``LOGITS`` numbers at a time: the decoder runs once, then the model's
+head runs on segments of its hidden states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rope_ext.rotary.sites import text_config, text_decoder
 
 Advance = Callable[[float], None]
 LOGITS = 2**26
-"""Logits made at a time: 256 MiB in float32, 512 positions of a vocabulary of 128k."""
+"""Maximum number of logits at a time: 256 MiB in float32, 512 positions of a 128k vocabulary."""
 
 
 def cost(length: int) -> float:
@@ -31,7 +31,7 @@ def cost(length: int) -> float:
 def left_padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """``input_ids`` ``[rows, longest]``; where lengths differ, mask and positions as well.
+    """Build ``input_ids`` ``[rows, longest]``, and if lengths differ, mask and positions.
 
     Positions count from the row's own first token, so that padding changes no angle.
     """
@@ -48,18 +48,18 @@ def left_padded(
     return inputs
 
 
-@torch.no_grad()  # inference tensors would outlive it in the buffers of dynamic scaling
+@torch.no_grad()  # inference tensors would remain in buffers of dynamic scaling
 def score(
     model: nn.Module, rows: Sequence[Sequence[int]], tail: int, pad: int = 0, logits: int = LOGITS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How the model takes the last ``tail`` tokens of each row, all in one forward.
+    """Score the last ``tail`` tokens of each row, in one forward.
 
-    ``tail`` is below the length of the shortest row, ``pad`` is the token on the left of shorter
-    rows, and at most so many ``logits`` are made at a time.
+    ``tail`` is below the length of the shortest row, ``pad`` is the token left of shorter rows,
+    and at most ``logits`` logits are computed at a time.
 
     Returns:
-        Negative log likelihoods, float32, nats, and whether each token is the argmax, which is
-        exactly whether greedy decoding would write it; both ``[rows, tail]`` on the CPU.
+        Negative log likelihoods, float32, nats, and whether each token is the argmax, so that
+        greedy decoding would write it; both ``[rows, tail]`` on the CPU.
     """
     inputs = left_padded(rows, pad, cast(PreTrainedModel, model).device)
     ids = inputs["input_ids"]
@@ -72,7 +72,7 @@ def score(
             part.float().flatten(0, 1), wanted.flatten(), reduction="none"
         )
         losses[:, start:stop] = loss.view(wanted.shape).cpu()
-        # Of bfloat16 on CPUs, argmax takes three times as long; of equals both give the first.
+        # For bfloat16 on CPUs, argmax is three times slower; on ties, both return the first.
         hits[:, start:stop] = (part.max(-1).indices == wanted).cpu()
     return losses, hits
 
@@ -80,7 +80,7 @@ def score(
 def _logits(
     model: nn.Module, inputs: dict[str, torch.Tensor], tail: int, most: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(start, stop, logits) of stretches of the tail; logits ``[rows, stop - start, vocab]``."""
+    """Yield (start, stop, logits) of tail segments; logits ``[rows, stop - start, vocab]``."""
     rows, width = inputs["input_ids"].shape
     decoder = text_decoder(model)
     vocabulary = getattr(text_config(decoder), "vocab_size", 1)
@@ -110,14 +110,13 @@ def _logits(
 
 @contextmanager
 def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterator[None]:
-    """While it lasts, the decoder computes nothing and answers with ``hidden``.
+    """Inside the block, the decoder computes nothing and returns ``hidden``.
 
-    The model's own head then makes the logits, with whatever scale or cap the family puts on
-    them.
+    The model's own head then computes the logits, with the family's scale or cap, if any.
     """
     answer = type(output)(last_hidden_state=hidden)
     own = decoder.__dict__.get("forward")
-    decoder.forward = lambda *args, **kwargs: answer  # what Module.__call__ looks up
+    decoder.forward = lambda *args, **kwargs: answer  # Module.__call__ looks it up
     try:
         yield
     finally:
@@ -130,14 +129,14 @@ def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterato
 def write(
     model: nn.Module, rows: Sequence[Sequence[int]], count: int, pad: int, eos: Any
 ) -> list[list[int]]:
-    """Up to ``count`` tokens that greedy decoding writes after each row, with a cache.
+    """Generate up to ``count`` tokens greedily after each row, with a cache.
 
-    What the checkpoint's own generation settings say about sampling or repetition is left out.
-    ``eos`` is the token, or tokens, that end the text; they are cut off.
+    The checkpoint's generation settings for sampling and repetition are ignored. ``eos`` is the
+    token, or tokens, that end the text; they are removed.
     """
     plain = cast(PreTrainedModel, model)
     inputs = left_padded(rows, pad, plain.device)
-    inputs.pop("position_ids", None)  # generate makes the same ones from the mask
+    inputs.pop("position_ids", None)  # generate computes them from the mask
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     settings = GenerationConfig(
         max_new_tokens=count,
@@ -161,7 +160,7 @@ def write(
 
 @contextmanager
 def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Generate fills whatever is unset from the checkpoint's settings: leave it none."""
+    """Clear the checkpoint's settings, since generate uses them for unset options."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

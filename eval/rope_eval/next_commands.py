@@ -1,4 +1,4 @@
-"""The command that trains, which several commands print."""
+"""Builds the training command, which several commands print."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 RECIPE = "recipes/own_model_yarn_lora.yaml"
 ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")
-"""Settings of a recipe for GPUs that a CPU needs."""
+"""Settings that a GPU recipe needs on a CPU."""
 
 
 def training_command(
@@ -22,7 +22,7 @@ def training_command(
     text: str | None = None,
     cpu: bool = False,
 ) -> list[str]:
-    """The command that says whether training fits, and prints the one that trains.
+    """Return the command that checks whether training fits, and prints the training command.
 
     ``options`` are those of the method, or a file of ``rope-ext calibrate``; ``text`` evaluates the
     result, and None is Python's library. ``cpu``: there is no GPU.

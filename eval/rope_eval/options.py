@@ -1,8 +1,8 @@
-"""Fields of a dataclass that are options of a command line as well.
+"""Dataclass fields that are also command-line options.
 
-A field made by :func:`option` says once what an option is called, what it means and how it is
-read; commands, the functions behind them and their logs all go by the dataclass. Nothing here
-imports torch: ``rope-ext --help`` needs it.
+A field created by :func:`option` defines an option's name, help and parser in one place; commands,
+their functions and logs all use the dataclass. Nothing here imports torch, so that
+``rope-ext --help`` is fast.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ def option(
     *flags: str,
     repeat: bool | None = None,
 ) -> Any:
-    """A field that is an option of the command line, too: ``new_tokens`` is --new-tokens.
+    """Create a field that is also a command-line option: ``new_tokens`` is --new-tokens.
 
-    A default of False makes a flag. ``read`` makes the value from the text that was typed; None
-    uses the type of the field. ``flags`` are names in place of that of the field. With ``repeat``
-    it may be given several times, and ``read`` gets all that was typed; None repeats options whose
-    default is a tuple, and reads each.
+    A default of False makes a flag. ``read`` parses the text from the command line; None uses the
+    field's type. ``flags`` replace the name of the field. With ``repeat`` the option is repeatable,
+    and ``read`` gets all values; None repeats options with a tuple as default and reads each.
     """
     metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass that are options of the command line."""
+    """Return the fields of a dataclass that are command-line options."""
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
 def command_options(*classes: type) -> Callable[[F], F]:
-    """Decorator: a typer command gets the options of ``classes`` in place of ``**options``.
+    """Decorator: replace ``**options`` of a typer command by the options of ``classes``.
 
-    Typer reads the signature. Options of one name are one. The values are those that were typed,
-    or None; see :func:`read_options`.
+    Typer reads the signature. Options with the same name are merged. Values are as typed, or None;
+    see :func:`read_options`.
     """
 
     def decorate(command: F) -> F:
@@ -71,7 +70,7 @@ def command_options(*classes: type) -> Callable[[F], F]:
 def read_options(
     cls: type, typed: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> dict[str, Any]:
-    """Values for the fields of ``cls`` that were typed, by field name.
+    """Parse the options of ``cls`` from the command line, by field name.
 
     None, False and an empty list are not typed. ``mistakes`` collects options that cannot be read;
     without it the first is raised.
@@ -81,7 +80,7 @@ def read_options(
         value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
-        if read in (parse_length, parse_lengths):  # whose errors name the option
+        if read in (parse_length, parse_lengths):  # its errors name the option
             read = partial(read, option=_flags(field)[0])
         with found.collected():
             each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
@@ -114,7 +113,7 @@ def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:
-    """What typer makes of a text: a number, one of several words, or the text for ``read``."""
+    """The type that typer parses: a number, one of several words, or text for ``read``."""
     read = field.metadata["read"]
     if read is not None:
         return read if read in (int, float) else str

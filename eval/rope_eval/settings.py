@@ -1,4 +1,4 @@
-"""The options that all evaluations share."""
+"""Options shared by all evaluations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text", "chat"]
 UNPATCHED = "none"
-"""In place of a method: the model as it is, which every evaluation measures, too."""
+"""Instead of a method: the unpatched model, which every evaluation also measures."""
 BEFORE = "before"
-"""In place of a method: the one under which the adapter was trained, without its weights."""
+"""Instead of a method: the adapter's method, without the adapter's weights."""
 LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 def batch_size(text: str) -> int | None:
-    """A number of rows, or None for ``auto``."""
+    """Parse a number of rows, or None for ``auto``."""
     if text == "auto":
         return None
     if not re.fullmatch("[0-9]{1,15}", text):
@@ -129,11 +129,11 @@ class Settings:
 
     @property
     def servers(self) -> list[Server]:
-        """The servers that are measured; none where a model is."""
+        """The servers to measure; none if a model is measured in this process."""
         urls, names = _several(self.url), _several(self.served_model_name)
         names = names * len(urls) if len(names) == 1 else names
         found = []
-        for url, name in zip(urls, names, strict=False):  # require_server checks their numbers
+        for url, name in zip(urls, names, strict=False):  # require_server checks that counts match
             label = name if names.count(name) == 1 else f"{name} at {url}"
             found.append(Server(label, url, name))
         return found

@@ -1,4 +1,4 @@
-"""What is measured: the methods that are asked for, checked, and a model under one of them."""
+"""Systems to measure: a model with one of the requested methods, checked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rope_ext.patching import patched
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """A model under a method: what gets a row in the report.
+    """A model with a method: a row of the report.
 
-    ``label`` is the method and its options, or a server, and ``name`` has the model before it where
-    there are several. ``trained`` is the trained length in tokens, ``is_dynamic`` whether
-    frequencies depend on the length of the text, ``identity`` a digest of what results depend on
-    besides the case, and ``adapted`` whether the adapter is in use.
+    ``label`` is the method and its options, or a server; ``name`` adds the model if there are
+    several. ``trained`` is the trained length in tokens, ``is_dynamic`` whether frequencies depend
+    on the length, ``identity`` a digest of what results depend on besides the case, and
+    ``adapted`` whether the adapter is used.
     """
 
     name: str
@@ -35,7 +35,7 @@ class System:
     adapted: bool = False
 
     def key(self, case: Case) -> str:
-        """Digest of everything that determines the outcome."""
+        """Return a digest of everything that determines the outcome."""
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
 
 
@@ -57,10 +57,10 @@ def beyond(
     trained: Mapping[str, int],
     force: bool,
 ) -> Iterator[str]:
-    """A note for every method, and model with its trained length, whose reach is exceeded.
+    """Yield a note for every method and model whose extended length is exceeded.
 
     Raises:
-        OptionError: there is one, and no ``force``.
+        OptionError: there is one, and ``force`` is not set.
     """
     for model, length in trained.items():
         for method, options in methods.items():

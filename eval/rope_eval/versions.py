@@ -1,4 +1,4 @@
-"""Versions of what computes an outcome: other ones, and ``--resume`` measures again."""
+"""Versions of everything that computes an outcome: if they change, ``--resume`` measures again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rope_ext.version import __version__
 
 PACKAGES = (rope_ext, rope_eval)
 SHOWS = ("advice", "engines", "plots", "reports", "command", "cli.py", "__main__.py")
-"""Folders and files of both packages that change no outcome; whatever else is in them may."""
+"""Folders and files of both packages that never change outcomes; all others may."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes an outcome, and a digest of this package's own sources."""
+    """Return versions of everything that computes an outcome, and a digest of our sources."""
     return {
         "rope_ext": __version__,
         "rope_ext_sources": digest([sources(Path(p.__path__[0])) for p in PACKAGES]),
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def sources(package: Path) -> str:
-    """A digest of all in a folder of sources but ``SHOWS``."""
+    """Return a digest of a folder of sources, without ``SHOWS``."""
     shown = {package / name for name in SHOWS}
     files = sorted(
         path for path in package.rglob("*.py") if shown.isdisjoint((path, *path.parents))

@@ -1,1 +1,1 @@
-"""What is there, what is advisable, and what a patch does to every rotary pair."""
+"""Describes models and patches, recommends methods, and estimates memory."""

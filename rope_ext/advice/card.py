@@ -1,4 +1,4 @@
-"""A model card for a saved or merged model."""
+"""Writes a model card for a saved or merged model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rope_ext.saving.folder import read_saved
 from rope_ext.version import __version__
 
 _MARK = "<!-- written by rope-ext card; sha256 "
-"""What ends a card, before the digest of the text above it: a card that was edited is kept."""
+"""Ends a card, followed by the digest of the text above it: an edited card is never replaced."""
 _TABLE = "table.md"
-"""What ``rope-ext compare`` and ``rope-ext eval`` write for a model card."""
+"""The table that ``rope-ext compare`` and ``rope-ext eval`` write for a model card."""
 
 
 def model_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
 ) -> str:
-    """The text of a model card in Markdown: method, lengths, how to load and serve, and numbers."""
+    """Return a model card in Markdown: method, lengths, how to load and serve, and results."""
     saved = read_saved(folder)
     state, found = current_patch(saved.model), describe(saved.model)
     if state is None:
@@ -34,7 +34,7 @@ def model_card(
         )
     name = " ".join(Path(folder).resolve().name.split()) or "model"
     head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
-    if base and not Path(base).exists():  # a path means nothing to others
+    if base and not Path(base).exists():  # a local path is useless to readers
         head.append(f"base_model: {json.dumps(base)}")
     plain = saved.source == "rope_parameters" or state.record.plain
     loader = "AutoModelForCausalLM.from_pretrained" if plain else "rope_ext.from_pretrained"
@@ -62,10 +62,10 @@ def model_card(
 def write_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
 ) -> Path:
-    """Write a model card to ``README.md`` in the folder, in place of one that nobody edited.
+    """Write a model card to ``README.md`` in the folder; replaces an earlier card only if unedited.
 
     Args:
-        folder: of a saved or merged model; its configuration is read, not its weights.
+        folder: a saved or merged model; only its configuration is read.
         base: Hub ID or name of the model that was extended.
         report: output folder of ``rope-ext compare`` or ``rope-ext eval``; its ``table.md`` is
             included.
@@ -75,7 +75,7 @@ def write_card(
         before, mark, end = path.read_text(encoding="utf-8", errors="replace").rpartition(_MARK)
         if not mark or _end(before) != mark + end:
             raise ExportError(
-                f"{path} exists, and is no unedited card of rope_ext; move it away to write one"
+                f"{path} exists and is not an unedited card of rope_ext; move it away to write one"
             )
     write_whole(path, f"{text}{_end(text)}")
     return path

@@ -1,4 +1,4 @@
-"""What a model's rotary embedding is and meets at a length, and which methods there are."""
+"""Reports a model's rotary embedding, its angles at a given length, and the available methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SOURCES = {
 }
 
 
-_EQUAL = 1 + 1e-9  # theta / s * s * length is not theta * length to the last bit
+_EQUAL = 1 + 1e-9  # theta / s * s * length may differ from theta * length in the last bit
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class MethodInfo:
 
     name: str
     aliases: tuple[str, ...]
-    options: dict[str, Any]  # with their defaults; `...` where an option must be given
-    summary: str  # what to choose it for
+    options: dict[str, Any]  # with their defaults; `...` if required
+    summary: str  # when to use it
     paper: str
 
 
@@ -52,7 +52,7 @@ class SiteDescription:
     base: float  # `rope_theta` of the checkpoint
     inv_freq_before: tuple[float, ...]  # radians per token, fastest pair first
     inv_freq_after: tuple[float, ...]
-    attention_scaling: float  # on cosine and sine, now
+    attention_scaling: float  # current factor of cosine and sine
     status: str
     """``"extended"``, ``"extended per sequence"``, ``"positions changed"``, ``"as trained"`` (with
     a bias or a temperature) or ``"unchanged"``."""
@@ -79,12 +79,12 @@ class Description:
 
     model: str  # class of the decoder
     method: str | None  # name of the active method; None: unpatched
-    options: dict[str, Any]  # of the method, with defaults filled in
-    length: int  # trained, tokens
+    options: dict[str, Any]  # the method's options, with defaults filled in
+    length: int  # trained length, tokens
     target_length: int  # after the patch, or after the scaling in the configuration
     sites: tuple[SiteDescription, ...]
     notes: tuple[str, ...]  # how the patch is saved, and other remarks
-    configured: str | None = None  # the scaling in the configuration of an unpatched model
+    configured: str | None = None  # RoPE scaling in the configuration of an unpatched model
     serve: tuple[str, ...] = ()  # commands that serve a saved model
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Description:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        given = self.options.items()  # the others say what `published` holds
+        given = self.options.items()  # `published` repeats the others
         options = ", ".join(f"{k}={v}" for k, v in given if v is not None and k != "published")
         by = f"its configuration, {self.configured}; not patched"
         by = by if self.method is None else f"{self.method}({options})"
@@ -121,7 +121,7 @@ def require_length(name: str, value: Any) -> None:
 
 
 def methods() -> list[MethodInfo]:
-    """Every method with its options and defaults; in each kind, the first to try comes first."""
+    """List all methods with their options and defaults; within each kind, the best ones first."""
     found = []
     for cls in all_methods():
         defaults = {option.name: option.default for option in dataclasses.fields(cls)}
@@ -134,11 +134,11 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """Describe the rotary embedding of ``model``, patched or not.
 
     Args:
-        model: loaded, as :func:`rope_ext.patch` takes it; or a configuration, directory (also of
+        model: a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also of
             an adapter) or Hub ID, which is described as saved. No weights are read for those.
 
     Returns:
-        Lengths, frequencies before and after, and notes; ``print`` it.
+        A description: lengths, frequencies before and after, and notes; ``print`` it.
 
     Raises:
         MeasureError: the directory has no configuration.
@@ -174,7 +174,7 @@ def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
 
 
 def call_text(method: Method) -> str:
-    """A method with the options that differ from its defaults."""
+    """Format a method with the options that differ from its defaults."""
     return f"{method.name}({', '.join(option_texts(method))})"
 
 
@@ -214,16 +214,16 @@ def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[st
 class PairDiagnosis:
     """One rotary pair before and after the patch."""
 
-    wavelength_before: float  # tokens per full rotation; infinite: it does not rotate
+    wavelength_before: float  # tokens per full rotation; infinite if the pair does not rotate
     wavelength_after: float
     rotations: float  # within the trained length
     trained_angle: float  # radians from the first token to the end of the trained length
-    angle_before: float  # the same for the largest distance used at the length diagnosed
+    angle_before: float  # the same, for the largest distance in use at the diagnosed length
     angle_after: float
 
     def _status(self, angle: float) -> str:
-        # A pair that makes a full rotation within the trained length has met every angle there is;
-        # of any other, angles beyond the trained one are new (arXiv 2310.05209, section 3).
+        # A pair that makes a full rotation within the trained length was trained on every angle;
+        # for other pairs, larger angles are untrained (arXiv 2310.05209, section 3).
         seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
         return "in distribution" if seen else "out of distribution"
 
@@ -234,7 +234,7 @@ class PairDiagnosis:
 
     @property
     def after(self) -> str:
-        """As :attr:`before`, under the patch."""
+        """Like :attr:`before`, with the patch."""
         return self._status(self.angle_after)
 
 
@@ -246,22 +246,22 @@ class SiteDiagnosis:
     layer_type: str  # the layers that use it
     base: float  # `rope_theta` of the checkpoint
     critical_dimension: int
-    """Columns of the pairs that make a full rotation within the trained length (arXiv 2310.05209:
+    """Columns whose pairs make a full rotation within the trained length (arXiv 2310.05209:
     ``2 ceil(d / 2 log_base(L / 2 pi))``)."""
     distances_before: float
-    """Number of distances in use, which a sliding window or a position method limits; the largest
-    if every pair has its own."""
+    """Number of distances in use, which sliding windows and position methods limit; the largest
+    if pairs differ."""
     distances_after: float
     pairs: tuple[PairDiagnosis, ...]  # fastest first
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a length does to every rotary pair; ``print`` it."""
+    """Rotary pairs of a model at a given length; ``print`` it."""
 
     model: str  # class of the decoder
-    method: str | None  # the patch in force, with its options; None: unpatched
-    length: int  # diagnosed, tokens
+    method: str | None  # the active patch, with its options; None: unpatched
+    length: int  # diagnosed length, tokens
     trained_length: int
     sites: tuple[SiteDiagnosis, ...]
     notes: tuple[str, ...]  # as in `rope_ext.describe`

@@ -1,4 +1,4 @@
-"""``fit``: an encoding begins with the attention that the rotation gave, instead of from nothing.
+"""Implements ``fit``, which initializes an encoding so that attention stays close to RoPE's.
 
 With the queries and keys that the original model computes on a text, each layer minimizes
 
@@ -30,38 +30,38 @@ from rope_ext.position.tensors import Dense
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
 QUERIES = 64
-"""Number of queries of a row that are compared, evenly spaced."""
+"""Number of evenly spaced queries to compare in each row."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Observed(NamedTuple):
-    """Attention of one layer over one row of a text."""
+    """One layer's attention over one row of text."""
 
-    dense: Dense  # the call without what the encoding adds: queries and keys in float32
-    queries: slice  # which of its queries are compared
-    weights: torch.Tensor  # to reach, [1, heads, queries, keys]
+    dense: Dense  # the call without the encoding; queries and keys in float32
+    queries: slice  # the queries to compare
+    weights: torch.Tensor  # the target, [1, heads, queries, keys]
     owner: nn.Module  # has the parameters of the encoding
 
 
 def fit(
     model: Model, input_ids: torch.Tensor, *, steps: int = 300, learning_rate: float = 0.05
 ) -> Model:
-    """Fit the encoding that ``model`` was patched with to the rotation that it replaced.
+    """Fit the encoding that ``model`` was patched with to the RoPE that it replaced.
 
-    A fresh patch starts from generic values. This sets what the encoding learns so that every
-    layer attends as in the original model, as closely as the encoding can, on a text. Parameters
-    that do not act on weights, such as the vectors that Shaw's encoding adds to values, become 0.
-    Nothing else is trained, and no random number is drawn. Memory is linear in the length of a row.
+    A fresh patch starts from generic values. This sets the encoding's parameters so that, on the
+    given text, every layer attends as closely as possible to the original model. Parameters
+    that do not affect weights, such as the vectors that Shaw's encoding adds to values, become 0.
+    Nothing else is trained, and no random numbers are used. Memory is linear in the row length.
 
     Call it after :func:`rope_ext.patch`, before an adapter is added or the model is wrapped.
 
     Args:
-        model: patched with an encoding that changes logits by parameters in the layers.
+        model: patched with an encoding that has parameters in the layers and changes the logits.
         input_ids: tokens of a text, int64, ``[rows, tokens]``, without padding, at most the trained
             length; a few rows of the trained length are enough.
         steps: number of steps of the optimizer, each on one row.
-        learning_rate: of Adam at the beginning; it falls to 0 by a cosine.
+        learning_rate: initial learning rate of Adam, with cosine decay to 0.
 
     Returns:
         ``model`` itself.
@@ -98,7 +98,7 @@ def fit(
 
 
 def can_fit(method: Method | None) -> bool:
-    """Whether a method is an encoding that changes logits by parameters in the layers."""
+    """Whether a method is an encoding that changes the logits with parameters in the layers."""
     if not (isinstance(method, Encoding) and method.changes_logits()):
         return False
     with torch.random.fork_rng(devices=[]):
@@ -106,14 +106,14 @@ def can_fit(method: Method | None) -> bool:
 
 
 def supported() -> list[str]:
-    """Names of the encodings that :func:`fit` supports with their default options."""
+    """Return the names of the encodings that :func:`fit` supports with their default options."""
     return sorted(cls.name for cls in all_encodings() if can_fit(build_method(cls.name)))
 
 
 def _fit(
     part: DistanceBias, layers: list[list[_Observed]], steps: int, learning_rate: float
 ) -> None:
-    """Fit an encoding, in one layer or in all, to attention in rows by layers."""
+    """Fit an encoding, for one layer or all, to the attention of each row in each layer."""
     values = {name: p.detach().float().clone() for name, p in part.named_parameters()}
     for value in values.values():
         value.requires_grad_()
@@ -134,20 +134,20 @@ def _fit(
 
 
 def _loss(seen: _Observed, part: DistanceBias, values: dict[str, torch.Tensor]) -> Any:
-    """Cross entropy of the weights under the encoding with ``values``, nats."""
+    """Cross entropy between target weights and those of the encoding with ``values``, in nats."""
     key = seen.dense.key
     given = (key.shape[2], key.device, key.dtype, seen.owner)
     added = functional_call(part, values, given)
     call = replace(seen.dense.call, **added)
     found = seen.dense._replace(call=call).weights(seen.queries)
-    least = torch.finfo(found.dtype).tiny  # hidden keys have weight 0 in both
+    least = torch.finfo(found.dtype).tiny  # masked keys have weight 0 in both
     return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()
 
 
 def _observe(
     decoder: nn.Module, layers: dict[nn.Module, Layer], row: torch.Tensor
 ) -> dict[nn.Module, _Observed]:
-    """The attention of ``decoder``, not patched, over a row in each of the layers."""
+    """Record the attention of the unpatched ``decoder`` over a row, for each of the layers."""
     found: dict[nn.Module, _Observed] = {}
 
     def look(module: nn.Module, dense: Dense, window: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a prompt needs, computed without weights."""
+"""Estimates the memory that a prompt needs, without loading weights."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rope_ext.errors import OptionError
 from rope_ext.saving.folder import Given, read_saved
 
 GROUP, RESIDUAL = 64, 128
-"""transformers' quantized caches: values that share a scale and a zero point, and the number of
+"""transformers' quantized caches: the number of values that share a scale and a zero point, and of
 recent tokens that stay unquantized."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device; ``print`` it."""
+    """Memory on one device, in bytes; ``print`` it."""
 
-    weights: float  # on loading
+    weights: float  # after loading
     cache: float  # keys and values of the whole prompt
-    prefill: float  # peak of the prompt's forward beside weights and cache
+    prefill: float  # peak of the prompt's forward pass, beyond weights and cache
     position_method: float
-    """What a position method adds at most: in one layer, queries and keys rotated for two bands and
-    cut into tiles, and outputs in float32."""
+    """Upper bound for what a position method adds: one layer's queries and keys, rotated for two
+    bands and cut into tiles, and its outputs in float32."""
 
     def __str__(self) -> str:
         total = self.weights + self.cache + self.prefill
@@ -82,16 +82,16 @@ def memory(
     dtype: torch.dtype = torch.bfloat16,
     cache_bits: int = 16,
 ) -> Memory:
-    """Return the memory that a prompt needs, from a forward on tensors without storage.
+    """Estimate the memory that a prompt needs, with a forward pass on tensors without storage.
 
-    Workspaces inside kernels, fragmentation and the framework are not included: leave ten percent
-    of a card for them. A CPU's resident peak was 1.3 to 1.5 times cache and prefill (SmolLM2 and
-    Gemma 3 270M at 4k to 16k tokens, bfloat16).
+    Kernel workspaces, fragmentation and the framework are not included: leave ten percent of the
+    GPU's memory for them. On a CPU, peak resident memory was 1.3 to 1.5 times cache and prefill
+    (SmolLM2 and Gemma 3 270M at 4k to 16k tokens, bfloat16).
 
     Args:
         given: model directory, Hub ID or configuration.
         length: tokens of the prompt.
-        batch: prompts per forward.
+        batch: batch size.
         chunk: tokens per forward, as in ``generate(prefill_chunk_size=...)``; None: the prompt.
         dtype: of weights, activations and cache.
         cache_bits: 16, or the 8, 4 or 2 bits of ``cache_implementation="quantized"``.
@@ -110,12 +110,12 @@ def memory(
         live.known((*model.parameters(), *model.buffers()))
         with live:
             for part in (ids[:, last:], ids[:, :last]):
-                live.peak = live.live  # of the last chunk, which attends to the most tokens
+                live.peak = live.live  # keep the last chunk's peak: it attends to the most tokens
                 if part.shape[1]:
                     output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
                     cache = output.past_key_values
                     del output
-    # A sliding layer's window is a view of the keys of the whole chunk, and keeps them all.
+    # A sliding layer's window is a view into the whole chunk's keys, so all of them stay in memory.
     there = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     sizes = [sum(x.untyped_storage().nbytes() for x in (one.keys, one.values)) for one in there]
     stored = sum(sizes)
@@ -124,7 +124,7 @@ def memory(
         packed = (cache_bits + 2 * 16 / GROUP) / (8 * dtype.itemsize)
         recent = min(1, RESIDUAL / length)
         stored *= recent + (1 - recent) * packed
-        prefill += max(sizes)  # one layer at a time is dequantized
+        prefill += max(sizes)  # layers are dequantized one at a time
     text = model.config.get_text_config()
     queries, keys = text.num_attention_heads, text.num_key_value_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // queries

@@ -1,7 +1,7 @@
-"""Which method for which model and length.
+"""Recommends a method for a model and a target length.
 
-A vendor's recipe comes first, then what a calibration found, then what was measured on two
-pretrained models; with fine-tuning, what is published. The data is in ``sources``.
+The model vendor's recipe comes first, then the result of a calibration, then measurements on two
+pretrained models; with fine-tuning, published results. The data is in ``sources``.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rope_ext.rotary.sites import text_config, text_decoder, unwrap
 from rope_ext.saving.folder import model_of, read_saved
 
 _INTERPOLATED = 4
-"""Largest factor at which YaRN is published without fine-tuning, arXiv 2402.13753."""
+"""Largest factor with published results for YaRN without fine-tuning, arXiv 2402.13753."""
 _TRAINED_FACTOR = 32
-"""Largest factor at which YaRN is published with fine-tuning, arXiv 2309.00071."""
+"""Largest factor with published results for YaRN with fine-tuning, arXiv 2309.00071."""
 _LARGEST_GROUP = 64
-"""Of the groups that the authors of Self-Extend call reasonable, from their repository."""
+"""Largest group size that the authors of Self-Extend recommend, from their repository."""
 _FINETUNED = (
     (
         YaRN,
@@ -65,16 +65,16 @@ _RAISED = (
 
 @dataclass(frozen=True)
 class _Case:
-    """What a recommendation is for."""
+    """The model and requirements to recommend a method for."""
 
     model: nn.Module
-    rope: Rope  # as trained
+    rope: Rope  # the trained embedding
     target: int
     finetune: bool
-    engine: str | None  # that has to run it
-    scaled: str | None  # what the checkpoint does to its embedding by itself, in words
+    engine: str | None  # the engine that has to run it
+    scaled: str | None  # the checkpoint's own RoPE scaling, as text
     recipe: Recipe | None
-    length: int | None  # trained length to give to `patch`; None: as the configuration says
+    length: int | None  # trained length to pass to `patch`; None: that of the configuration
     raised: Method | None  # the checkpoint's own scaling with a larger factor
 
     @property
@@ -86,7 +86,7 @@ class _Case:
 
 
 class _Trial(NamedTuple):
-    """A candidate, the reason to choose it, and how the model and the engines take it."""
+    """A candidate, the reason to choose it, and whether the model and the engines support it."""
 
     method: Method
     why: str
@@ -103,28 +103,28 @@ def recommend(
 ) -> Recommendation:
     """Recommend a method for a model and a length, with reasons and their sources.
 
-    First comes the recipe of the model's vendor where there is one, then what a calibration found.
-    The others are in the order of what was measured on two pretrained models at twice their
-    length (docs/evidence.md); with fine-tuning, ``yarn``. Every method is tried on the model, which
-    stays unchanged; those that it refuses are left out.
+    The model vendor's recipe comes first, if there is one, then the result of a calibration. The
+    others are ranked by measurements on two pretrained models at twice their trained length
+    (docs/evidence.md); with fine-tuning, ``yarn`` comes first. Every method is tried on the model,
+    which stays unchanged; methods that it does not support are left out.
 
     Args:
         model_or_config: a loaded model that is not patched, or its configuration, directory or
             Hub ID; no weights are read for those, so that position methods cannot be tried.
         target_length: tokens.
-        finetune: whether the model will be fine-tuned for it.
-        calibration: what :func:`rope_ext.calibrate` found for this model, or its file or
-            directory. None takes the ``calibration.json`` in the model's directory if there is one
-            that fits. Fine-tuning needs none.
-        engine: one of those of :func:`rope_ext.export`: only methods that it can run. None gives
-            two answers: ``method`` for this process and ``serve`` for other engines.
+        finetune: whether the model will be fine-tuned for this length.
+        calibration: result of :func:`rope_ext.calibrate` for this model, or its file or directory.
+            None uses the ``calibration.json`` in the model's directory if it matches. Not needed
+            for fine-tuning.
+        engine: an engine of :func:`rope_ext.export`: recommend only methods that it can run. None
+            returns two methods: ``method`` for this process and ``serve`` for other engines.
 
     Returns:
-        Method, factor, the call, the reasons with their sources, and alternatives; pass it to
-        :func:`rope_ext.patch`.
+        A recommendation to print, or to pass to :func:`rope_ext.patch`: method, factor, reasons
+        with sources, and alternatives.
 
     Raises:
-        OptionError: the target is within the trained length, or the calibration is of another
+        OptionError: the target is within the trained length, or the calibration is for another
             model or length.
         ExportError: there is no such engine, or it runs none of the methods on this model.
         MeasureError: there is no such calibration, or the directory has no configuration.
@@ -133,7 +133,7 @@ def recommend(
             it would accept none of the methods.
     """
     if engine is not None:
-        check_engine(engine)  # a mistake shows before a Hub is asked
+        check_engine(engine)  # report mistakes before contacting the Hub
     require_length("target_length", target_length)
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
@@ -178,14 +178,14 @@ def recommend(
 def _without_patch(
     given: nn.Module | PreTrainedConfig | str | Path, target: int
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model, or one without weights; and a note if it was saved under a patch."""
+    """Return the model, or one without weights, and a note if it was saved under a patch."""
     if isinstance(given, nn.Module):
         return given, gguf_source.scaling_notes(unwrap(given).config)
     saved = read_saved(given)
     state = current_patch(saved.model)
     if state is None:
         return saved.model, gguf_source.scaling_notes(saved.config)
-    own = saved.source == "rope_parameters"  # which plain transformers loads
+    own = saved.source == "rope_parameters"  # plain transformers loads it
     tables, beyond = own and state.method.is_dynamic, target > state.target_length
     if beyond and not tables:
         if own:
@@ -224,7 +224,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
     scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
     if scaled is not None:
         scaled += shipped_with(kind, site.rope_type)
-        if site.rope_type == "yarn":  # nothing was measured for the other types
+        if site.rope_type == "yarn":  # other types were not measured
             raised = YaRN(factor=factor_to(target, not_none(site.settings.length)))
     elif not finetune:
         recipe = recipe_for(kind, configured)
@@ -237,7 +237,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
-    """Methods, the best first, and the reason to choose each."""
+    """Yield methods, the best first, and the reason to choose each."""
     factor, recipe = case.factor, case.recipe
     raised = [] if case.raised is None else [(case.raised, _RAISED)]
     if case.finetune or case.engine is not None:
@@ -255,12 +255,12 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
         return
     names = [name for name in ranked() if recipe is None or name != "yarn"]
     methods = [build_method(name, factor=factor).resolved(case.rope) for name in names]
-    # sorted() is stable: only too large groups move behind the rest.
+    # sorted() is stable: only methods with too large a group move to the end.
     for method in sorted(methods, key=lambda m: getattr(m, "group", 0) > _LARGEST_GROUP):
         if not method.replaces_attention:
             yield from raised
             raised = []
-        if case.scaled is None or not method.is_dynamic:  # which cannot go on top of another
+        if case.scaled is None or not method.is_dynamic:  # dynamic methods cannot be composed
             why = f"{method.summary} ({method.paper}).\n{sentence(method.name)} (docs/evidence.md)."
             yield method, why
 
@@ -278,14 +278,14 @@ def _tried(case: _Case, method: Method, why: str) -> _Trial:
 
 
 def _unproven(case: _Case, trial: _Trial) -> bool:
-    """Whether only the weights, which are not there, can show that the model accepts it."""
+    """Whether checking that the model supports the method would need its weights."""
     refused = isinstance(trial.refusal, UnsupportedModelError) and not case.engine
     on_meta = any(parameter.is_meta for parameter in case.model.parameters())
     return on_meta and refused and trial.method.replaces_attention
 
 
 def _more(case: _Case, chosen: _Trial, found: Calibrated | None) -> Iterator[str]:
-    """Further reasons and warnings, a line each."""
+    """Yield further reasons and warnings, one per line."""
     method, factor, raises = chosen.method, case.factor, chosen.method == case.raised
     if case.finetune and factor > _TRAINED_FACTOR:
         yield f"factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps."

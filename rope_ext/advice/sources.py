@@ -1,7 +1,7 @@
-"""What `recommend` reads: the vendors' recipes, numbers of pretrained models, a calibration.
+"""Data that `recommend` reads: vendors' recipes, results on pretrained models, and calibrations.
 
-``vendors.json`` says how the vendors of models extend them, or have extended them (2026). ``make
-evidence`` measures two models, with each method's defaults, and ``make evidence-pages`` writes
+``vendors.json`` lists how model vendors extend their models (2026). ``make evidence`` measures two
+models with each method's defaults, and ``make evidence-pages`` writes
 ``evidence.json``: for each model, methods by name.
 """
 
@@ -17,7 +17,7 @@ from rope_ext.config.record import method_from_json
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import Method
 
-NAME, FORMAT = "calibration", 2  # of the file that rope_eval writes
+NAME, FORMAT = "calibration", 2  # name and format of the file that rope_eval writes
 
 
 def _read(name: str) -> Any:
@@ -26,13 +26,13 @@ def _read(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """YaRN settings that a vendor publishes for checkpoints that ship unscaled."""
+    """YaRN settings published by a vendor for checkpoints that ship unscaled."""
 
-    models: str  # as the vendor names them
-    model_types: list[str]  # of the text model's configuration
-    configured: list[int]  # max_position_embeddings of the checkpoints that it is for
+    models: str  # the vendor's names for them
+    model_types: list[str]  # model_type of the text model's configuration
+    configured: list[int]  # max_position_embeddings of the matching checkpoints
     trained: int  # original_max_position_embeddings of the recipe
-    factor: float  # the largest that is published
+    factor: float  # the largest published one
     source: str
     note: str = ""
 
@@ -43,17 +43,17 @@ _CANDIDATES = (
     *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "jet_long", "lampe"),
     *("yarn", "dynamic_yarn", "mrrope"),
 )
-"""Methods for use without fine-tuning, best first on the bundled checkpoints."""
+"""Return methods for use without fine-tuning, ranked by results on the bundled checkpoints."""
 
 
 def recipe_for(model_type: str, configured: int) -> Recipe | None:
-    """The vendor's recipe for an unscaled checkpoint of that family and length; None: none."""
+    """Return the vendor's recipe for an unscaled checkpoint of a family and length, or None."""
     fitting = (r for r in _RECIPES if model_type in r.model_types and configured in r.configured)
     return next(fitting, None)
 
 
 def shipped_with(model_type: str, rope_type: str) -> str:
-    """The vendor's own scaling of such a checkpoint, in words; ``""``: not in the table."""
+    """Describe the vendor's own scaling of such a checkpoint; ``""`` if it is not in the table."""
     for one in _VENDORS["shipped"]:
         if (one["model_type"], one["rope_type"]) == (model_type, rope_type):
             return f", as {one['models']}: {one['settings']}; {one['source']}"
@@ -61,7 +61,7 @@ def shipped_with(model_type: str, rope_type: str) -> str:
 
 
 def sentence(name: str) -> str:
-    """Say what a method does to each model that it was measured on."""
+    """Summarize a method's results on each model that it was measured on."""
     parts = []
     for model in _EVIDENCE:
         found, unpatched = model["methods"].get(name, {}), model["methods"]["unpatched"]
@@ -81,10 +81,10 @@ def sentence(name: str) -> str:
 
 
 def ranked() -> list[str]:
-    """Names: most passkeys first, then by perplexity, both at twice the trained length.
+    """Rank method names by passkeys, then by perplexity, both at twice the trained length.
 
-    Perplexity counts to one decimal, as its intervals are no narrower; equal methods are in the
-    order of ``_CANDIDATES``.
+    Perplexity is rounded to one decimal, the width of its confidence intervals; ties keep the order
+    of ``_CANDIDATES``.
     """
 
     def key(name: str) -> tuple[int, float]:
@@ -97,16 +97,16 @@ def ranked() -> list[str]:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The method that a calibration found, and for which model."""
+    """The method that a calibration found, and the model that it was found for."""
 
     model: str  # class of the decoder
     trained_length: int
     target_length: int
     method: Method
-    sentence: str  # its numbers, in words
+    sentence: str  # its results, as text
 
     def misfit(self, model: str, trained: int, target: int) -> str | None:
-        """Why it is not for this model and length."""
+        """Return why it does not apply to this model and length; None if it does."""
         if (self.model, self.trained_length) != (model, trained):
             return (
                 f"of {self.model} with {self.trained_length} trained tokens, and this is {model} "
@@ -118,7 +118,7 @@ class Calibrated:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The JSON of a calibration; raises a ValueError, TypeError or KeyError if it is none."""
+    """Parse the JSON of a calibration; raises ValueError, TypeError or KeyError if malformed."""
     data = json.loads(text)
     if data[NAME] != FORMAT:
         raise ValueError(f"its format is {data[NAME]!r}, not {FORMAT}")
@@ -126,7 +126,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    """The text of a calibration: of that file, or of the one in that folder."""
+    """Read the text of a calibration file, or of the one in a folder."""
     path = Path(path)
     path = path / f"{NAME}.json" if path.is_dir() else path
     try:
@@ -140,7 +140,7 @@ def read(path: str | os.PathLike[str]) -> str:
 
 
 def unreadable(error: Exception) -> MeasureError:
-    """The error for a text that is not the JSON of a calibration."""
+    """Return the error for text that is not the JSON of a calibration."""
     reason = f"{error} is missing" if isinstance(error, KeyError) else error
     return MeasureError(
         f"this is not what a calibration found ({reason}); give the {NAME}.json that "
@@ -149,12 +149,12 @@ def unreadable(error: Exception) -> MeasureError:
 
 
 def calibration_for(model: Any, given: Any) -> Calibrated | None:
-    """The calibration that was given, or is in the model's folder."""
+    """Return the given calibration, or the one in the model's folder, or None."""
     if given is None:
         here = isinstance(model, (str, Path)) and (Path(model) / f"{NAME}.json").is_file()
         try:
             return calibration_for(model, model) if here else None
-        except MeasureError:  # it may be somebody else's
+        except MeasureError:  # it may belong to another program
             return None
     path = isinstance(given, (str, Path))
     if not path and not hasattr(given, "to_json"):

@@ -1,1 +1,1 @@
-"""Puts methods in force: one file for each kind, which knows no single method."""
+"""Applies methods to a model: one module for each kind of method."""

@@ -1,4 +1,4 @@
-"""Results and checks that are common to all kinds of methods."""
+"""Results and checks shared by all kinds of methods."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rope_ext.rotary.swapping import Changes, set_attribute
 
 @dataclass(frozen=True)
 class Applied:
-    """A method in force."""
+    """An applied method."""
 
     method: Method  # the method with every option filled in
-    target_length: int  # context after the extension, tokens
-    saved: Written  # what the configuration says
+    target_length: int  # extended length, tokens
+    saved: Written  # what the configuration stores
     plain: bool  # whether plain transformers computes the same from it
     precise: bool  # whether angles are computed in float64
     notes: tuple[str, ...]  # sentences for describe
@@ -81,9 +81,9 @@ def scale_softmax(
     changes: Changes,
     only: Collection[nn.Module] | None = None,
 ) -> list[str]:
-    """Put the ``attention_factor`` of methods into the softmax scale, if the checkpoint needs that.
+    """Apply the ``attention_factor`` of methods to the softmax scale, if the checkpoint needs it.
 
-    See :meth:`RotarySite.factors`. ``only``: the attention layers that are patched; None: all.
+    See :meth:`RotarySite.factors`. ``only``: the attention layers to patch; None: all.
     Returns sentences for ``describe``.
     """
     notes = []
@@ -104,7 +104,7 @@ def scale_softmax(
 def target(
     place: PatchTarget, site: RotarySite, method: FrequencyMethod, options: Options
 ) -> tuple[torch.Tensor, float]:
-    """Float64 frequencies and scaling after the patch; raises if it would extend nothing."""
+    """Return float64 frequencies and scaling after the patch; raises if it would extend nothing."""
     refuse_scaled(place.decoder, site, method, options.compose)
     method.check(site.rope.length)
     inv_freq, scaling = site.under(method)

@@ -1,4 +1,4 @@
-"""Reads a model's configuration, and keeps it in step with the patch."""
+"""Reads a model's configuration, and updates it for the patch."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def write(
 ) -> None:
     """Write a patch into the configurations of the text model until ``changes`` are undone.
 
-    ``older`` gives the fields in ``OLDER`` when all others are written. They affect the saved file
-    only: ``rope_scaling`` is a property of the class, so only ``to_dict`` sees a value on the
-    instance. Classes that read their base from ``rope_theta`` get none.
+    ``older`` returns the fields in ``OLDER`` once all others are written. They only affect saved
+    files: ``rope_scaling`` is a property of the class, so only ``to_dict`` sees a value on the
+    instance. They are not written for classes that read their base from ``rope_theta``.
     """
     outermost: Any = place.model.config
     texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
@@ -46,7 +46,7 @@ def write(
     try:
         for config in texts.values():
             vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
-            for name in FIELDS:  # the order matters: the original length before the maximum
+            for name in FIELDS:  # in order: the original length before the maximum
                 if name in values:
                     setattr(config, name, copy.deepcopy(values[name]))
         if EXPERTS in values:
@@ -67,7 +67,7 @@ def write(
 
 
 def before(config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Configuration fields before any patch; None where a field did not exist."""
+    """Return configuration fields from before any patch; None for fields that did not exist."""
     earlier, in_force = earlier_record(config), _record(config, native=True)
     fields = {name: getattr(config, name, None) for name in names}
     fields |= {} if earlier is None else earlier.config
@@ -76,9 +76,9 @@ def before(config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def earlier_record(config: Any) -> Record | None:
-    """The record of the patch that the checkpoint was saved with, if it is not in force.
+    """Return the record of the patch that the checkpoint was saved with, unless it is in force.
 
-    A native record is in force, because transformers builds it from the other fields.
+    A native record is in force, because transformers builds its patch from the other fields.
     """
     return _record(config, native=False)
 
@@ -93,21 +93,21 @@ def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
 
 
 def reports_scaling(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
-    """Whether the saved ``rope_type`` shows that RoPE is scaled; a larger base alone does not."""
+    """Whether the saved ``rope_type`` scales RoPE; a larger base alone does not count."""
     parts = [part_of(values["rope_parameters"], site) for site in scaled]
     return all(part["rope_type"] != "default" for part in parts)
 
 
 def _record(config: Any, native: bool) -> Record | None:
-    """The record in ``config`` if it is readable and its ``native`` flag matches."""
+    """Return the record in ``config`` if it is readable and its ``native`` flag matches."""
     try:
         record = record_of(config)
-    except RecordError:  # only reached if the user gave the trained length
+    except RecordError:  # only if the user passed the trained length
         return None
     return record if record is not None and record.native == native else None
 
 
 def part_of(parameters: dict[str, Any], site: RotarySite) -> dict[str, Any]:
-    """The entry of a configuration's ``rope_parameters`` that belongs to ``site``."""
+    """Return the entry of a configuration's ``rope_parameters`` that belongs to ``site``."""
     part = None if site.layer_type is None else parameters.get(site.layer_type)
     return part if isinstance(part, dict) else parameters

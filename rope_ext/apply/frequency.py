@@ -1,4 +1,4 @@
-"""Frequency methods: new values in the rotary buffers, and hooks where that is not enough."""
+"""Applies frequency methods: writes the rotary buffers, and adds hooks where that is not enough."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rope_ext.rotary.swapping import Changes
 def apply(
     place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
-    """Put a frequency method in force."""
+    """Apply a frequency method."""
     if options.bias is not None or options.layers is not None:
         return position.apply(place, method, options, changes)
     decoder, scaled = place.decoder, place.scaled
@@ -44,7 +44,7 @@ def apply(
     require_scaling(place, method)
     expressible = not (keep or method.start_tokens)
     saved = written(place, method, length) if expressible else unsaved(place, length)
-    if temperature is not None:  # the frequencies stay those of the method without it
+    if temperature is not None:  # it does not change the frequencies
         saved = replace(unsaved(place, length), built=saved.built)
     sequences = None
     moving = temperature is not None and temperature.constant is None
@@ -57,7 +57,7 @@ def apply(
         native = keep and site.shared
         hooked = precise or native or sequences is not None
         values = saved.built.get(site, inv_freq.float()), scaling
-        if method.is_dynamic:  # the hook replaces them; a fresh module holds the trained ones
+        if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
             values = site.loaded, site.scaling
         buffers.write(site, *values)
         if hooked:
@@ -77,7 +77,7 @@ def apply(
         method=method,
         target_length=length,
         saved=saved,
-        # Plain transformers changes frequencies within a sequence, and has float32 angles only.
+        # Plain transformers changes frequencies within a sequence, and only has float32 angles.
         plain=saved.native and not precise and sequences is None,
         precise=precise,
         notes=tuple(notes),
@@ -85,7 +85,7 @@ def apply(
 
 
 def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
-    """Leave the frequencies to transformers' own dynamic type."""
+    """Let transformers' own dynamic type compute the frequencies."""
     if not native:
         raise UnsupportedModelError(
             f"{type(site.module).__name__}: transformers cannot build its dynamic type for this "

@@ -1,7 +1,7 @@
-"""GGUF files as models: which file a name means, and the RoPE scaling that transformers ignores.
+"""Loads GGUF files as models, and reads the RoPE scaling that transformers ignores.
 
-transformers reads configuration, tokenizer and weights of a GGUF file (``gguf_file=``), but not its
-``rope.scaling.*`` keys and tables of frequencies, except for gpt-oss.
+transformers reads a GGUF file's configuration, tokenizer and weights (``gguf_file=``), but not its
+``rope.scaling.*`` keys and frequency tables, except for gpt-oss.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rope_ext.rotary.sites import unwrap
 
 SUFFIX = ".gguf"
 TABLE = "rope_freqs.weight"
-"""Tensor by which frequencies are divided, one number per pair."""
+"""Tensor with one divisor of the frequency per pair."""
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _IN_FORCE = ("gpt-oss", "gemma4")
-"""Architectures whose scaling transformers builds."""
+"""Architectures for which transformers reads the scaling."""
 _NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-_FLOAT32 = 0  # of tensors
-_STILL = 1e29  # divisors above it stop a pair
+_FLOAT32 = 0  # GGUF's float32 type
+_STILL = 1e29  # a pair with a larger divisor does not rotate
 _logger = logging.getLogger("rope_ext")
 
 
@@ -56,12 +56,12 @@ def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
 
 
 def joined(folder: str, gguf_file: str) -> str:
-    """The inverse of :func:`split`; transformers also takes a complete path as ``gguf_file``."""
+    """The inverse of :func:`split`; transformers also accepts a full path as ``gguf_file``."""
     return gguf_file if os.path.isfile(gguf_file) else os.path.join(folder, gguf_file)
 
 
 def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
-    """The configuration of a GGUF file, with the length that its weights were trained for.
+    """Return the configuration of a GGUF file, with the trained length of its weights.
 
     Raises:
         LoadError: it is not a GGUF file that can be loaded.
@@ -77,7 +77,7 @@ def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
 
 @functools.lru_cache(maxsize=4)  # the library takes seconds to parse a vocabulary
 def _config(folder: str, gguf_file: str, changed: int) -> Any:
-    found = read_scaling(joined(folder, gguf_file))  # its errors name the file
+    found = read_scaling(joined(folder, gguf_file))  # first, since its errors name the file
     config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
     if found is not None and found.method is not None:
         config.get_text_config(decoder=True).max_position_embeddings = found.length
@@ -85,16 +85,16 @@ def _config(folder: str, gguf_file: str, changed: int) -> Any:
 
 
 def adopt(model: nn.Module, name: str | None = None) -> None:
-    """Make a model that was dequantized from a GGUF file an ordinary one, named after the file.
+    """Turn a model dequantized from a GGUF file into an ordinary one, named after the file.
 
-    transformers leaves it marked as quantized, and so refuses to save, train or cast it. Warns of
-    scaling in the file.
+    transformers leaves it marked as quantized, and so refuses to save, train or cast it. Warns if
+    the file scales RoPE.
     """
     outermost: Any = unwrap(model)
     quantizer: Any = getattr(outermost, "hf_quantizer", None)
     settings = getattr(quantizer, "quantization_config", None)
     file = getattr(settings, "gguf_file", None)
-    if file is not None and not quantizer.packed_modules:  # else its weights are still blocks
+    if file is not None and not quantizer.packed_modules:  # its weights are dequantized
         name = name or joined(outermost.config.name_or_path, file)
         quantizer.remove_quantization_config(outermost)
     if name is not None:
@@ -104,23 +104,23 @@ def adopt(model: nn.Module, name: str | None = None) -> None:
 
 
 def file_of(config: Any) -> str | None:
-    """The GGUF file that a model was loaded from, according to its configuration."""
+    """Return the GGUF file that a model was loaded from, according to its configuration."""
     name = getattr(config, "name_or_path", None) or ""
     return name if name.endswith(SUFFIX) else None
 
 
 @dataclass(frozen=True)
 class FileScaling:
-    """Scaling in a GGUF file that transformers ignores."""
+    """RoPE scaling in a GGUF file that transformers ignores."""
 
     text: str  # its keys and tensors
     context: int  # context_length of the file, tokens
     length: int  # trained length, tokens
-    method: FrequencyMethod | None  # that computes the same; None: none is known
+    method: FrequencyMethod | None  # equivalent method; None: none is known
 
 
 def scaling_notes(config: Any) -> tuple[str, ...]:
-    """What transformers ignores of the scaling in a model's GGUF file, and how to restore it."""
+    """Describe the scaling in a GGUF file that transformers ignores, and how to restore it."""
     name = file_of(config)
     found = read_scaling(name) if name is not None and os.path.isfile(name) else None
     if found is None:
@@ -138,7 +138,7 @@ def read_scaling(path: str | Path) -> FileScaling | None:
     """Read the scaling of a GGUF file that transformers ignores; None if there is none.
 
     Raises:
-        LoadError: it is not a GGUF file, or only a part of one.
+        LoadError: it is not a GGUF file, or is only one part of it.
     """
     keys, tables = _read(path)
     prefix = f"{keys.get('general.architecture')}."
@@ -175,20 +175,20 @@ def read_scaling(path: str | Path) -> FileScaling | None:
 def _of_table(
     table: list[float], base: float, context: int, length: int | None, multiplier: float
 ) -> tuple[FrequencyMethod, int]:
-    """The method whose frequencies a table holds, and the trained length."""
+    """Return the method whose frequencies match a table, and the trained length."""
     divisors = torch.tensor(table, dtype=torch.float64)
     largest = max((number for number in table if number < _STILL), default=1.0)
     trained = length or round(context / largest)
     factor = context / trained
     known = [cls for cls in all_methods() if issubclass(cls, FrequencyMethod)]
-    # Llama 3's models were trained with 8192 tokens, which their files do not contain.
+    # Llama 3 models were trained on 8192 tokens; their files do not contain this length.
     tried = [(Llama3, largest, 8192), *((cls, factor, trained) for cls in known)]
     for cls, by, tokens in tried:
         rope = Rope.geometric(base, 2 * len(table), tokens)
         try:
             method = cls(factor=by)
             made = method.inv_freq(rope)
-        except (RopeExtError, TypeError):  # such as one that needs more options
+        except (RopeExtError, TypeError):  # for example, required options are missing
             continue
         if method.is_dynamic or not torch.allclose(made, rope.inv_freq / divisors, 1e-5, 1e-25):
             continue
@@ -199,7 +199,7 @@ def _of_table(
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """The keys of a GGUF file, and its tables of frequencies.
+    """Read the keys and frequency tables of a GGUF file.
 
     The ``gguf`` library takes ten seconds to parse a vocabulary of 262144 tokens.
     """

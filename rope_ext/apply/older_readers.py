@@ -2,9 +2,9 @@
 
 mlx-lm, transformers 4 and older converters read ``rope_theta`` and ``rope_scaling``. Without these
 fields, they fall back to a default base and no scaling, and silently drop the patch. So the fields
-either describe the patch, or hold a sentence in place of the base, which makes the reader fail.
+either describe the patch, or store a sentence instead of the base, which makes the reader fail.
 
-transformers 5 prefers ``rope_scaling`` to ``rope_parameters`` where both exist, and takes the base
+transformers 5 prefers ``rope_scaling`` to ``rope_parameters`` if both exist, and reads the base
 from it, so these fields never change what it builds.
 """
 
@@ -22,7 +22,7 @@ from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import PatchTarget, text_config
 
 STOP = "rope_ext: extended by rope_parameters, which this program does not read"
-"""Written in place of the base for readers that cannot compute the patch."""
+"""Written instead of the base, for readers that cannot compute the patch."""
 
 _THETA, _SCALING = OLDER
 _ALL = ("default", "linear", "yarn", "llama3", "longrope")
@@ -39,7 +39,7 @@ READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[str, Any]:
-    """The older fields for the configuration of a patched model.
+    """Return the older fields for the configuration of a patched model.
 
     Args:
         place: where the patch was applied; its configuration already describes the patch.
@@ -52,7 +52,7 @@ def older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[str
     config = text_config(place.decoder)
     parameters = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in parameters.values()):
-        return {_THETA: STOP if native else CURE}  # the older fields hold a single set
+        return {_THETA: STOP if native else CURE}  # the older fields describe only one embedding
     if not native:
         refused = {_SCALING: copy.deepcopy(parameters)}
         return {_THETA: CURE, **(refused if parameters.get("rope_type") == CURE else {})}
@@ -66,7 +66,7 @@ def older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[str
 
 
 def _rope_scaling(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_scaling`` that means the same to mlx-lm and transformers; None if there is none.
+    """Return a ``rope_scaling`` that mlx-lm and transformers interpret equally, or None.
 
     See ``mlx_lm/models/rope_utils.py`` in mlx-lm 0.32.2, which ignores ``attention_factor``,
     ``truncate`` and ``partial_rotary_factor``.

@@ -1,4 +1,4 @@
-"""Position methods: attention by a function of this package, optionally with a frequency method."""
+"""Applies position methods, which use this package's attention function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger("rope_ext")
 
 @dataclass(frozen=True, kw_only=True)
 class _Standing(RoPE):
-    """A frequency method in the form of a position method that changes no position."""
+    """Wraps a frequency method as a position method that leaves positions unchanged."""
 
     of: FrequencyMethod
 
@@ -37,8 +37,8 @@ class _Standing(RoPE):
 def apply(
     place: PatchTarget, given: PositionMethod | FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
-    """Put a position method in force, or a frequency method in some layers or with a bias."""
-    from rope_ext.position.install import Installed  # loads every kernel
+    """Apply a position method, or a frequency method with ``layers`` or a bias."""
+    from rope_ext.position.install import Installed  # here, since it loads every kernel
 
     label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
     instead = "use a frequency method such as 'yarn'"
@@ -110,7 +110,7 @@ def apply(
 def _write(
     place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options
 ) -> tuple[torch.Tensor, float]:
-    """Give a site the frequencies (float64, ``[pairs]``) and scaling under a position method."""
+    """Write a position method's frequencies (float64, ``[pairs]``) and scaling to a site."""
     under, family = options.frequency, type(place.decoder).__name__
     if under is not None:
         inv_freq, _ = target(place, site, under, options)

@@ -1,8 +1,8 @@
-"""``compose="raise"``: a larger factor in the checkpoint's own RoPE scaling.
+"""Implements ``compose="raise"``: a larger factor in the checkpoint's own RoPE scaling.
 
 YaRN on top of YaRN is not YaRN with a larger factor: the second ramp starts from the pairs that the
-first one left. Here the scaling that the checkpoint ships with is taken off, and the same type with
-the same options and a larger factor takes its place.
+first one left. So the checkpoint's own scaling is replaced by the same type with the same options
+and a larger factor.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from rope_ext.rotary.sites import PatchTarget, RotarySite, softmax_scales
 from rope_ext.rotary.swapping import Changes, set_attribute
 
 TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
-"""Methods by the ``rope_type`` whose factor can be raised."""
+"""Methods whose factor can be raised, by ``rope_type``."""
 
 
 def raise_factor(
     place: PatchTarget, method: Method, options: Options
 ) -> tuple[PatchTarget, FrequencyMethod]:
-    """The unscaled sites, and the checkpoint's own method with the factor of ``method``.
+    """Return the unscaled sites, and the checkpoint's own method with the factor of ``method``.
 
     Args:
-        place: a model that is not patched.
+        place: an unpatched model.
         method: named after the scaling of the checkpoint; only its factor counts.
         options: of ``patch``; those that need the unscaled checkpoint are refused.
 
     Raises:
         AlreadyScaledError: the checkpoint's type has no factor that could be raised.
         OptionError: ``method`` is another type, has further options, or its factor is not larger.
-        UnsupportedModelError: the checkpoint is not scaled, or not by what its configuration says.
+        UnsupportedModelError: the checkpoint is not scaled, or not as in its configuration.
     """
     family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
     if not scaled:
@@ -93,7 +93,7 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
         )
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
     entry, target = {**copy.deepcopy(dict(own)), "factor": float(factor)}, reach(factor, length)
-    if kind == "llama3":  # its factor divides frequencies by more, or less, than its context grows
+    if kind == "llama3":  # its context does not grow by exactly the factor
         target = reach(factor / old, not_none(settings.target))
     made, loaded = _method(own, old), site.loaded
     if kind == "dynamic":  # the buffer may have grown with a sequence
@@ -106,31 +106,31 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration, "
             f"so its factor cannot be raised; pass compose=True to extend them further"
         )
-    if kind == "yarn":  # engines and files name these always
+    if kind == "yarn":  # engines and files always name these
         entry |= {name: float(getattr(made, name)) for name in ("beta_fast", "beta_slow")}
         usual = _attention_factor(own, old) or yarn_factor(old)
         if math.isclose(entry.get("attention_factor") or 0, usual, rel_tol=1e-6):
-            del entry["attention_factor"]  # it follows from the factor, and grows along
+            del entry["attention_factor"]  # recomputed from the factor
     unscaled = {"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()}
     return replace(site, **unscaled, raised=(entry, target)), _method(entry, float(factor))
 
 
 def _method(entry: Mapping[str, Any], factor: float) -> FrequencyMethod:
-    """The method that computes an entry of ``rope_parameters`` with this factor."""
+    """Return the method that computes an entry of ``rope_parameters`` with this factor."""
     given = entry.get("attention_factor")
     given = _attention_factor(entry, factor) if given is None else float(given)
     return not_none(method_of({**entry, "attention_factor": given}, factor))
 
 
 def _attention_factor(entry: Mapping[str, Any], factor: float) -> float | None:
-    """What follows from ``mscale``, as transformers computes it; None: the usual one."""
+    """Return the attention factor that ``mscale`` implies in transformers; None: the default."""
     mscale, share = entry.get("mscale"), entry.get("mscale_all_dim")
     grown = yarn_factor(factor) - 1
     return (mscale * grown + 1) / (share * grown + 1) if mscale and share else None
 
 
 def finish(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> list[str]:
-    """Change what else a checkpoint's own scaling has set; returns sentences for ``describe``.
+    """Update what else depends on the checkpoint's own scaling; returns sentences for ``describe``.
 
     transformers changes dynamic frequencies in every forward, and latent attention computes its
     softmax scale from ``mscale_all_dim`` when a layer is built.

@@ -23,25 +23,25 @@ from rope_ext.errors import CURE
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 
-# Fields of a scaled entry besides its base; a patch on top replaces all of them.
+# Fields of a scaled entry besides its base; composing replaces all of them.
 SCALING_FIELDS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
     *("low_freq_factor", "mscale", "mscale_all_dim", "rope_type", "short_factor", "truncate"),
     "type",
 )
-UNSAVED = "no rope_type expresses it: load it with rope_ext.from_pretrained (plain {})"
+UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (plain {})"
 REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
 _BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-6
 
 
 @dataclass(frozen=True)
 class Written:
-    """How a patch is saved."""
+    """Saved form of a patch."""
 
     values: dict[str, Any]  # configuration fields and their new values
     native: bool  # whether plain transformers rebuilds the patch from them
-    # for each patched site, the float32 frequencies that transformers built, so that the model in
-    # memory and the reloaded one are identical bit for bit
+    # float32 frequencies that transformers built for each patched site, so that the model in
+    # memory and the reloaded one are bit-identical
     built: dict[RotarySite, torch.Tensor]
     note: str  # one sentence for describe
 
@@ -49,11 +49,11 @@ class Written:
 def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written:
     """Find a configuration from which transformers rebuilds ``method`` on the scaled sites.
 
-    For a method that chooses frequencies per sequence, those of the longest one are compared.
+    If a method chooses frequencies per sequence, those of the longest sequence are compared.
     """
     config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
     heads: list[dict[str, int]] = [{}]
-    if vars(config).get(HEAD, 0) is None:  # some functions of transformers cannot read that
+    if vars(config).get(HEAD, 0) is None:  # some transformers functions cannot read it
         heads.append({HEAD: config.hidden_size // config.num_attention_heads})
     for proposal, head in itertools.product(_proposals(method, scaled), heads):
         values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal, method)}
@@ -79,11 +79,11 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
 
 
 def unsaved(place: PatchTarget, target: int) -> Written:
-    """Fields for a patch that transformers cannot express.
+    """Return fields for a patch that transformers cannot express.
 
     Plain transformers would silently load the model unextended, so ``rope_type`` is set to a name
-    it does not know. Some families accept certain names only, or ignore the field. For those the
-    experts' implementation is set instead, which every transformers model looks up first, with or
+    it does not know. Some families only accept certain names, or ignore the field. For those the
+    experts implementation is set instead, which every transformers model looks up first, with or
     without experts.
     """
     config = text_config(place.decoder)
@@ -108,7 +108,7 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
     with quieted(logging.getLogger("transformers"), logging.CRITICAL):
         try:
             trial = _reloaded(config, values)
-        except Exception:  # rope_ext.from_pretrained has to read it
+        except Exception:  # but rope_ext.from_pretrained must read it
             return False
         try:
             with torch.device("meta"):
@@ -121,9 +121,9 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
 def _proposals(
     method: FrequencyMethod, scaled: list[RotarySite]
 ) -> Iterator[dict[RotarySite, dict[str, Any]]]:
-    """Candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
+    """Yield candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
     raised = {site: dict(site.raised[0]) for site in scaled if site.raised is not None}
-    if raised:  # no other type is the checkpoint's own
+    if raised:  # keep the checkpoint's own type
         yield raised
         return
     if not any(site.scaled for site in scaled):
@@ -151,7 +151,7 @@ def _merged(
         part.setdefault("rope_theta", site.rope.base)
         part.update(copy.deepcopy(proposal[site]))
         if old["mscale_all_dim"] and part["rope_type"] == "longrope":
-            # Multi-head latent attention computes its softmax scale from these two.
+            # Multi-head latent attention computes its softmax scale from these two fields.
             share = old["mscale_all_dim"]
             if site.baked:
                 grown = 0.1 * math.log(old["factor"])
@@ -161,9 +161,9 @@ def _merged(
 
 
 def _reloaded(config: Any, values: dict[str, Any]) -> Any:
-    """A copy of ``config`` with ``values``, after a round trip through config.json."""
+    """Return a copy of ``config`` with ``values``, after a round trip through config.json."""
     trial = copy.deepcopy(config)
-    for name in OLDER:  # they would be read in place of the new values
+    for name in OLDER:  # they would override the new values
         vars(trial).pop(name, None)
     for name, value in values.items():
         setattr(trial, name, copy.deepcopy(value))
@@ -173,9 +173,9 @@ def _reloaded(config: Any, values: dict[str, Any]) -> Any:
 def _built(
     decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
 ) -> dict[RotarySite, tuple[torch.Tensor, float]] | None:
-    """What transformers builds from ``values``, after a round trip through config.json."""
+    """Build what transformers builds from ``values``, after a round trip through config.json."""
     try:
-        # transformers may reject a candidate; users need not see its messages.
+        # transformers may reject a candidate; hide its messages from users.
         with quieted(logging.getLogger("transformers"), logging.CRITICAL):
             modules = _rebuilt_modules(decoder, _reloaded(config, values), sites)
         result = {}
@@ -184,7 +184,7 @@ def _built(
             inv_freq = module.get_buffer(site.buffer).detach()
             result[site] = inv_freq, float(getattr(module, site.scaling_attribute, 1.0))
         return result
-    except Exception:  # whatever transformers raises, this candidate does not work
+    except Exception:  # whatever the error, this candidate does not work
         return None
 
 
@@ -217,9 +217,9 @@ def _equal(
         inv_freq, scaling = site.loaded.double(), site.scaling
         if site in scaled:
             inv_freq, scaling = site.under(method)
-            if dynamic:  # its modules start unscaled, as do its cosine and sine
+            if dynamic:  # dynamic modules start unscaled
                 inv_freq = site.loaded.double()
-            elif method.is_dynamic:  # a new module starts with those of the trained length
+            elif method.is_dynamic:  # a new module starts at the trained length
                 inv_freq = method.frequencies(site.rope, site.rope.length)
         # A frequency of zero is saved as one that rotates 1e-30 times as fast.
         if got.shape != inv_freq.shape or abs(got_scaling - scaling) > 1e-9 * scaling:

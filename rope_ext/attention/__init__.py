@@ -1,5 +1,5 @@
 """Attention that rotates queries and keys differently in each band of the causal triangle.
 
-``dispatch.attend`` chooses the kernel; nothing is imported here, so that a patch of frequencies
-alone loads none of them.
+``dispatch.attend`` chooses the kernel. Nothing is imported here, so that frequency methods load no
+kernels.
 """

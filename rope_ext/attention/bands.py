@@ -1,7 +1,7 @@
-"""Attention in bands by plain operations of torch: any device, dtype, positions, mask and scores.
+"""Banded attention in plain PyTorch operations: any device, dtype, positions, mask and scores.
 
-Blocks of queries attend to the keys that they see, all bands in one softmax, and the backward pass
-computes each block again, so memory is linear in the number of keys. In float64 it is the oracle
+Blocks of queries attend to their visible keys, with one softmax over all bands. The backward pass
+recomputes each block, so memory is linear in the number of keys. In float64 it is the reference
 that every kernel is tested against.
 """
 
@@ -29,9 +29,9 @@ from rope_ext.encodings.scores import Block
 from rope_ext.methods.geometry import extent
 
 ROWS = 256
-"""Queries of a block at most."""
+"""Maximum number of queries in a block."""
 NUMBERS = 2**20
-"""Logits of a block, and what scores compute beside them: 4 MiB in float32, at least 8 queries."""
+"""Logits in a block, including those of scores: 4 MiB in float32, but at least 8 queries."""
 
 
 def attend(
@@ -41,10 +41,10 @@ def attend(
     call: Call,
     places: Places | None = None,
 ) -> torch.Tensor:
-    """Attention as :class:`Call` describes it; ``places`` are positions that do not just count.
+    """Compute the attention of :class:`Call`; ``places`` are positions that are not consecutive.
 
-    ``value=None`` asks for the weights, ``[batch, heads, queries, keys]``, float32 or better: a row
-    sums to one, less what its sink takes, and is zero for a query that sees no key.
+    ``value=None`` returns the weights, ``[batch, heads, queries, keys]``, float32 or better: a row
+    sums to one minus the weight of its sink, and is zero for a query that sees no key.
     """
     scores = call.scores
     if scores is not None and places is not None and max(places.query.dim(), places.key.dim()) > 1:
@@ -73,7 +73,7 @@ def attend(
 
 
 def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
-    """Of one row of a batch, whose scores are by tokens that all rows have."""
+    """Select one row of a batch, since scores need positions that all rows share."""
 
     def of(x: torch.Tensor, least: int) -> torch.Tensor:
         return x if x.dim() < least else x[row if len(x) > 1 else 0]
@@ -93,9 +93,9 @@ def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
 def _shown(
     call: Call, places: Places, rows: slice, counted: int | None
 ) -> list[tuple[slice, torch.Tensor | None]]:
-    """The keys that any of the queries ``rows`` sees in each band, and which; None: all see all.
+    """For each band, the keys that any query in ``rows`` sees, and a mask; None: all are visible.
 
-    ``counted``: the number of keys up to the last query where positions count one by one.
+    ``counted``: number of keys up to the last query, if positions are consecutive.
     """
     name = rows.start, rows.stop, *(band.geometry for band in call.bands)
     if places.made is not None and name in places.made:
@@ -130,10 +130,10 @@ def _block(
     bias: torch.Tensor | None,
     *learned: torch.Tensor,
 ) -> torch.Tensor:
-    """Output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
+    """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
     query = query[:, :, rows]
     kv_heads, count = key.shape[1], query.shape[2]
-    to = wide(query) if query.device.type == "cpu" else query.dtype  # else products cast once more
+    to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
     found, scores, block = [], call.scores, None
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
     parts = [x for x in shown if x[1][0].stop > x[1][0].start]
@@ -163,7 +163,7 @@ def _block(
             else:
                 size = keys.stop - keys.start
                 logits = logits + by_distance(bias, counted - count - keys.start, count, size)
-        # The lowest finite number, not -inf: a row without any key gets no NaN.
+        # The lowest finite number, not -inf, so that a row without keys gets no NaN.
         lowest = torch.finfo(logits.dtype).min
         found.append(logits if seen is None else logits.masked_fill(~seen, lowest))
     logits = found[0] if len(found) == 1 else torch.cat(found, -1)
@@ -185,7 +185,7 @@ def _block(
         with without_autocast(query):
             more = scores.more(weights[..., : block.key.shape[2]], block)
         out = out if more is None else out + more.to(out.dtype)
-    if all(seen is not None for _, (_, seen) in parts):  # else every query sees a key
+    if all(seen is not None for _, (_, seen) in parts):  # some query may see no key
         some = [seen.any(-1, keepdim=True) for _, (_, seen) in parts if seen is not None]
         out = out * torch.stack(torch.broadcast_tensors(*some)).any(0)
     return out
@@ -196,20 +196,19 @@ def _logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     to = wide(query)
     with without_autocast(query):
         if query.is_cuda and query.dtype == key.dtype != to and not torch.is_grad_enabled():
-            # Tensor cores accumulate in float32 anyway; this has no gradient, and no CPU kernel.
-            # The number of keys is not the distance of two rows in memory, since an odd one would
-            # cost ten times as long.
+            # Tensor cores accumulate in float32 anyway; no gradients or CPU kernel with out_dtype.
+            # Computed transposed: rows an odd number of keys apart would take ten times as long.
             found = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).mT, out_dtype=to)
             return found.mT.unflatten(0, query.shape[:2])
         return _product(query.to(to), key.to(to).mT)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` for four dimensions as a single operation, also in a graph.
+    """Compute ``a @ b`` in four dimensions as a single operation, also in a graph.
 
     For a single row, inductor would decompose it into a sum of products and recompute ``a`` for
-    each of them. With ``beta=0`` the first argument of ``baddbmm`` is never read; a number in its
-    place would first be expanded to a full tensor.
+    each of them. With ``beta=0`` the first argument of ``baddbmm`` is never read, but a scalar
+    would be expanded to a full tensor first.
     """
     nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
     parts = (x.flatten(0, 1) for x in (nothing, a, b))

@@ -1,7 +1,7 @@
-"""Arguments of an attention kernel with several bands.
+"""Defines the arguments of attention kernels that support several bands.
 
-A position map rotates a query differently for near and for far keys. The causal triangle is
-split into disjoint bands, and within each band every query and every key has one rotation.
+A position map rotates a query differently for near and far keys. The causal triangle is split into
+disjoint bands, and within a band, each query and each key has one rotation.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from rope_ext.methods.geometry import Geometry
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing.
 
-Plain operations of torch take ``[rows or 1, 1, tokens or 1, pairs]`` as well.
+Plain PyTorch operations also support ``[rows or 1, 1, tokens or 1, pairs]``.
 """
 
 
 def each_table(rotation: Rotation, function: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
-    """``function`` of the cosine and of the sine; None stays None."""
+    """Apply ``function`` to cosine and sine; None stays None."""
     return None if rotation is None else (function(rotation[0]), function(rotation[1]))
 
 
 def rows_of(table: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """The rows of some tokens; a table with a single row serves all tokens."""
+    """Select the rows of some tokens; a table with a single row applies to all tokens."""
     return table if table.shape[-2] == 1 else table[..., tokens, :]
 
 
 def part_of(rotation: Rotation, tokens: slice) -> Rotation:
-    """The rotations of some tokens; one rotation that serves all tokens stays as it is."""
+    """Select the rotations of some tokens; a single rotation for all tokens is unchanged."""
     return each_table(rotation, lambda table: rows_of(table, tokens))
 
 
 @dataclass(frozen=True)
 class RotatedBand:
-    """One band of the causal triangle and how its queries and keys are rotated.
+    """One band of the causal triangle, and the rotations of its queries and keys.
 
     Args:
         geometry: which keys each query sees in the band. The bands of a call are disjoint.
@@ -55,7 +55,7 @@ class RotatedBand:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Columns of the rotary pairs in a head.
+    """Columns of rotary pairs in a head.
 
     Args:
         first, second: the two columns of each pair, in the order of the rotations: slices (with
@@ -70,9 +70,9 @@ class Pairs:
     def rotate(
         self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """``x`` (``[..., tokens, columns]``) rotated; computed in the dtype of the rotation.
+        """Rotate ``x`` (``[..., tokens, columns]``); computed in the dtype of the rotation.
 
-        ``dtype``: of the result; None: that of ``x``. What is not rotated is not cast.
+        ``dtype``: dtype of the result; None: that of ``x``. If nothing is rotated, nothing is cast.
         """
         if rotation is None:
             return x
@@ -98,7 +98,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Everything that a kernel needs besides query, key and value.
+    """All arguments of a kernel except query, key and value.
 
     Every kernel takes ``query`` (``[batch, heads, queries, columns]``, before the rotations of the
     bands), ``key`` (``[batch, kv_heads, keys, columns]``; ``heads`` is a multiple of ``kv_heads``),
@@ -106,17 +106,16 @@ class Call:
     queries, value_columns]``, zero for queries that see no key.
 
     Args:
-        bands: disjoint; a key in no band of a query is hidden from it. Rotations get no gradient.
+        bands: disjoint; a key outside a query's bands is masked. Rotations get no gradient.
         pairs: the columns that rotate together.
-        scale: factor of all logits.
-        start: position of the first key, in tokens; the queries are the last of the keys.
-        temperature: factor of each query, ``[queries]`` (log-n scaling).
+        scale: factor for all logits.
+        start: position of the first key; the queries are the last keys.
+        temperature: factor for each query, ``[queries]`` (log-n scaling).
         softcap: logits become ``softcap * tanh(logit / softcap)``.
-        sinks: one extra logit per head, ``[heads]``, which takes part in the softmax and has no
-            value.
-        bias: added to the logits by distance after the soft cap: ``[heads, distances]``, from
-            distance 0 on, finite, float32 or better; larger distances get the last entry.
-        scores: changes the logits by more than a bias, after the soft cap and before the bias.
+        sinks: one extra logit per head, ``[heads]``, which is in the softmax but has no value.
+        bias: added to the logits by distance, after the soft cap: ``[heads, distances]``, from
+            distance 0 on, finite, float32 or better; larger distances use the last entry.
+        scores: arbitrary changes to the logits, after the soft cap and before the bias.
     """
 
     bands: Sequence[RotatedBand]
@@ -139,24 +138,24 @@ class Call:
 def wide(x: torch.Tensor) -> torch.dtype:
     """The dtype of logits: float32, or float64 for float64.
 
-    In half precision the largest logits have errors of up to 0.2 %, which is more than 1 from 500
-    on, and the softmax turns an error of a logit into a relative error of a weight.
+    In half precision, logits have errors of up to 0.2 %, which exceeds 1 for logits above 500, and
+    the softmax turns a logit's error into a relative error of its weight.
     """
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def by_distance(bias: torch.Tensor, first: int, queries: int, keys: int) -> torch.Tensor:
-    """The bias of tokens that count one by one, ``[heads, queries, keys]``.
+    """Return the bias of consecutive tokens, ``[heads, queries, keys]``.
 
-    ``first``: distance from the first query to the first key. Every query has the numbers of the
-    one before it, moved on by one key: they are copied and not looked up.
+    ``first``: distance from the first query to the first key. Each query has the previous query's
+    numbers, shifted by one key, so they are copied instead of looked up.
     """
     apart = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
     return bias[:, apart.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Autocast would round the operands and the result to half precision."""
+    """Disable autocast, which would round operands and results to half precision."""
     device = x.device.type
     if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -165,13 +164,13 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
 
 @torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
 def _has_autocast(device: str) -> bool:
-    """Not on a device such as meta, where ``torch.is_autocast_enabled`` raises an error."""
+    """Not for devices such as meta, where ``torch.is_autocast_enabled`` raises an error."""
     return torch.amp.is_autocast_available(device)
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Positions of queries and keys that do not simply follow one another, and what is hidden.
+    """Positions of queries and keys that are not consecutive, and a mask.
 
     Args:
         query: positions of the queries, int64, ``[queries]`` or ``[batch, queries]``, in any order
@@ -179,8 +178,8 @@ class Places:
         key: positions of the keys, ``[keys]`` or ``[batch, keys]``.
         mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides. None hides nothing.
         newest: index of the last key that a query sees, ``[queries]``: later keys are hidden even
-            if they have the same position. None: positions alone decide.
-        made: where to keep what queries see, for several calls with the same places; None: nowhere.
+            at the same position. None: visibility depends on positions only.
+        made: cache for visible keys, shared by calls with the same places; None: no cache.
     """
 
     query: torch.Tensor
@@ -190,7 +189,7 @@ class Places:
     made: dict[Any, Any] | None = None
 
     def sees(self, geometry: Geometry, queries: slice, keys: slice) -> torch.Tensor:
-        """Whether these queries see these keys, ``[queries, keys]``, or by row and head."""
+        """Return which keys these queries see, ``[queries, keys]``, or by row and head."""
         seen = geometry.sees(self.query[..., queries, None], self.key[..., None, keys])
         seen = seen[:, None] if seen.dim() == 3 else seen
         if self.mask is not None:
@@ -202,14 +201,14 @@ class Places:
         return seen
 
     def biased(self, bias: torch.Tensor, queries: slice, keys: slice) -> torch.Tensor:
-        """``bias`` (see :class:`Call`) by distance, ``[heads, queries, keys]``, or by row."""
+        """Look up a :class:`Call`'s ``bias`` by distance, ``[heads, queries, keys]``, or by row."""
         apart = self.query[..., queries, None] - self.key[..., None, keys]
         found = bias[:, apart.clamp(0, bias.shape[1] - 1)]
         return found.movedim(1, 0) if found.dim() == 4 else found
 
     @classmethod
     def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
-        """Consecutive keys from ``call.start`` on; the queries are the last of them."""
+        """Return consecutive positions from ``call.start`` on; the queries are the last keys."""
         positions = torch.arange(call.start, call.start + key.shape[2], device=key.device)
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
 
@@ -217,10 +216,10 @@ class Places:
     def in_slots(
         cls, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, filled: int | torch.Tensor
     ) -> Places:
-        """Queries in the slots from ``filled`` on, whose positions may repeat.
+        """Return the places of queries in the slots from ``filled`` on, whose positions may repeat.
 
-        A token never sees the slots after it. All are ``[rows or 1, tokens]``; ``real`` says which
-        slots have a token.
+        A token never sees later slots. Tensors are ``[rows or 1, tokens]``; ``real`` is True for
+        slots with a token.
         """
         newest = filled + torch.arange(query.shape[1], device=query.device)
         mask = real if len(real) == 1 else real[:, None, None]

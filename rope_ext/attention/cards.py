@@ -1,4 +1,4 @@
-"""What a GPU of CUDA can do, known before a kernel is compiled for it."""
+"""Properties of CUDA GPUs that decide which kernels can be compiled for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 AMPERE = (8, 0)
-"""The first capability with torch's flash kernel and with bfloat16."""
+"""The lowest compute capability with PyTorch's flash kernel and bfloat16."""
 A100, H100, SLACK = 163 * 2**10, 227 * 2**10, 2**10
-"""Bytes of shared memory, and those that an estimate leaves."""
+"""Bytes of shared memory per block, and the margin left by estimates."""
 
 
 class Card(NamedTuple):
@@ -22,7 +22,7 @@ class Card(NamedTuple):
 
     Args:
         capability: such as ``(8, 6)``.
-        shared: bytes of shared memory that one block of threads can have.
+        shared: bytes of shared memory available to a thread block.
         compiles: whether Triton and its C compiler are installed.
     """
 
@@ -32,26 +32,26 @@ class Card(NamedTuple):
 
     @property
     def version(self) -> str:
-        """The capability as NVIDIA writes it, such as ``"8.6"``."""
+        """The compute capability as text, such as ``"8.6"``."""
         return ".".join(map(str, self.capability))
 
 
 @torch.compiler.assume_constant_result
 def card(device: torch.device) -> Card:
-    """The card of a device of CUDA."""
+    """Return the card of a CUDA device."""
     return card_at(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
 def card_at(index: int) -> Card:
     found = torch.cuda.get_device_properties(index)
-    # ROCm does not have the second attribute; its cards have 64 KiB.
+    # ROCm lacks the second attribute; its cards have 64 KiB.
     shared = getattr(found, "shared_memory_per_block_optin", 2**16)
     return Card((found.major, found.minor), shared, compiles() and found.major >= 7)
 
 
 def compiles() -> bool:
-    """Whether Triton is installed, with the C compiler that it needs; on Windows it has its own."""
+    """Whether Triton and the C compiler that it needs are installed; on Windows it bundles one."""
     if importlib.util.find_spec("triton") is None:
         return False
     compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
@@ -59,7 +59,7 @@ def compiles() -> bool:
 
 
 class Heads(NamedTuple):
-    """Heads of attention: columns, bytes of a number, and whether logits get a bias by distance."""
+    """Attention heads: columns, bytes per number, and whether logits get a bias by distance."""
 
     columns: int
     value_columns: int
@@ -68,15 +68,15 @@ class Heads(NamedTuple):
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Columns as the kernel sees them: powers of two."""
+        """Columns padded to powers of two, as in the kernel."""
         return 1 << (self.columns - 1).bit_length(), 1 << (self.value_columns - 1).bit_length()
 
 
 def forward_bytes(rows: int, keys: int, stages: int, heads: Heads, card: Card) -> int:
-    """Shared memory of FlexAttention at most, as Triton 3.9 allocates it.
+    """Upper bound of FlexAttention's shared memory, as allocated by Triton 3.9.
 
     ``rows`` queries and ``keys`` at a time, with ``stages - 1`` loads of keys, values and biases in
-    flight. Often products stay in registers, and Triton needs less.
+    flight. Triton needs less if products stay in registers, as they often do.
     """
     columns, value_columns = heads.padded
     wgmma = card.capability >= (9, 0) and heads.size == 2  # reads a buffer while others fill
@@ -90,7 +90,7 @@ def forward_bytes(rows: int, keys: int, stages: int, heads: Heads, card: Card) -
 
 
 def backward_bytes(side: int, heads: Heads, card: Card) -> int:
-    """The same of the backward pass with blocks of ``side`` tokens and one stage."""
+    """Upper bound for the backward pass, with blocks of ``side`` tokens and one stage."""
     columns, value_columns = heads.padded
     if card.capability < AMPERE and heads.size == 2:
         return 4 * side * (2 * columns + value_columns)
@@ -98,22 +98,22 @@ def backward_bytes(side: int, heads: Heads, card: Card) -> int:
 
 
 def options(card: Card, heads: Heads, gradients: bool = False) -> dict[str, int | bool] | None:
-    """``kernel_options`` of FlexAttention that fit the card, with a backward pass if ``gradients``.
+    """Return FlexAttention ``kernel_options`` that fit the card (with backward, if ``gradients``).
 
-    None if none do.
+    Returns None if none fit.
     """
-    # For fewer than 128 queries there is another kernel, which refuses 65 of them under two heads
-    # for each key head, and reads all keys of a band in one block of threads.
+    # The separate kernel for fewer than 128 queries refuses 65 of them with two heads per key head,
+    # and reads all keys of a band in one thread block.
     made: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
     room, half = card.shared - SLACK, heads.size == 2
-    # Its own sizes are faster where they fit; they were chosen without a bias in mind.
+    # Default block sizes are faster where they fit, but they were chosen without a bias in mind.
     if card.shared >= H100 and not (heads.bias and half and heads.columns == 64):
         return made
     if card.shared >= A100 and not heads.bias and heads.columns in (64, 128, 256):
         return made
     tiles = (64, 64, 3), (64, 32, 3), (64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 1)
     tile = next((x for x in tiles if forward_bytes(*x, heads, card) <= room), None)
-    # In float32, its own sizes of the backward pass are the smallest ones.
+    # In float32, the default sizes of the backward pass are the smallest.
     sides = (64, 32, 16) if half else (16,)
     side = next((x for x in sides if backward_bytes(x, heads, card) <= room), None)
     if tile is None or (gradients and side is None):

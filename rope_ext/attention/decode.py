@@ -1,8 +1,8 @@
-"""Decoding on GPUs: few queries on all slots of a cache, by one kernel of Triton and a merge.
+"""Decoding on GPUs: one Triton kernel for few queries on all slots of a cache, and a merge.
 
-Every query sees a contiguous range of slots in every band, so what the queries see are integers,
-made once per step for all layers, on the device: nothing waits for it, and eager steps, compiled
-steps and CUDA graphs run the same code. Queries and near keys are rotated in registers.
+Every query sees a contiguous range of slots in each band, so visibility is stored as integers. They
+are computed on the device once per step, for all layers, without synchronizing; eager steps,
+compiled steps and CUDA graphs run the same code. Queries and near keys are rotated in registers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rope_ext.attention import cards
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
 
 NOTHING = 2**30
-"""The first slot of a query that sees none: it widens no range."""
+"""First slot of a query that sees none, so that it never widens a range."""
 MOST_COLUMNS = 256
-"""Of a head."""
+"""Maximum number of columns of a head."""
 SPLITS = 32
-"""Shares of the keys, each of one block of threads: fastest from 16k to 128k tokens on an H200."""
+"""Splits of the keys, one thread block each: fastest from 16k to 128k tokens on an H200."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """What few queries see of a cache, and their rotations; shared by all layers of one layout.
+    """Slot ranges that queries see, and rotations; shared by all layers with the same layout.
 
     Args:
         low: the first slot that a query sees in a band, int32, ``[bands, rows or 1, queries]``;
@@ -38,7 +38,7 @@ class Ranges:
         query: rotations of queries, float32, ``[bands, rows or 1, queries, pairs]``; None: none.
         query_rotated: bit ``b`` is set if band ``b`` rotates its queries.
         key: rotations of keys by position, ``[rotated bands, positions, pairs]``; None: none.
-        temperature: factor of every query, float32, ``[rows or 1, queries]``; None: no factor.
+        temperature: factor for every query, float32, ``[rows or 1, queries]``; None: no factor.
     """
 
     low: torch.Tensor
@@ -58,23 +58,23 @@ def ranges_of(
     filled: torch.Tensor,
     temperature: torch.Tensor | None = None,
 ) -> Ranges:
-    """What queries at ``t`` see in each band.
+    """Return what queries at ``t`` see in each band.
 
     Args:
-        bands: with rotations of queries, ``[rows or 1, queries, pairs]``, and of keys by position,
-            ``[positions, pairs]``, float32.
+        bands: with float32 rotations of queries, ``[rows or 1, queries, pairs]``, and of keys by
+            position, ``[positions, pairs]``.
         t: positions of the queries, int64, ``[rows or 1, queries]``.
         origin: slot of position 0, int64, ``[rows or 1]``.
         filled: slot of the first query, int64, ``[1]``.
         temperature: see :class:`Ranges`.
     """
-    # Those that rotate keys come first; the order of bands does not matter otherwise.
+    # Bands that rotate keys come first; otherwise their order does not matter.
     bands = sorted(bands, key=lambda band: band.key is None)
     low, high = [], []
     for band in bands:
         first, end = band.geometry.ends(t)
         first, end = first.clamp(min=0) + origin[:, None], end + origin[:, None]
-        if t.shape[1] > 1:  # one that sees no key must not widen the range of the others
+        if t.shape[1] > 1:  # a query without keys must not widen ranges
             seen = end > first
             first, end = torch.where(seen, first, NOTHING), torch.where(seen, end, 0)
         low.append(first)
@@ -92,7 +92,7 @@ def ranges_of(
 
 
 def _stacked(rotations: list[Rotation]) -> Rotation:
-    """Rotations of several bands, ``[bands, ...]``; nobody reads what stands for a None."""
+    """Stack rotations of several bands, ``[bands, ...]``; placeholders for None are never read."""
     some = next((x for x in rotations if x is not None), None)
     if some is None:
         return None
@@ -105,7 +105,7 @@ def _stacked(rotations: list[Rotation]) -> Rotation:
 
 
 def refusal(query: torch.Tensor, value: torch.Tensor, pairs: Pairs) -> str | None:
-    """Why the kernel cannot have these heads; None: it can."""
+    """Return why the kernel does not support these heads; None if it does."""
     if not runs_on(query.device):
         return "it needs Triton and a GPU of capability 8.0 or later"
     if query.dtype == torch.float64:
@@ -117,7 +117,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, pairs: Pairs) -> str | Non
     return None
 
 
-@torch.compiler.assume_constant_result  # a number, since dynamo cannot trace the facts of a card
+@torch.compiler.assume_constant_result  # since dynamo cannot trace card properties
 def runs_on(device: torch.device) -> bool:
     """Whether Triton compiles for a device."""
     if device.type != "cuda":
@@ -127,7 +127,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] | None:
-    """First columns of pairs, second ones, step, number; the other columns' first, and number."""
+    """Start of first and second columns of pairs, step and count; start and count of the rest."""
     first, second = pairs.first, pairs.second
     if not (isinstance(first, slice) and isinstance(second, slice)):
         return None
@@ -150,7 +150,7 @@ def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, ranges: Ranges
 ) -> torch.Tensor:
-    """Attention of few queries on all slots, without gradients.
+    """Compute attention of few queries on all slots, without gradients.
 
     Args:
         query: ``[rows, heads, queries, columns]``.
@@ -173,7 +173,7 @@ def attend(
 
 
 def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, int]:
-    """Rows and keys of a tile, and warps, that need no memory beside registers and 96 KiB.
+    """Return rows and keys of a tile, and warps, that fit in registers and 96 KiB.
 
     Args:
         rows: queries times the heads of a key.
@@ -217,7 +217,7 @@ def _launch(
 ) -> torch.Tensor:
     """``[rows, queries, heads, value columns]``."""
     if query.is_cuda and query.device.index != torch.cuda.current_device():
-        with torch.cuda.device(query.device):  # Triton launches on the current one
+        with torch.cuda.device(query.device):  # Triton launches on the current device
             return _launch(
                 query, key, value, low, high, origin, filled, query_rotation, key_rotation,
                 temperature, sinks, bias, columns, query_rotated, scale, softcap,
@@ -234,7 +234,7 @@ def _launch(
     made = query.new_empty(batch, tokens, heads, value_columns)
     width = 2 * padded[0] * bool(pairs) + padded[1] * bool(rest)
     shape = tiles(groups * tokens, width, padded[2], query.element_size())
-    unused = query  # a kernel needs some tensor in the place of one that it does not read
+    unused = query  # kernels need a tensor even for arguments that they do not read
     cos, sin = query_rotation or (unused, unused)
     key_cos, key_sin = key_rotation or (unused, unused)
     kernels.split_kernel[SPLITS, batch * kv_heads, -(-groups * tokens // shape["ROWS"])](
@@ -259,7 +259,7 @@ def _launch(
 
 
 def _by_row(x: torch.Tensor, dim: int) -> int:
-    """The stride of the rows; 0 where one serves all."""
+    """Return the stride of the rows; 0 if one row serves all."""
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 

@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN201, E741
 """The Triton kernels of :mod:`rope_ext.attention.decode`: split-KV attention of few queries.
 
-Every program attends to a share of the keys of every band and writes its part of the output with
-the log-sum-exp; the second kernel merges the parts. Logits, sums and outputs are float32.
+Each program attends to a split of every band's keys and writes a partial output and log-sum-exp;
+the second kernel merges them. Logits, sums and outputs are float32.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attend_band(
             s += tl.load(BIAS + heads[:, None] * bias_row + apart)
         s = tl.where((n[None, :] >= low[:, None]) & (n[None, :] < high[:, None]), s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1))
-        least = tl.where(new == -float("inf"), 0.0, new)  # of rows that have seen no key yet
+        least = tl.where(new == -float("inf"), 0.0, new)  # rows without a key so far
         p = tl.exp(s - least[:, None])
         alpha = tl.exp(m - least)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
@@ -111,7 +111,7 @@ def split_kernel(
             of = band * query_band + b * query_row + (token * PAIRS)[:, None] + pair[None, :]
             cos, sin = tl.load(QC + of, shown, 1.0), tl.load(QS + of, shown, 0.0)
             qa, qc = rotate(a, c, cos, sin, a.dtype)
-        if band < KEY_ROTATED:  # those are the first bands
+        if band < KEY_ROTATED:  # they come first
             m, l, acc = attend_band(
                 qa, qc, qr, m, l, acc, low, high, token, head, krow, vrow, kn, vn,
                 KC + band * key_band, KS + band * key_band, BIAS, origin, filled, split, factor,

@@ -1,7 +1,7 @@
-"""Chooses the kernel that computes attention, and is one operator of a graph where that is needed.
+"""Chooses the attention kernel, and wraps it as a custom operator for compiled graphs.
 
-In a graph the tiles and blocks of kernels would be unrolled, and positions cannot be read. So there
-all of it but FlexAttention is one operator with gradients, as is every fused call that trains.
+Graphs would unroll the tiles and blocks of kernels, and cannot read positions. So in a graph
+everything but FlexAttention is one operator with gradients, as is every fused call that trains.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attend(
     call: Call,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Attention as :class:`Call` describes it, by the chosen kernel.
+    """Compute the attention of :class:`Call` with the chosen kernel.
 
     ``kernel`` is ``"flash"`` (CPU, or half precision on CUDA), ``"flex"`` (CUDA), ``"reference"``
     (any device, slow), or ``"auto"``: the best of these that supports the call on its device.
@@ -80,7 +80,7 @@ def attend(
     query = call.scale_query(query)
     call, fused, tensors = replace(call, temperature=None), kernel == "flash", (query, key, value)
     columns, value_columns = query.shape[-1], value.shape[-1]
-    if fused:  # which needs query, key and value with the same number of columns
+    if fused:  # it needs equally many columns of query, key and value
         most = max(columns, value_columns)
         query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in tensors)
     grads = torch.is_grad_enabled() and any(
@@ -96,7 +96,7 @@ def attend(
 def chosen(
     query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> tuple[str, str | None]:
-    """What ``kernel="auto"`` runs, and why it is not a fused kernel on a GPU.
+    """Return the kernel for ``kernel="auto"``, and, on a GPU, why it is not a fused one.
 
     ``card`` is the GPU of the tensors; None on other devices.
     """
@@ -113,7 +113,7 @@ def chosen(
 def refusal(
     kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
-    """Why ``"flash"`` or ``"flex"`` cannot have a call; None: it can."""
+    """Return why ``"flash"`` or ``"flex"`` does not support a call; None if it does."""
     if call.scores is not None:
         return "the encoding makes the logits itself"
     if kernel == "flash":
@@ -127,7 +127,7 @@ def refusal(
 
 @functools.cache
 def log_once(sentence: str) -> None:
-    """Once for each sentence."""
+    """Warn once for each message."""
     _logger.warning("rope_ext: %s", sentence)
 
 
@@ -138,7 +138,7 @@ def attend_runs(
     found: list[tuple[Run, Call]],
     kernel: str,
 ) -> torch.Tensor:
-    """Attention of every run, with its call; zero for queries in none of them."""
+    """Compute attention for every run with its call; zero for queries outside all runs."""
     out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
     for run, call in found:
         rows = slice(None) if run.rows is None else run.rows
@@ -161,27 +161,27 @@ def attend_placed(
     at: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     kernel: str,
 ) -> torch.Tensor:
-    """Attention of every run in a graph, without gradients.
+    """Compute attention for every run in a graph, without gradients.
 
     Args:
         query: ``[rows, heads, queries, columns]``.
         key: ``[rows, kv_heads, slots, columns]``.
         value: likewise.
         call: with rotations of ``[rows or 1, tokens, pairs]``, without a temperature.
-        at: places and sequences, as :func:`runs` takes them, and the slot of the first query.
+        at: places and sequences, as for :func:`runs`, and the slot of the first query.
         kernel: one of ``KERNELS``.
     """
     return _operator(query, key, value, call, [*at], kernel)
 
 
-_GEOMETRIES = {  # fields are listed here because the dynamo of torch 2.11 cannot trace fields()
+_GEOMETRIES = {  # listed here because dynamo in torch 2.11 cannot trace fields()
     Distance: ("first", "last"),
     ChunkGap: ("size", "first", "last"),
     Sinks: ("count", "first"),
     Queries: ("first", "begin", "end"),
 }
 _OPEN = 2**62
-"""Stands for ``last=None`` where geometries are passed as integers: larger than any distance."""
+"""Encodes ``last=None`` in geometries passed as integers: larger than any distance."""
 
 
 def _operator(
@@ -192,7 +192,7 @@ def _operator(
     at: list[torch.Tensor] | None,
     kernel: str,
 ) -> torch.Tensor:
-    """``call`` as integers and tensors, since a custom operator takes nothing else."""
+    """Encode ``call`` as integers and tensors, the only arguments of custom operators."""
     plan, tables = [len(call.bands)], []
     for band in call.bands:
         kind = type(band.geometry)
@@ -250,16 +250,16 @@ _CALL = "Tensor[] tables, {}SymInt[] plan, SymInt start, float scale, float? sof
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias"
 
 
-# It reads positions when it runs, which no CUDA graph can hold: inductor partitions around it.
+# It reads positions at run time, which CUDA graphs cannot capture: inductor partitions around it.
 @torch.library.custom_op(
     "rope_ext::bands",
     mutates_args=(),
-    # AOTInductor gives None in place of an empty list.
+    # AOTInductor passes None instead of an empty list.
     schema=f"({_TENSORS}, {_CALL.format('Tensor[]? at, ')}, str kernel) -> (Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN201
-    """Output and log-sum-exp; ``at`` is None where tokens count one by one."""
+    """Return output and log-sum-exp; ``at`` is None if tokens are consecutive."""
     *numbers, kernel = rest
     call = _unpacked(sinks, bias, tables, plan, *numbers)
     if not at:
@@ -286,7 +286,7 @@ def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: 
 
 
 def _of_run(call: Call, run: Run) -> list[RotatedBand]:
-    """The bands of a run, of tables by row."""
+    """Return the bands of a run, from tables by row."""
     row = 0 if run.rows is None else run.rows[0]
 
     def part(rotation: Rotation, there: slice) -> Rotation:
@@ -300,7 +300,7 @@ def _of_run(call: Call, run: Run) -> list[RotatedBand]:
 
 @operator.register_fake
 def _(query, key, value, sinks, bias, tables, at, *rest):  # noqa: ANN001, ANN002, ANN202
-    if torch.onnx.is_in_onnx_export():  # here, since it is False in traced functions
+    if torch.onnx.is_in_onnx_export():  # checked here, since it is False in traced functions
         raise UnsupportedModelError(
             "ONNX has no operator for the attention of position methods, encodings, bias= and "
             "layers=; patch with a frequency method such as 'yarn' alone (a dynamic one with "
@@ -311,7 +311,7 @@ def _(query, key, value, sinks, bias, tables, at, *rest):  # noqa: ANN001, ANN00
 
 
 def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """An empty output with the memory layout that the model expects."""
+    """Return an empty output with the memory layout that the model expects."""
     rows, heads, queries, _ = query.shape
     return query.new_empty(rows, queries, heads, value.shape[-1]).transpose(1, 2)
 
@@ -323,7 +323,7 @@ def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     " -> Tensor[]",
 )
 def _backward(grad, query, key, value, sinks, bias, out, lse, learns, *packed):  # noqa: ANN001, ANN002, ANN202
-    """Gradients of query, key and value, then of those of sinks and bias that learn."""
+    """Return gradients of query, key and value, then of sinks and bias if they are trained."""
     call = _unpacked(sinks, bias, *packed)
     if lse.dim() > 1:
         rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
@@ -338,8 +338,8 @@ def _backward(grad, query, key, value, sinks, bias, out, lse, learns, *packed): 
     with _recorded():
         made = bands.attend(*leaves[:3], call=replace(call, sinks=leaves[3], bias=leaves[4]))
         leaves = [x for x in leaves if x is not None and x.requires_grad]
-        grads = torch.autograd.grad(made, leaves, grad)  # computes blocks again, recorded too
-    # With the strides of the inputs, as its fake promises.
+        grads = torch.autograd.grad(made, leaves, grad)  # recomputes blocks, also recorded
+    # Match the strides of the inputs, as in the fake implementation.
     return [torch.empty_like(x).copy_(made) for x, made in zip(leaves, grads, strict=True)]
 
 
@@ -370,7 +370,7 @@ def _setup(ctx, inputs, output):  # noqa: ANN001, ANN202
 
 
 def _differentiate(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
-    saved = ctx.saved_tensors  # read once: under checkpointing a second time is an error
+    saved = ctx.saved_tensors  # read once: checkpointing forbids a second read
     tables, learns = list(saved[7:]), [*ctx.needs_input_grad[3:5]]
     numbers = ctx.plan, ctx.start, ctx.scale, ctx.softcap
     grads = _backward(grad, *saved[:7], learns, tables, *numbers)

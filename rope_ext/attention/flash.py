@@ -1,9 +1,9 @@
-"""Bands with a fused kernel of torch that knows two shapes: whole rectangles and causal squares.
+"""Banded attention with PyTorch's fused flash kernels, for CPUs and CUDA.
 
-Every band is a few of them, equal ones in one call. What a window hides from the left is a causal
-square of reversed tokens. Their outputs are merged by their log-sum-exps, and the backward pass
-gives each call the GLOBAL output and log-sum-exp, as ring attention does (Liu et al. 2023). So one
-composition serves the kernels of CPUs and of CUDA.
+The kernels support full rectangles and causal squares. Every band is split into a few such tiles,
+and equal tiles share a call. The left edge of a window is a causal square of reversed tokens.
+Outputs are merged by their log-sum-exps, and the backward pass passes each call the GLOBAL output
+and log-sum-exp, as in ring attention (Liu et al. 2023).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sin
 
 WHOLE, CAUSAL, REVERSED = range(3)
 ROWS = 256
-"""Queries of a tile with a bias."""
+"""Number of queries of a tile with a bias."""
 
 
 class Tile(NamedTuple):
-    """Queries and keys, counted from the first of each, in ``blocks`` of equal size.
+    """Ranges of queries and keys, in ``blocks`` of equal size.
 
-    Every block after the first is ``rows`` queries and as many keys further on.
+    Each block starts ``rows`` queries and ``keys`` keys after the previous one.
     """
 
     shape: int
@@ -37,11 +37,11 @@ class Tile(NamedTuple):
     blocks: int = 1
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
-        """Its part of tensors by query, a block a row of the batch."""
+        """Select this tile's queries; each block becomes a row of the batch."""
         return self._part(x, self.row, self.rows)
 
     def among(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of tensors by key."""
+        """Select this tile's keys; each block becomes a row of the batch."""
         return self._part(x, self.key, self.keys)
 
     def _part(self, x: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
         return part.flip(2) if self.shape == REVERSED else part
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """Undo either."""
+        """Undo :meth:`queries` or :meth:`among`."""
         x = x.flip(2) if self.shape == REVERSED else x
         if self.blocks > 1:
             x = x.unflatten(0, (-1, self.blocks)).transpose(1, 2).flatten(2, 3)
@@ -59,20 +59,20 @@ class Tile(NamedTuple):
 
 
 def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
-    """Tiles that have every visible key of a band once; in each, every query sees a key.
+    """Split a band into tiles that cover every visible key once; in each, every query sees a key.
 
-    The queries are the last of the keys, key 0 is token ``start``.
+    The queries are the last keys, and key 0 is token ``start``.
     """
     found: list[Tile] = []
     before = keys - queries
 
     def add(shape: int, row: int, end: int, key: int, stop: int) -> None:
-        """Rows and keys by index of the keys."""
+        """Add a tile; rows and keys are key indices."""
         rows, count = end - row, stop - key
         if rows <= 0 or count <= 0:
             return
         last = found[-1] if found else None
-        for index, old in enumerate(found):  # one more block of an equal tile
+        for index, old in enumerate(found):  # extend an equal tile by a block
             last = old.row + before + old.blocks * old.rows, old.key + old.blocks * old.keys
             same = (shape, rows, rows, row, key) == (old.shape, count, old.rows, *last)
             if same and rows == old.keys:
@@ -94,14 +94,14 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
             for gap in range(first, (geometry.last or 0) + 1):
                 add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
         return found
-    # Rows are named by the last key that they see: row `first` sees key 0.
+    # Rows are indexed by the last key that they see: row `first` sees key 0.
     far, row, end = max(geometry.first, 0), before, keys
     if isinstance(geometry, Queries):
         row = max(row, geometry.begin - start)
         end = end if geometry.end is None else min(end, geometry.end - start)
     low, high = max(row - far, 0), end - far
     if isinstance(geometry, Distance) and geometry.last is not None:
-        reach = geometry.last - far - 1  # the nearest key, and so many before it
+        reach = geometry.last - far - 1  # number of keys before the nearest one
         if reach < 0:
             return []
         size = max(reach, 1)
@@ -122,7 +122,7 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
 
 
 def _short(tile: Tile) -> Iterator[Tile]:
-    """The same in tiles of few queries, since a bias is a number for each query and key."""
+    """Split a tile into tiles of few queries, since a bias has a number for each query and key."""
     for block, first in itertools.product(range(tile.blocks), range(0, tile.rows, ROWS)):
         rows = tile.row + block * tile.rows + first, min(ROWS, tile.rows - first)
         low, high = tile.key + block * tile.keys, tile.key + (block + 1) * tile.keys
@@ -137,7 +137,7 @@ def _short(tile: Tile) -> Iterator[Tile]:
 def _tiles(
     call: Call, band: RotatedBand, query: torch.Tensor, key: torch.Tensor
 ) -> Iterator[tuple[Tile, torch.Tensor | None]]:
-    """The tiles of a band, and what is added to their logits."""
+    """Yield the tiles of a band, and the bias of each."""
     queries, keys = query.shape[2], key.shape[2]
     for tile in tiles(band.geometry, queries, keys, call.start):
         if call.bias is None:
@@ -152,7 +152,7 @@ def _tiles(
 def refusal(
     query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
-    """Why the kernel of the device cannot have a call; None: it can."""
+    """Return why the device's kernel does not support a call; None if it does."""
     columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
     if call.softcap is not None:
         return "it has no soft cap"
@@ -179,9 +179,9 @@ def forward(
     scale: float,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, ``[batch, heads, queries, columns]``, and log-sum-exp, without columns.
+    """Return output, ``[batch, heads, queries, columns]``, and its log-sum-exp.
 
-    If ``causal``, there are as many queries as keys.
+    ``causal`` requires as many queries as keys.
     """
     if query.device.type == "cpu":  # the function has less overhead than torch.ops
         kernel = torch._scaled_dot_product_flash_attention_for_cpu
@@ -205,7 +205,7 @@ def backward(
     scale: float,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; ``out`` and ``lse`` are over the keys of all calls."""
+    """Return gradients of query, key and value; ``out`` and ``lse`` cover the keys of all calls."""
     ops = torch.ops.aten
     if query.device.type == "cpu":
         return ops._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -224,7 +224,7 @@ def backward(
 def compute(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp, ``[batch, heads, queries, columns]`` and without columns."""
+    """Return output, ``[batch, heads, queries, columns]``, and log-sum-exp."""
     batch, heads, queries, columns = query.shape
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
@@ -250,7 +250,7 @@ def differentiate(
     lse: torch.Tensor,
     call: Call,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key and value."""
+    """Return gradients of query, key and value."""
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     grad = grad.to(query.dtype)
     for band in call.bands:

@@ -1,9 +1,9 @@
-"""The bands with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp.
+"""Banded attention with FlexAttention: CUDA, any dtype, differentiable through the log-sum-exp.
 
-On CUDA a call is compiled: rotations, one fused kernel for each band, and their merge. It must
-never fall back to the unfused operation, which holds all logits at once. So it is compiled with
-``fullgraph`` for any number of kinds of calls, and everything that changes from call to call is
-passed in tensors.
+On CUDA a call is compiled: rotations, one fused kernel per band, and their merge. It must never
+fall back to the unfused operation, which materializes all logits. So it is compiled with
+``fullgraph`` for any number of kinds of calls, and everything that varies between calls is passed
+in tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rope_ext.attention.call import Call, Pairs, Rotation, part_of, wide
 from rope_ext.methods.geometry import Geometry, extent
 
 _BLOCK = 128
-"""Tokens of a block of the mask."""
+"""Number of tokens in a block of the mask."""
 _OPEN = 2**30
-"""Stands for ``last=None`` in a mask: larger than any distance."""
+"""Encodes ``last=None`` in a mask: larger than any distance."""
 LEAST_COLUMNS = 16
-"""Columns of a head: the smallest matrix product on the device."""
+"""Minimum number of columns of a head: the smallest matrix product on the device."""
 
 
 def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card) -> str | None:
-    """Why the fused kernel cannot have a call on this card; None: it can."""
+    """Return why the fused kernel does not support a call on this card; None if it does."""
     columns = min(query.shape[-1], value.shape[-1])
     if columns < LEAST_COLUMNS:
         return f"it needs heads of {LEAST_COLUMNS} columns or more, and these have {columns}"
@@ -59,7 +59,7 @@ def _options(
 
 
 class Part(NamedTuple):
-    """A band: the keys that any query sees, their values, rotations and mask.
+    """A band: visible keys and values, rotations and mask.
 
     ``mask=None``: all keys are visible. ``apart``: distance from the first key to the first query,
     a 0-dimensional tensor.
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """Attention as :class:`Call` describes it."""
+    """Compute the attention of :class:`Call`."""
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
     query, parts = call.scale_query(query), []
     for band in call.bands:
@@ -104,7 +104,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     try:
         try:
             return compiled()(*given, *fixed)
-        except FailOnRecompileLimitHit:  # there are as many graphs as kinds of calls
+        except FailOnRecompileLimitHit:  # one graph per kind of call
             with config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20):
                 return compiled()(*given, *fixed)
     except Exception as error:
@@ -124,7 +124,7 @@ def _attend(
     first: Any,
     second: Any,
 ) -> torch.Tensor:
-    """Outputs of the bands, which have disjoint keys, merged by their log-sum-exps."""
+    """Merge the outputs of bands, whose keys are disjoint, by their log-sum-exps."""
     pairs, outs, logs = Pairs(first, second), [], []
     kernel_options: Any = {x: int(y) for x, y in (one.split("=") for one in options.split())}
     for part in parts:
@@ -172,16 +172,16 @@ def _attend(
 def block_mask_of(
     geometry: Geometry, queries: int, keys: int, query: int, key: int, device: torch.device
 ) -> BlockMask:
-    """Block mask of queries from token ``query`` on and keys from token ``key`` on.
+    """Build the block mask for queries from token ``query`` on and keys from token ``key`` on.
 
-    Allocates nothing of size queries times keys, and does not synchronise with the device.
+    Allocates no tensor of size queries times keys, and does not synchronize with the device.
     """
 
-    def number(value: int | None) -> torch.Tensor:  # filled on the device, without synchronising
+    def number(value: int | None) -> torch.Tensor:  # filled on the device, without synchronizing
         value = _OPEN if value is None else value
         return torch.full((), value, dtype=torch.int32, device=device)
 
-    with torch.inference_mode(False), torch.no_grad():  # kept for calls that train as well
+    with torch.inference_mode(False), torch.no_grad():  # cached, also for training
         row, column = (
             torch.arange(first, first + count, _BLOCK, device=device)
             for first, count in ((query, queries), (key, keys))
@@ -206,26 +206,26 @@ def block_mask_of(
 
 
 def _listed(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of key blocks that each query block sees, and their indices before all others."""
+    """Return each query block's number of visible key blocks, and their indices, listed first."""
     order = torch.argsort(seen.int(), dim=-1, descending=True, stable=True)
     count, order = (x.int().view(1, 1, *x.shape) for x in (seen.sum(-1), order))
     return count, order
 
 
 class NotCompiledError(Exception):
-    """FlexAttention could not be compiled for a GPU; the cause says why."""
+    """FlexAttention could not be compiled for a GPU; see the cause."""
 
 
 _COMPILERS = ("triton", "torch._inductor", "torch._dynamo")
-"""Modules whose errors say that a kernel was not compiled, or does not fit on the GPU."""
+"""Modules whose errors mean that a kernel did not compile, or does not fit on the GPU."""
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Whether a call is compiled: on GPUs only, and a graph is compiled as a whole anyway."""
+    """Whether to compile a call: on GPUs only, unless the call is already part of a graph."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
 @cache
 def compiled() -> Callable[..., torch.Tensor]:
-    """:func:`_attend` in one graph for each kind of call."""
+    """Compile :func:`_attend`, with one graph for each kind of call."""
     return torch.compile(_attend, dynamic=True, fullgraph=True)

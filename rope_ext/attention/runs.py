@@ -1,6 +1,6 @@
-"""Runs of tokens in a batch whose rows may be padded and may hold several documents.
+"""Finds runs of consecutive tokens in a batch, whose rows may have padding and several documents.
 
-They are found by reading positions, which only code outside of graphs can.
+This reads positions, which is not possible in a graph.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ BACK = (
 
 
 def goes_back(places: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Whether a token is at a lower position than one before it in its row, bool, no dimensions.
+    """Whether a token's position is lower than an earlier one's in its row; a scalar bool tensor.
 
-    ``places`` and ``real``, which slots have a token: ``[rows or 1, slots]``.
+    ``places``, and ``real`` (which slots have a token): ``[rows or 1, slots]``.
     """
     return ((places.where(real, -1).cummax(1).values > places) & real).any()
 
 
 class Run(NamedTuple):
-    """Tokens of one sequence that count one by one, in all rows that have them in the same slots.
+    """Consecutive tokens of one sequence, in all rows that have them in the same slots.
 
     Args:
         rows: None: all.
@@ -43,11 +43,11 @@ class Run(NamedTuple):
 
 
 def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -> list[Run] | None:
-    """The batch as runs; None if positions jump, or padding lies between the tokens of a sequence.
+    """Split a batch into runs; None if positions jump, or if a sequence has padding between tokens.
 
     Args:
         places: position of the token in each slot, int64, ``[rows or 1, slots]``.
-        sequences: the sequence in each slot, likewise; negative without a token.
+        sequences: the sequence of each slot, same shape; negative if there is no token.
         rows: batch size.
         first: slot of the first query.
     """
@@ -80,7 +80,7 @@ def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -
 
 
 def within(found: list[Run], reach: int | None) -> Iterator[Run]:
-    """The runs, split so that each has at most ``reach`` queries."""
+    """Split runs so that each has at most ``reach`` queries."""
     for run in found:
         begin, end = run.queries.start, run.queries.stop
         for first in range(begin, end, reach or end - begin):

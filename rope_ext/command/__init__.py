@@ -1,1 +1,1 @@
-"""What command lines share: arguments, options of methods, output, and the evaluators."""
+"""Shared parts of the command lines: arguments, method options and terminal output."""

@@ -1,4 +1,4 @@
-"""Parse command-line values: lists, lengths such as 4k, and method options; find `rope_eval`."""
+"""Parses command-line values (lists, lengths such as 4k, method options) and finds `rope_eval`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 from rope_ext.errors import MeasureError, OptionError, first_line
 
-_EVALUATORS = "rope_eval"  # depends on this package, and is found when it is asked for
+_EVALUATORS = "rope_eval"  # it depends on this package, so it is imported on demand
 
 
 def find_evaluators(module: str) -> ModuleType | None:
-    """A module of ``rope_eval``, or None if that package is not installed."""
+    """Import a module of ``rope_eval``; None if that package is not installed."""
     if importlib.util.find_spec(_EVALUATORS) is None:
         return None
     return importlib.import_module(f"{_EVALUATORS}.{module}")
 
 
 def require_evaluators(module: str) -> ModuleType:
-    """A module of ``rope_eval``; raises MeasureError if that package is not installed."""
+    """Import a module of ``rope_eval``; raises MeasureError if that package is not installed."""
     found = find_evaluators(module)
     if found is None:
         raise MeasureError(
@@ -56,7 +56,7 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
 
 
 def parse_compose(text: str | bool) -> bool | Literal["raise"]:
-    """``compose`` of :func:`rope_ext.patch`, as it is typed."""
+    """Parse ``--compose`` into the ``compose`` argument of :func:`rope_ext.patch`."""
     if isinstance(text, bool):
         return text
     if text not in ("stack", "raise"):
@@ -68,9 +68,9 @@ def parse_compose(text: str | bool) -> bool | Literal["raise"]:
 
 
 def command_words(command: str, model: object, **options: Any) -> list[str]:
-    """``rope-ext COMMAND MODEL --name value ...`` as it is typed.
+    """Format ``rope-ext COMMAND MODEL --name value ...`` for the command line.
 
-    None, False and "auto" are left out, True is a flag, and a list is an option for each entry.
+    None, False and "auto" are left out, True becomes a flag, and a list repeats the option.
     """
     words = ["rope-ext", command, str(model)]
     for name, value in options.items():
@@ -87,12 +87,12 @@ def command_words(command: str, model: object, **options: Any) -> list[str]:
 
 
 def compose_words(compose: bool | str) -> list[str]:
-    """``compose`` as it is typed."""
+    """Format ``compose`` for the command line."""
     return ["--compose", *(["raise"] if compose == "raise" else [])] if compose else []
 
 
 def parse_length(text: str, option: str = "--length") -> int:
-    """Parse a single length as :func:`parse_lengths` does."""
+    """Parse a single length; see :func:`parse_lengths`."""
     lengths = parse_lengths(text, option)
     if len(lengths) != 1:
         raise OptionError(f"{option} {text!r} is not a single length; use 32768, 32k or 1m")
@@ -100,7 +100,7 @@ def parse_length(text: str, option: str = "--length") -> int:
 
 
 def take(option: str, words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take ``OPTION VALUE`` or ``OPTION=VALUE`` out of the words of a command."""
+    """Remove ``OPTION VALUE`` or ``OPTION=VALUE`` from the words of a command."""
     for place, word in enumerate(words):
         if word == option:
             if place + 1 == len(words):
@@ -144,7 +144,7 @@ def parse_options(
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON as ``json.loads`` does, but refuse a key that is given twice."""
+    """Parse JSON like ``json.loads``, but refuse duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}

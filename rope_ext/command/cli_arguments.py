@@ -1,4 +1,4 @@
-"""Arguments shared by several commands, and the group and the classes of commands."""
+"""Arguments shared by several commands, and typer's group and command classes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TrainText = Annotated[
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k or 1m.")]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[
-    Any,  # of `patch`: a bool, or "raise"
+    Any,  # bool or "raise", as for `patch`
     typer.Option(
         parser=parse_compose,
         metavar="[stack|raise]",
@@ -60,12 +60,12 @@ Compose = Annotated[
 
 
 RUN_HERE = ("llama.cpp", "mlx", "transformers")
-"""Engines that `verify` starts by itself."""
+"""Engines that `verify` can start by itself."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, and the patch that the options of a command ask for."""
+    """A model, and the patch requested with the options of a command."""
 
     model: Model
     method: Annotated[
@@ -82,11 +82,11 @@ class Asked:
     ] = None
 
     def words(self, command: str, **more: Any) -> list[str]:
-        """``rope-ext COMMAND MODEL`` with the patch and further options, as it is typed."""
+        """Format ``rope-ext COMMAND MODEL`` with the patch and further options."""
         return command_words(command, **vars(self), **more)
 
     def methods(self) -> dict[str, dict[str, Any]]:
-        """The method and its options; without a method, where the others would do nothing, none."""
+        """Return the method and its options; raises if options are given without a method."""
         from rope_ext.command.method_options import checked_methods
 
         if self.method is None:
@@ -98,19 +98,19 @@ class Asked:
         return checked_methods(names, self.factor, parse_options(self.option, names))
 
     def arguments(self) -> dict[str, Any]:
-        """What `patch` is given beside the method."""
+        """Further arguments of `patch`."""
         given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
         return {name: value for name, value in given.items() if value is not None}
 
     def build(self) -> Any:
-        """The method."""
+        """Return the method, built with its options."""
         from rope_ext.methods import build_method
 
         ((name, values),) = self.methods().items()
         return build_method(name, **values)
 
     def patched(self) -> Any:
-        """The model without weights under the method; without one, its name, to read as saved."""
+        """Return the patched model without weights; without a method, the model's name."""
         from rope_ext.command.method_options import saved_otherwise
         from rope_ext.saving.checkpoints import load_config
         from rope_ext.saving.folder import model_of, patch_without_weights
@@ -127,7 +127,7 @@ class Asked:
         tell_next(self.words("compare", lengths=lengths, **more, output=unused("compared")))
 
     def tell_check(self, engine: str | None = None) -> None:
-        """Print the command that checks an engine, unless there is no miniature to run in it."""
+        """Print the command that checks an engine, if it can run a miniature."""
         from rope_ext.engines.families import miniatures
         from rope_ext.saving.checkpoints import is_dynamic, load_config
 
@@ -142,9 +142,9 @@ class Asked:
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Decorator: a command of ``app``, whose docstring says what its options are.
+    """Decorator: add a command to ``app``, with option help from its docstring.
 
-    The fields of :class:`Asked` are typed in place of a parameter of that type.
+    A parameter of type :class:`Asked` becomes one option or argument for each field.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -177,15 +177,15 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 
 
 class Commands(TyperGroup):
-    """All commands, with those of the evaluators; a wrong option is told in one line."""
+    """All commands, including the evaluators'; invalid options are reported in one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         self._add_evaluators()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command; the evaluators are imported for one that is not of this package."""
+        """Return the command; the evaluators are imported only for their own commands."""
         if cmd_name not in self.commands:
             self._add_evaluators()
         return super().get_command(ctx, cmd_name)
@@ -200,7 +200,7 @@ class Commands(TyperGroup):
             with clean_errors():
                 status = super().main(args, standalone_mode=False, **options)
         except Exception as error:
-            described = getattr(error, "format_message", None)  # of click, whose copy typer has
+            described = getattr(error, "format_message", None)  # typer vendors click
             if described is None or not standalone_mode:
                 raise
             message = " ".join(described().split()).rstrip(".").replace("Value error, ", "")
@@ -212,15 +212,15 @@ class Commands(TyperGroup):
 
 
 class ModelCommand(TyperCommand):
-    """A command whose positional ``model`` may also be given as ``--model``, as in `compare`."""
+    """A command that takes its model as an argument or, like `compare`, as ``--model``."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run it, without the log lines of transformers."""
+        """Run the command without transformers' log lines."""
         quiet()
         return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put ``--model`` where the argument is expected, and a value after ``--compose``."""
+        """Turn ``--model`` into an argument, and add the default value to a bare ``--compose``."""
         words, file = take("--gguf-file", args)
         words, model = take("--model", words)
         if any(one.name == "compose" and not getattr(one, "is_flag", False) for one in self.params):
@@ -228,7 +228,7 @@ class ModelCommand(TyperCommand):
                 valued = words[place + 1 : place + 2] in (["stack"], ["raise"])
                 if word == "--compose" and not valued:
                     words[place] = "--compose=stack"
-        if model is not None:  # before a file that follows it, after the kind of a plot
+        if model is not None:  # the first argument, or after the kind of a plot
             last = any(one.name == "kind" for one in self.params)
             words = [*words, model] if last else [model, *words]
         rest = super().parse_args(ctx, words)

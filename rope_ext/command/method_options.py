@@ -1,4 +1,4 @@
-"""The methods and options of a command, checked before anything is loaded."""
+"""Checks the methods and options of a command before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNPATCHED = "none"
 """Used instead of a method name: the model without a patch."""
 ADAPTER = "adapter"
 """Used instead of a method name: the method that the adapter was trained with."""
-_LONGEST = 40  # characters of an option in the name of a row
+_LONGEST = 40  # most characters of an option in a row's name
 
 
 def checked_methods(
@@ -31,10 +31,10 @@ def checked_methods(
 
     Args:
         names: names or aliases; may include the unpatched model, or only that.
-        factor: for every method except ``adapter``; None: as ``patch`` without a factor.
+        factor: for every method except ``adapter``; None: no factor.
         options: further options, by name or alias.
         adapter: folder or Hub ID; ``adapter`` in ``names`` is the patch it was trained with.
-        force: accept other methods than that.
+        force: also accept methods that the adapter was not trained with.
     """
     mistakes = Mistakes()
     if factor is not None and not factor > 1:
@@ -84,9 +84,9 @@ def _check(
 
 
 def _typed(name: str, message: str) -> str:
-    """How the options that an error over a method names are given on the command line."""
+    """Describe how to set the options named in a method's error on the command line."""
     names = [field.name for field in dataclasses.fields(method_class(name))]
-    message = message.partition("Options: ")[0]  # which lists them all
+    message = message.partition("Options: ")[0]  # that part lists all options
     named = [one for one in names if re.search(rf"\b{one}\b", message)]
     words = [f"--option {name}.{one}=VALUE" for one in named or ["NAME"]]
     if "needs factor=" in message:
@@ -101,10 +101,10 @@ def built(name: str, options: Mapping[str, Any]) -> Method:
 
 
 def label(name: str, options: Mapping[str, Any], factor: float) -> str:
-    """The name of a method of :func:`checked_methods` in reports.
+    """Return the name of a method of :func:`checked_methods` in reports.
 
-    Options at their defaults and the common factor of the run are left out. A value that is too
-    long for a table is shown as dots.
+    Default options and the common factor of the run are left out. Values that are too long for a
+    table are shown as dots.
     """
     if name == UNPATCHED:
         return name
@@ -131,7 +131,7 @@ def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[st
 
 
 def trained_under(record: Record, method: Method) -> bool:
-    """Whether ``method`` by itself is the patch of an adapter."""
+    """Whether ``method`` alone is the patch of an adapter."""
     alone = all(
         record.arguments[name] == ARGUMENTS[name]
         for name in ("frequency", "bias", "layers", "sliding_layers", "precise")
@@ -140,7 +140,7 @@ def trained_under(record: Record, method: Method) -> bool:
 
 
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
-    """A note for each model that was saved with a patch, which is removed."""
+    """Yield a note for each model whose saved patch is removed."""
     for model, config in configs.items():
         record = checkpoints.saved_under(config)
         if record is not None:

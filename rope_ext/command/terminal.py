@@ -33,7 +33,7 @@ _err = Console(stderr=True, highlight=False)
 
 
 def first_process() -> bool:
-    """Whether this is rank 0 of the launched processes, or the only one."""
+    """Whether this is rank 0 of the launched processes, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -41,7 +41,7 @@ def first_process() -> bool:
 def clean_errors() -> Iterator[None]:
     """Print user errors as one line and exit with code 2.
 
-    If the reader of standard output closes it early, as ``| head`` does, print nothing and exit
+    If the reader closes standard output early, as ``| head`` does, print nothing and exit
     with code 1, as other Python programs do.
     """
     try:
@@ -53,7 +53,7 @@ def clean_errors() -> Iterator[None]:
         sys.exit(2)
     except OSError as error:
         # Discard further output, so that the flush at exit cannot fail.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until exit
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
         where = "" if error.filename is None else f" ({error.filename})"
@@ -67,8 +67,8 @@ def stoppable(
 ) -> Iterator[None]:
     """Stop on Ctrl-C, SIGTERM and SIGHUP with a one-line message and status 128 + signal.
 
-    Signals that are ignored, as SIGHUP is under ``nohup``, or that have a handler are unchanged, as
-    are all in other threads than the main one, which alone runs handlers.
+    Signals that are ignored (SIGHUP under ``nohup``) or already have a handler stay as they are.
+    Threads other than the main thread change nothing, since they cannot handle signals.
 
     Args:
         advice: how to continue, printed after ``stopped;``; a function is called when it stops.
@@ -87,7 +87,7 @@ def stoppable(
     try:
         yield
     except BaseException as error:
-        # By now a closed terminal or a process of the group may have raised another error.
+        # A closed terminal or a process of the group may have raised a different error by now.
         if not (received or isinstance(error, KeyboardInterrupt)):
             raise
         for one in ours:  # launchers forward a signal that this process already received
@@ -107,7 +107,7 @@ def tell(text: str, style: str | None = None) -> None:
 
 
 def tell_next(*commands: Sequence[object], optional: Sequence[Sequence[object]] = ()) -> None:
-    """Print commands to go on with to standard error, ready to paste; ``optional`` ones first."""
+    """Print next commands to standard error, ready to paste; ``optional`` ones first."""
     for words in optional:
         tell(f"optional: {shlex.join(map(str, words))}")
     for words in commands:
@@ -115,13 +115,13 @@ def tell_next(*commands: Sequence[object], optional: Sequence[Sequence[object]] 
 
 
 def unused(path: str | Path) -> str:
-    """``path``, or with ``-2``, ``-3`` ... added, which does not exist yet: for an output."""
+    """Return an unused output path: ``path``, or with ``-2``, ``-3`` ... added."""
     names = chain([str(path)], (f"{path}-{number}" for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def quiet() -> None:
-    """Silence the log lines and loading bars of transformers."""
+    """Silence transformers' log lines and loading bars."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -129,12 +129,12 @@ def quiet() -> None:
 
 
 class _Lines(Progress):
-    """Progress in a log file: a line every so many seconds."""
+    """Reports progress in a log file, with a line every ``every`` seconds."""
 
     def __init__(self, every: float) -> None:
         super().__init__(console=_err, speed_estimate_period=600, disable=True)
         self._every = every
-        self._told = -math.inf  # the first forward is told at once, with what it says of the rest
+        self._told = -math.inf  # report the first forward at once, with its time estimate
 
     def _line(self, task_id: TaskID) -> None:
         task = next(task for task in self.tasks if task.id == task_id)
@@ -157,10 +157,10 @@ class _Lines(Progress):
 
 
 def progress(every: float = 30) -> Progress:
-    """Progress with the remaining time, in rank 0 only.
+    """Return a progress bar with the remaining time, shown in rank 0 only.
 
     Args:
-        every: seconds between the lines that take the place of the bar if there is no terminal.
+        every: seconds between lines that replace the bar if there is no terminal.
     """
     if not (_err.is_terminal or _err.is_jupyter):
         return _Lines(every)
@@ -170,6 +170,6 @@ def progress(every: float = 30) -> Progress:
 
 
 def wide_console(width: int) -> Console:
-    """The terminal, or lines of at least ``width`` if the output is redirected."""
+    """Return a console: the terminal, or at least ``width`` columns if output is redirected."""
     console = Console()
     return console if console.is_terminal else Console(width=max(width, console.width))

@@ -1,1 +1,1 @@
-"""What configurations and records say about RoPE and patches, read and written as JSON."""
+"""Reads RoPE settings from configurations, and reads and writes patch records as JSON."""

@@ -1,4 +1,4 @@
-"""What ``recommend`` returns and ``patch`` takes."""
+"""The result of ``recommend``, which ``patch`` accepts as a method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rope_ext.methods import Method
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A patch for a model and a length; ``print`` it, or pass it to :func:`rope_ext.patch`.
+    """A recommended patch for a model and a length; ``print`` it, or pass it to ``rope_ext.patch``.
 
     Args:
         model: class of the decoder.
@@ -21,13 +21,13 @@ class Recommendation:
         trained_length: tokens.
         finetune: whether the model will be fine-tuned.
         engine: the engine that has to run it; None: this process.
-        compose: what ``method`` needs as ``compose`` of ``patch``: True or ``"raise"`` if the
-            checkpoint is already scaled.
-        original_max_position_embeddings: trained length where the configuration says another.
+        compose: ``compose`` of ``patch`` for ``method``: True or ``"raise"`` if the checkpoint is
+            already scaled.
+        original_max_position_embeddings: trained length, if the configuration's is wrong.
         reasons: sentences, each with its source.
         alternatives: further methods that the model accepts, and when to choose each.
-        serve: the first method that other engines can run; None: none, or ``engine`` was given.
-        engines: those that can run ``serve``.
+        serve: the first method that other engines can run; None: none, or ``engine`` was set.
+        engines: the engines that can run ``serve``.
         raised: the checkpoint's own scaling with a larger factor, which needs ``compose="raise"``;
             None: it has none that can be raised.
     """
@@ -49,7 +49,7 @@ class Recommendation:
 
     @property
     def call(self) -> str:
-        """The call that applies the patch."""
+        """The call that applies the patch, as text."""
         return self._call(self.method)
 
     def _call(self, method: Method) -> str:
@@ -71,7 +71,7 @@ class Recommendation:
         return "\n".join(lines)
 
     def full(self) -> str:
-        """The same with all alternatives."""
+        """Return the recommendation as text, with all alternatives."""
         lines = self._answers()
         for method, why in self.alternatives:
             lines += [f"or {self._call(method)}", f"  - {why}"]

@@ -1,4 +1,4 @@
-"""A patch as plain JSON, as stored in a configuration or next to an adapter."""
+"""The record of a patch: JSON stored in a model's configuration or next to an adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rope_ext.options import Options
 
 VERSION = 3
 FIELD = "rope_ext"
-"""The configuration field that stores a record."""
+"""Configuration field that stores a record."""
 SIDECAR = "rope_ext.json"
 """File next to an adapter that records the patch it was trained under."""
 
@@ -27,9 +27,9 @@ EXPERTS = "experts_implementation"
 LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 HEAD = "head_dim"
 FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
-"""All fields a patch writes to the text model's configuration, in that order."""
+"""All fields that a patch writes to the text model's configuration, in this order."""
 OLDER = ("rope_theta", "rope_scaling")
-"""Fields that transformers read before version 5, and other programs still do."""
+"""Fields that transformers read before version 5, and that other programs still read."""
 
 ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
 """The keyword arguments of ``patch`` that a record stores, with their defaults."""
@@ -52,8 +52,8 @@ class Record:
     arguments: Mapping[str, Any]  # the arguments of patch listed in ARGUMENTS
     trained_length: int  # trained_length, target_length: tokens
     target_length: int
-    native: bool  # whether the rest of the saved configuration scales what transformers builds
-    plain: bool  # whether plain transformers computes the same from the configuration
+    native: bool  # whether transformers builds scaled frequencies from the other fields
+    plain: bool  # whether plain transformers reproduces the patch from the configuration
     # values of configuration fields before the patch; None if a field was absent
     config: Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class Record:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the patch may have parameters of its own: of an encoding or a temperature."""
+        """Whether the patch may have learned parameters: of an encoding or a temperature."""
         return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Record:
                 raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
 
     def restore(self, config: Any) -> None:
-        """Restore the values from before the patch in ``config``, which was saved under it."""
+        """Restore, in a ``config`` saved under the patch, the values from before it."""
         text = config.get_text_config(decoder=True)
         delattr(text, FIELD)
         for name in OLDER:  # most classes drop them when they read config.json
@@ -154,7 +154,7 @@ class Record:
                 del vars(text)[name]
         for name, value in self.config.items():
             if name == EXPERTS:
-                config._experts_implementation = value  # as transformers names it once it is read
+                config._experts_implementation = value  # transformers' attribute for this field
             elif value is not None:
                 setattr(text, name, copy.deepcopy(value))
             elif hasattr(text, name):
@@ -162,7 +162,7 @@ class Record:
 
     def same(self, other: Record) -> bool:
         """Whether both have the same effect on the same model."""
-        free = ("kernel", "compose", "original_max_position_embeddings")  # as the lengths show
+        free = ("kernel", "compose", "original_max_position_embeddings")  # see the lengths
         return (
             self.resolved == other.resolved
             and self.trained_length == other.trained_length
@@ -171,14 +171,14 @@ class Record:
         )
 
     def outcome(self) -> str:
-        """A readable form of what :meth:`same` compares."""
+        """Return what :meth:`same` compares, as text."""
         return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
 
     def __str__(self) -> str:
         return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
 
     def call(self, *more: str) -> str:
-        """The ``rope_ext.patch`` call that applies this patch, as text."""
+        """Return the ``rope_ext.patch`` call that applies this patch, as text."""
         return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
 
     def _given(self) -> list[str]:
@@ -187,7 +187,7 @@ class Record:
 
 
 def record_of(config: Any) -> Record | None:
-    """The record stored in ``config``; None if there is none.
+    """Read the record stored in ``config``; None if there is none.
 
     Raises:
         RecordError: the record cannot be read.
@@ -207,7 +207,7 @@ def method_to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    if isinstance(value, Mapping) and "name" in value:  # others are temperatures, of a method
+    if isinstance(value, Mapping) and "name" in value:  # the others are a method's temperature
         return method_from_json(value)
     return tuple(value) if isinstance(value, list) else value
 
@@ -235,7 +235,7 @@ def method_from_json(data: Any) -> Method:
 
 
 def option_texts(method: Method) -> list[str]:
-    """Options that differ from their defaults, as text; ``factor`` usually has no default."""
+    """Format options that differ from their defaults; ``factor`` usually has no default."""
     defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
     return [
         f"{name}={_text(value)}"

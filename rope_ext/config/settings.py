@@ -1,7 +1,7 @@
-"""Reads what a configuration says about RoPE, as transformers does. Nothing else reads the fields.
+"""Reads RoPE settings from configurations as transformers does; no other module reads these fields.
 
-Configurations contradict themselves: they hold fields of both styles, or lengths that do not fit
-the factor. The value counts from which transformers builds the frequencies.
+Configurations may contradict themselves, with fields of both styles, or lengths that do not match
+the factor. The value that transformers builds the frequencies from takes precedence.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ METHODS: Mapping[str, str] = {
     "dynamic": "dynamic_ntk",
     "longrope": "longrope",
 }
-"""Names of methods by ``rope_type``."""
+"""Method names by ``rope_type``."""
 _SAME_NAMES = {
     "yarn": ("beta_fast", "beta_slow", "truncate"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
-"""Options of methods that entries store under the same name."""
+"""Method options that entries store under the same name."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class RopeSettings:
     parameters: Mapping[str, Any]  # its entry of rope_parameters
     rope_type: str  # "default": not scaled
     base: float | None  # rope_theta; None: not given
-    factor: float | None  # of its scaling; None: not scaled
-    # context that it was trained for before its scaling, tokens; None: not given
+    factor: float | None  # scaling factor; None: not scaled
+    # trained length before scaling, tokens; None: not given
     length: int | None
-    target: int | None  # context that it reaches with its scaling, tokens; None: not given
+    target: int | None  # length with scaling, tokens; None: not given
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether transformers chooses the frequencies by the length of the sequence."""
+        """Whether transformers chooses frequencies by sequence length."""
         short, long = (self.parameters.get(name) for name in ("short_factor", "long_factor"))
         return self.rope_type == "dynamic" or (self.rope_type == "longrope" and short != long)
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
-    """The settings of one rotary embedding.
+    """Read the settings of one rotary embedding.
 
     Args:
-        config: of a text model.
-        layer_type: the layers that the embedding serves; None: the only one.
+        config: configuration of a text model.
+        layer_type: layer type that the embedding serves; None: the only embedding.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if isinstance(parameters.get(layer_type), dict):
@@ -69,7 +69,7 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
         length = whole_number(original) or length
         if factor is None and length and target:
             factor = target / length
-        if kind == "yarn" and factor and length:  # it takes no other length
+        if kind == "yarn" and factor and length:  # YaRN ignores other lengths
             target = reach(factor, length)
     elif kind == "linear" and factor and target:
         length = round(target / factor)
@@ -78,27 +78,27 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
 
 
 def all_settings(config: Any) -> dict[str | None, RopeSettings]:
-    """The settings of every rotary embedding, by layer type; by None if there is only one."""
+    """Read the settings of every rotary embedding, by layer type; by None if there is only one."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind, part in parameters.items() if isinstance(part, dict)]
     return {kind: rope_settings(config, kind) for kind in kinds or [None]}
 
 
 def trained_length(config: Any) -> int | None:
-    """Context in tokens that a text model is loaded with; None: not given.
+    """Context length in tokens of a text model as loaded; None: not given.
 
     Raises:
         RecordError: the configuration has a record that cannot be read.
     """
     record = record_of(config)
     if record is not None and not record.native:
-        return record.trained_length  # the maximum is the extended one
+        return record.trained_length  # the maximum field holds the extended length
     lengths = [settings.target for settings in all_settings(config).values()]
     return max(lengths, key=lambda length: length or 0)
 
 
 def path_to_text(config: Any) -> tuple[str, ...]:
-    """Names of the sub-configurations that lead to the text model's; none if it is not nested."""
+    """Path of sub-configuration names to the text model's configuration; empty if not nested."""
     text = config.get_text_config(decoder=True)
 
     def path(part: Any) -> tuple[str, ...] | None:
@@ -111,10 +111,10 @@ def path_to_text(config: Any) -> tuple[str, ...]:
 
 
 def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None:
-    """The method that computes an entry; None: no method does.
+    """Return the method that computes an entry, or None.
 
     Args:
-        entry: of ``rope_parameters``.
+        entry: an entry of ``rope_parameters``.
         factor: extension factor, which not every entry holds.
 
     Raises:
@@ -129,7 +129,7 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
     cls: Any = method_class(METHODS[kind])
     if cls is LongRoPE:
         long, short = tuple(entry["long_factor"]), tuple(entry["short_factor"])
-        # Equal tables serve every length.
+        # Equal tables apply at every length.
         options |= {"long_factor": long, "short_factor": None if short == long else short}
     given = entry.get("attention_factor")
     if cls in (LongRoPE, YaRN) and given is not None:
@@ -139,13 +139,13 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
 
 
 def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on what ``saved``, a ``config.json``, says twice and differently, and what counts.
+    """Describe contradictions in ``saved`` (a ``config.json``), and which values are used.
 
-    ``config``: as transformers loaded it.
+    ``config``: the configuration as transformers loaded it.
     """
     for name in path_to_text(config):
         saved = saved.get(name) or {}
-    if FIELD in saved:  # what a patch wrote fits
+    if FIELD in saved:  # fields written by a patch are consistent
         return
     settings = rope_settings(config.get_text_config(decoder=True))
     styles = ("rope_parameters", "rope_scaling")

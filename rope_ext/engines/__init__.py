@@ -1,4 +1,4 @@
-"""Export of patches to other engines; each has a function that returns its settings."""
+"""Exports patches to other engines; each engine has a function that returns its settings."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ENGINES: dict[str, tuple[str, Callable[..., Export]]] = {
     "transformers": ("transformers", configs.transformers),
     "mlx": ("mlx-lm", configs.mlx),
 }
-"""By name: how its authors write it, and what makes its settings of a model, its patch, and the
-folder that already holds the patch. Without that the engine loads the model as it was before."""
+"""Engines by name: the official spelling, and a function of a model, its patch, and the folder that
+already contains the patch, if any; otherwise the engine loads the unpatched model."""
 
 
 def titles() -> dict[str, str]:
-    """What each engine is called by its authors, by name."""
+    """Official spelling of each engine, by name."""
     return {name: title for name, (title, _) in _ENGINES.items()}
 
 
@@ -51,17 +51,17 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
 
     Args:
         model: patched by :func:`rope_ext.patch`; or a saved or merged model: its folder, Hub ID or
-            configuration, or the model that was loaded from it. No weights are read for those.
+            configuration, or the loaded model. No weights are read from folders and Hub IDs.
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
-        **options: of the engine: ``legacy=True`` of ``"transformers"`` adds the names of older
-            readers, ``dual_chunk=True`` of ``"vllm"`` is for its versions that run Dual Chunk,
-            ``plugin=True`` for a folder under a position method, which version 0.32 serves on CPUs.
+        **options: engine options. For ``"transformers"``, ``legacy=True`` adds the field names of
+            older readers. For ``"vllm"``, ``dual_chunk=True`` is for versions with Dual Chunk, and
+            ``plugin=True`` for a folder with a position method, which 0.32 serves on CPUs.
 
     Returns:
-        Settings for the unpatched checkpoint (of ``"mlx"`` and ``"transformers"``: for the folder
-        that the patched model saved), under which the engine has the same frequencies and
-        attention scaling. For a saved model: settings for its folder, often none.
+        Settings with which the engine computes the same frequencies and attention scaling from the
+        unpatched checkpoint (``"mlx"`` and ``"transformers"``: from the folder saved by the patched
+        model). For a saved model: settings for its folder, often none.
 
     Raises:
         ExportError: there is no such engine, or it cannot run the patch.
@@ -106,7 +106,7 @@ def _of_saved(engine: str, state: Patch, saved: Saved, **options: Any) -> Export
 
 
 def _unread(engine: str, saved: Saved) -> Export:
-    """Of a model without a patch, whose configuration may scale as no method of ours does."""
+    """Return the error for an unpatched model; its RoPE scaling may have no equivalent method."""
     text = saved.config.get_text_config(decoder=True)
     kinds = {one.rope_type for one in all_settings(text).values()} - {"default"}
     if not kinds:
@@ -124,7 +124,7 @@ def _unread(engine: str, saved: Saved) -> Export:
 
 
 def serving_commands(saved: Saved) -> tuple[str, ...]:
-    """Commands that serve a saved folder as it is extended: of vLLM, or of the first engine."""
+    """Return commands that serve a saved, extended folder, for vLLM or the first engine."""
     state = current_patch(saved.model)
     for engine in _ENGINES:
         if state and engine != "transformers" and _runs(engine, saved.model, state, saved):
@@ -133,6 +133,6 @@ def serving_commands(saved: Saved) -> tuple[str, ...]:
 
 
 def engines_for(model: nn.Module) -> tuple[str, ...]:
-    """The names of the engines that can run the patch of ``model``; none if it is not patched."""
+    """Return the engines that can run the patch of ``model``; none if it is not patched."""
     state = current_patch(model)
     return () if state is None else tuple(n for n in _ENGINES if _runs(n, model, state))

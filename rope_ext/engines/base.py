@@ -1,6 +1,6 @@
-"""What the engines share: the export of a patch, reasons to refuse one, and its frequencies.
+"""Shared by all engines: exports, refusals, and the frequencies of a patch.
 
-Each engine states the version in which its formulas were read and, if possible, run.
+Each engine module states the version whose formulas it follows and that was tested, if possible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rope_ext.saving.folder import Saved
 
 DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
 DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
-"""Whose checkpoints ship a head for speculative decoding (MTP), which rotates, too."""
+"""Families whose checkpoints have a head for speculative decoding (MTP), which uses RoPE, too."""
 
 
 class Refusal(Exception):
@@ -42,13 +42,13 @@ class Export:
     engine: str
     settings: Mapping[str, Any]  # under the engine's names; lengths in tokens
     command: str  # ready to paste, with the name of the model if it is known
-    files: Mapping[str, str] = field(default_factory=dict)  # text by file name
+    files: Mapping[str, str] = field(default_factory=dict)  # file name to text
     notes: tuple[str, ...] = ()  # limitations and instructions
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write ``files`` to a directory, which is created if it is missing.
+        """Write ``files`` to a directory, which is created if it does not exist.
 
-        A ``config.json`` of the same model is replaced; any other file that is there is not.
+        A ``config.json`` of the same model is replaced; no other existing file is.
 
         Raises:
             ExportError: there are no files, or another file has one of their names.
@@ -79,7 +79,7 @@ class Export:
 
 
 def _replaceable(path: Path, text: str) -> bool:
-    """Whether nothing is lost where ``text`` replaces a file: it is the same, or of one model."""
+    """Whether ``text`` may replace a file: the files are equal, or describe the same model."""
     if not path.exists():
         return True
     try:
@@ -93,12 +93,12 @@ def _replaceable(path: Path, text: str) -> bool:
 
 
 def is_shipped(saved: Saved | None, state: Patch) -> bool:
-    """Whether a folder has two tables of its own, which no patch wrote."""
+    """Whether a folder has its own two LongRoPE tables, which no patch wrote."""
     return saved is not None and saved.source == "rope_parameters" and state.method.is_dynamic
 
 
 def in_folder(fields: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a saved configuration holds these fields, or leaves out what is the default."""
+    """Whether a saved configuration has these fields; missing fields count as their defaults."""
     defaults: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0}
     if fields.get("rope_type") == "yarn":
         defaults["attention_factor"] = yarn_factor(fields["factor"])
@@ -125,7 +125,7 @@ class Scaling:
 
     @classmethod
     def from_patch(cls, state: Patch) -> Scaling:
-        """The scaling of a patch with one fixed set of frequencies."""
+        """Return the scaling of a patch with one fixed set of frequencies."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
         parameters = part_of(text_config(state.decoder).rope_parameters, site)
@@ -133,13 +133,13 @@ class Scaling:
 
     @property
     def divisors(self) -> list[float]:
-        """Divisors of the frequencies of ``rope``; 1e30 for pairs that do not rotate."""
+        """The divisors of the frequencies of ``rope``; 1e30 for pairs that do not rotate."""
         moving = self.inv_freq > 0
         return torch.where(moving, self.rope.inv_freq / self.inv_freq, 1e30).tolist()
 
     @property
     def base(self) -> float | None:
-        """The base whose unscaled frequencies these are, or None."""
+        """The base whose unscaled frequencies equal these, or None."""
         slowest = float(self.inv_freq[-1])
         if self.rope.dim < 4 or slowest <= 0:
             return None
@@ -154,14 +154,14 @@ class Scaling:
 
     def _is(self, base: float, divisor: float) -> bool:
         made = Rope.geometric(base, self.rope.dim, 1).inv_freq / divisor
-        # The float32 of a checkpoint's own buffers; a table would be as exact.
+        # Tolerance of float32 buffers in checkpoints; a table would be no more exact.
         return torch.allclose(made, self.inv_freq, rtol=1e-6, atol=0)
 
 
 def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
     """Raise unless ``state`` is one fixed set of frequencies.
 
-    ``sliding_base`` is that by which the engine rotates sliding layers, whatever its settings.
+    ``sliding_base`` is the base that the engine always uses in sliding layers.
     """
     refuse_positions(state)
     sliding = [site.rope.base for site in state.sites if site not in state.scaled]
@@ -170,7 +170,7 @@ def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
 
 
 def refuse_positions(state: Patch, dynamic: bool = False) -> None:
-    """Raise if ``state`` changes more than frequencies, or, unless ``dynamic``, by sequence."""
+    """Raise if ``state`` changes more than frequencies, or if it is dynamic, unless ``dynamic``."""
     method, options = state.method, state.options
     if getattr(method, "start_tokens", 0):
         raise Refusal("it rotates all tokens with the same frequencies; patch with start_tokens=0")
@@ -203,7 +203,7 @@ def refuse_tempered(state: Patch) -> None:
 
 
 def family_of(state: Patch, engine: str) -> Family:
-    """How an engine reads the family of a patched model; raises :class:`Refusal`."""
+    """Look up the family of a patched model in an engine's table; raises :class:`Refusal`."""
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]
     if kind not in families:
         raise Refusal(
@@ -220,7 +220,7 @@ def refuse_kind(family: Family, kind: str) -> None:
 
 
 def precise_note(state: Patch) -> tuple[str, ...]:
-    """A note on differences from a patch with angles in float64."""
+    """Return a note if the patch computes angles in float64."""
     return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
 
 
@@ -230,26 +230,26 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 
 
 def model_name(model: nn.Module) -> str:
-    """The name or path of the model, for a command."""
+    """Return the model's name or path, for use in a command."""
     return getattr(config_of(model), "_name_or_path", "") or "MODEL"
 
 
 def served_config(own: Any) -> Any:
-    """The configuration that an engine reads where a model with the configuration ``own`` is from.
+    """Return the configuration that an engine reads for a model with the configuration ``own``.
 
-    transformers loads a text model out of a larger one; engines serve the larger one.
+    transformers can load only the text part of a larger model; engines serve the larger model.
     """
     name = getattr(own, "_name_or_path", "")
-    if not name or own.architectures:  # which the part of a configuration does not have
+    if not name or own.architectures:  # a sub-configuration has none
         return own
     try:
         found = load_config(name)
-    except (LoadError, MeasureError):  # there is no configuration, so nobody can serve it
+    except (LoadError, MeasureError):  # without a configuration, no engine can serve it
         return own
     text = found.get_text_config(decoder=True)
     return found if text.model_type == own.model_type else own
 
 
 def config_of(model: nn.Module) -> Any:
-    """The outermost configuration of a transformers model, inside any wrapper."""
+    """Return the outermost configuration of a transformers model, unwrapped."""
     return cast(Any, unwrap(model)).config

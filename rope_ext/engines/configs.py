@@ -1,4 +1,4 @@
-"""transformers and mlx-lm, which read a folder's ``config.json``."""
+"""Exports patches to transformers and mlx-lm, which read a folder's ``config.json``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rope_ext.patching import Patch
 from rope_ext.saving.folder import Saved
 
 _NEEDED = dict.fromkeys(("partial_rotary_factor", "num_experts"))
-"""Fields that released checkpoints have, and transformers does not save."""
+"""Fields that released checkpoints have, but transformers does not save."""
 
 
 def transformers(
     model: nn.Module, state: Patch, saved: Saved | None, legacy: bool = False
 ) -> Export:
-    """The ``config.json`` from which plain transformers builds the patch.
+    """Return the ``config.json`` from which plain transformers builds the patch.
 
-    ``legacy``: write ``rope_theta`` and ``rope_scaling`` for every family and type. Without it they
-    are written as ``save_pretrained`` writes them: readers older than transformers 5 raise an error
-    where mlx-lm would not compute the patch.
+    ``legacy``: write ``rope_theta`` and ``rope_scaling`` for every family and type. Otherwise they
+    are written as in ``save_pretrained``: readers older than transformers 5 raise an error if
+    mlx-lm would not compute the patch.
     """
     settings: dict[str, Any] = {}
     if not base.is_shipped(saved, state):
@@ -53,14 +53,14 @@ def transformers(
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
-    """Of a folder whose own ``config.json`` says it all to transformers."""
+    """Return the export for a folder whose ``config.json`` transformers can load as it is."""
     command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
     note = "config.json holds the settings: plain from_pretrained loads the folder"
     return Export("transformers", settings or {}, command, notes=(note,))
 
 
 def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    """A ``config.json`` that mlx-lm 0.32.2 reads, with the field names from before version 5.
+    """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
     A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
     """
@@ -88,7 +88,7 @@ def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
 
 
 def _parameters(scaling: base.Scaling) -> dict[str, Any]:
-    """``rope_parameters`` that mlx-lm and transformers interpret equally."""
+    """Return ``rope_parameters`` that mlx-lm and transformers interpret equally."""
     parameters = dict(scaling.parameters)
     kind, own = parameters["rope_type"], bool(parameters.get("mscale_all_dim"))
     if kind == "yarn" and parameters.get("truncate", True) and not own:  # not DeepSeek's
@@ -107,13 +107,13 @@ def _parameters(scaling: base.Scaling) -> dict[str, Any]:
         **dict.fromkeys(("short_factor", "long_factor"), scaling.divisors),
         "factor": scaling.target / scaling.rope.length,
         "attention_factor": scaling.scaling,
-        # Its number on cosine and sine is sqrt(1 + ln(s) / ln(length)), of a length of our choice.
+        # It multiplies cosine and sine by sqrt(1 + ln(s) / ln(length)), for a length that we set.
         "original_max_position_embeddings": scaling.target ** (1 / scaling.scaling**2),
     }
 
 
 def _legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The same under the names that were in use before ``rope_parameters``."""
+    """Return the same settings under the names used before ``rope_parameters``."""
     kind = parameters["rope_type"]
     scaling = {k: v for k, v in parameters.items() if k != "rope_theta"} | {"type": kind}
     return {
@@ -123,5 +123,5 @@ def _legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_fields(config: str, fields: Mapping[str, Any]) -> str:
-    """A ``config.json`` with more fields."""
+    """Add fields to a ``config.json``."""
     return json.dumps(json.loads(config) | dict(fields), indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""What each engine supports for each model family: ``families.json``, by ``model_type``."""
+"""Loads ``families.json``: what each engine supports for each ``model_type``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """How an engine reads the RoPE parameters of a family."""
+    """How an engine interprets a family's RoPE parameters."""
 
     kinds: tuple[str, ...] = ("default", "linear", "yarn", "llama3", "longrope")
-    """Values of ``rope_type`` that it computes as transformers does; ``"default"`` means that the
-    base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
+    """Values of ``rope_type`` that the engine computes like transformers; ``"default"`` means that
+    the base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
     reason: str = ""  # why the other values are not supported
-    mla: bool = False  # its YaRN is DeepSeek's, with other names
+    mla: bool = False  # its YaRN is DeepSeek's, with other option names
     usual: bool = False  # vLLM: its YaRN supports the default temperature only
-    stretched: int = 1  # vLLM: its YaRN takes the ramp of this many times the trained length
-    own_share: bool = False  # SGLang: it reads partial_rotary_factor beside rope_parameters
+    stretched: int = 1  # vLLM: its YaRN computes the ramp for this multiple of the trained length
+    own_share: bool = False  # SGLang: it reads partial_rotary_factor outside rope_parameters
     unrun: str = ""  # vLLM: why only its rotary classes are tested
     inside: bool = False  # mlx-lm: it reads rope_parameters instead of the older fields
     name: str = ""  # llama.cpp: name of the architecture
     interleaved: bool = False
-    """llama.cpp: it rotates neighboring columns where transformers rotates the halves of a head, so
-    converters reorder the rows of the query and key weights."""
-    by_file: bool = False  # llama.cpp: its sliding layers ignore flags, but not keys
-    centered: bool = False  # llama.cpp: weights of its norms are stored less 1
+    """llama.cpp: it rotates neighboring columns, and transformers the halves of a head, so
+    converters reorder the rows of query and key weights."""
+    by_file: bool = False  # llama.cpp: sliding layers follow keys, but ignore flags
+    centered: bool = False  # llama.cpp: norm weights are stored minus 1
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """llama.cpp: further GGUF keys; text is the name of a configuration field."""
-    sliding_base: float | None = None  # llama.cpp: base of sliding layers under every setting
+    """llama.cpp: further GGUF keys; a string names a configuration field."""
+    sliding_base: float | None = None  # llama.cpp: fixed base of sliding layers
 
 
 def _read(rows: list[dict[str, Any]]) -> dict[str, Family]:

@@ -1,4 +1,4 @@
-"""Writes a patch into llama.cpp's GGUF files; needs the ``gguf`` library."""
+"""Writes patches into GGUF files for llama.cpp; needs the ``gguf`` library."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import built_on_meta, patch_without_weights, read_saved
 
 _MARK = "rope_ext.gguf"
-"""Key of the files that are written here, which may be replaced."""
+"""Key that marks files written by this module, which may be overwritten."""
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file, and its unscaled rotary embedding."""
+    """A GGUF file and its unscaled rotary embedding."""
 
     path: Path
-    architecture: str  # its name in llama.cpp
+    architecture: str  # architecture name in llama.cpp
     base: float
-    dim: int  # columns of a head that rotate
-    length: int  # trained, tokens
+    dim: int  # rotary columns of a head
+    length: int  # trained length, tokens
     scaled: bool  # whether the file already scales it
-    reader: Any  # of the `gguf` library
+    reader: Any  # a reader of the `gguf` library
 
     @classmethod
     def read(cls, path: str | Path) -> GGUFFile:
-        """Read the header of a file, without the weights."""
+        """Read a file's header, without the weights."""
         path, gguf = Path(path), require_gguf()
         try:
             reader = gguf.GGUFReader(path)
@@ -86,7 +86,7 @@ class GGUFFile:
                 f"--output another name"
             )
         prefix = f"{self.architecture}.rope.scaling."
-        own = ("general.architecture", _MARK, *keys)  # which the writer adds
+        own = ("general.architecture", _MARK, *keys)  # set by the writer
         tensors = [tensor for tensor in self.reader.tensors if tensor.name != TABLE]
         try:
             with draft_of(output) as draft:
@@ -137,7 +137,7 @@ def extended(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "
             f"architectures: {', '.join(known)}"
         )
-    config = LlamaConfig(  # any model with this rotary embedding
+    config = LlamaConfig(  # a stand-in with this rotary embedding
         hidden_size=file.dim,
         head_dim=file.dim,
         num_attention_heads=1,
@@ -151,7 +151,7 @@ def extended(
 
 
 def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
-    """Write the patch of a model, or the scaling in its configuration, into its GGUF file."""
+    """Write a model's patch, or the scaling in its configuration, into its GGUF file."""
     file, state = GGUFFile.read(path), current_patch(model)
     state = state or current_patch(read_saved(config_of(model)).model)
     if state is None:
@@ -170,7 +170,7 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
 
 
 def plan(state: Patch, in_file: bool = True, architecture: str | None = None) -> Plan:
-    """As :func:`planned`, but raises an ExportError."""
+    """Like :func:`planned`, but raises ExportError."""
     try:
         return planned(state, in_file, architecture)
     except Refusal as refusal:

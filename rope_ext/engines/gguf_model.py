@@ -1,6 +1,6 @@
 """Writes small models as GGUF files, to run them in llama.cpp.
 
-What each family needs comes from llama.cpp's ``conversion/*.py`` and ``src/models/*.cpp``.
+Details of each family follow llama.cpp's ``conversion/*.py`` and ``src/models/*.cpp``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _VALUES = {
     "linear_num_key_heads": "add_ssm_group_count",
     "linear_num_value_heads": "add_ssm_time_step_rank",
 }
-"""Configuration fields, and the methods of ``gguf.GGUFWriter`` that write them."""
+"""Configuration fields, and ``gguf.GGUFWriter`` methods that write them."""
 _RENAMED = {
     "e_score_correction_bias": "e_score_correction.bias",
     "block_sparse_moe.router.": "mlp.gate.",
@@ -60,7 +60,7 @@ _RENAMED = {
     ".dt_bias": ".dt_proj.bias",
     "_proj_bias": "_proj.bias",
 }
-"""Parts of tensor names of transformers, and those that the library knows instead."""
+"""Parts of transformers' tensor names, and their names in the gguf library."""
 
 
 def require_gguf() -> Any:
@@ -81,7 +81,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
 
     Args:
-        model: a model of a family in ``LLAMA_CPP`` that has an architecture.
+        model: a model whose family in ``LLAMA_CPP`` has an architecture.
         path: the output file.
     """
     gguf, model = require_gguf(), unwrap(model)
@@ -127,7 +127,7 @@ def _write_values(writer: Any, config: Any) -> None:
     parameters, kinds = config.rope_parameters, getattr(config, "layer_types", None) or ()
     rotary = int(dim * parameters.get("partial_rotary_factor", 1.0))
     keys, values = dim, dim
-    if getattr(config, "kv_lora_rank", None):  # all heads share what is cached
+    if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
         keys, values, shared = config.kv_lora_rank + dim, config.kv_lora_rank, 1
     if "conv" in kinds:
         shared = [0 if kind == "conv" else shared for kind in kinds]
@@ -136,7 +136,7 @@ def _write_values(writer: Any, config: Any) -> None:
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", linear)
         width = config.linear_num_value_heads * config.linear_value_head_dim
         writer.add_ssm_inner_size(width)
-        # Of the three axes of a position; text has the same on each.
+        # Sections of the three position axes; text has the same position on each.
         axes = [(rotary // 2 + more) // 3 for more in (2, 1, 0)]
         writer.add_rope_dimension_sections([*parameters.get("mrope_section", axes), 0])
     if "llama_4_scaling_beta" in parameters:
@@ -163,10 +163,10 @@ def _write_vocabulary(gguf: Any, writer: Any, size: int) -> None:
 def _parts(
     name: str, values: torch.Tensor, config: Any, family: Family
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """GGUF tensors for one tensor of transformers, under names that the library knows."""
+    """Convert a transformers tensor to GGUF tensors, with names that the gguf library knows."""
     for part, known in _RENAMED.items():
         name = name.replace(part, known)
-    if config.model_type == "gpt_oss" and ".experts." in name:  # inputs first, gates alternate
+    if config.model_type == "gpt_oss" and ".experts." in name:  # split interleaved gates
         values = values.transpose(-1, -2) if values.ndim == 3 else values
         if ".gate_up_proj" in name:
             values = torch.cat((values[:, ::2], values[:, 1::2]), 1)

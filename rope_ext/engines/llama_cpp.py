@@ -1,6 +1,6 @@
-"""llama.cpp and Ollama: command-line flags, and metadata and a tensor in GGUF files.
+"""Exports patches to llama.cpp and Ollama: flags, and GGUF metadata with a frequency tensor.
 
-Everything here was read at commit 0c1e57098 and run in the llama.cpp of xllamacpp 2026.10.11549.
+Follows the source at commit 0c1e57098, tested with llama.cpp in xllamacpp 2026.10.11549.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
 READS_TABLE = tuple(dict.fromkeys(f.name for f in LLAMA_CPP.values() if "longrope" in f.kinds))
-"""Architectures that look for it."""
-_KINDS = {int: "int", float: "float", str: "str"}  # of --override-kv
+"""Architectures that read this tensor."""
+_KINDS = {int: "int", float: "float", str: "str"}  # types of --override-kv
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to make llama.cpp compute a patch."""
+    """Settings with which llama.cpp computes a patch."""
 
-    keys: Mapping[str, Any]  # of the file, by full name
+    keys: Mapping[str, Any]  # GGUF metadata, by full name
     flags: Mapping[str, Any]
-    """The equivalent flags for the unpatched file; a list means that the flag is repeated. With a
-    ``table`` they need the file that contains it."""
+    """Equivalent flags for the unpatched file; a list repeats the flag. With a ``table``, they need
+    the file that contains it."""
     table: list[float] | None = None  # values of `TABLE`
     notes: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
-        """The flags as command-line arguments."""
+        """Return the flags as command-line arguments."""
         words = []
         for flag, value in self.flags.items():
             for one in value if isinstance(value, list) else [value]:
@@ -55,18 +55,18 @@ class Plan:
 
     @property
     def in_file(self) -> list[str]:
-        """Flags that are still needed with the keys in the file."""
+        """Flags that are needed in addition to the keys in the file."""
         kept = {f: v for f, v in self.flags.items() if f == "--ctx-size" or "-beta-" in f}
         return Plan({}, kept).words()
 
 
 def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Plan:
-    """Keys and flags that make llama.cpp compute a patch, or a table if they are not enough.
+    """Return keys and flags with which llama.cpp computes a patch, and a table if needed.
 
     Args:
         state: the patch.
-        in_file: put as much as possible in the file.
-        architecture: its name in llama.cpp; None: that of the model's family.
+        in_file: store as much as possible in the file.
+        architecture: architecture name in llama.cpp; None: that of the model's family.
     """
     if state.method.name == "self_extend":
         raise Refusal(
@@ -88,20 +88,20 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
     parameters = scaling.parameters
     if not site.scaled and state.frequencies is not None:
-        # Families that know one type only are saved with a table.
+        # Families that support only one type are exported with a table.
         parameters = state.frequencies.rope_parameters(site.rope)
 
     multiplier, length = scaling.scaling, scaling.rope.length
-    keys: dict[str, Any] = {  # No flag: the unpatched file has it. Another file may not.
+    keys: dict[str, Any] = {  # No flag, since the unpatched file has it; other files may not.
         f"{architecture}.rope.freq_base": float(scaling.rope.base),
-        # llama.cpp reads it for YaRN only; gguf_source reads it for all.
+        # llama.cpp reads it only for YaRN, gguf_source for all types.
         f"{architecture}.rope.scaling.original_context_length": length,
     }
     flags: dict[str, Any] = {"--ctx-size": scaling.target}
     overrides, notes, table = [], [], None
 
     def put(key: str, value: Any, flag: str | None = None, given: Any = None) -> None:
-        """A key of the file, and the flag for it; without one, the key is overridden."""
+        """Add a key to the file, and its flag; without a flag, override the key."""
         name = f"{architecture}.{key}"
         keys[name] = value
         if flag is not None and not family.by_file:
@@ -142,17 +142,17 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
     there = scaling.scaling * (1.0 if yarn else grown)
     if family.mla and grown > 1 and not math.isclose(there, 1.0):
         # deepseek2.cpp multiplies logits by the square of this times 1 + L (grown - 1), where L is
-        # 10 times the key. With L, the number on cosine and sine is the key attn_factor itself.
+        # 10 times the key. With L, the factor of cosine and sine is the key attn_factor itself.
         put("rope.scaling.yarn_log_multiplier", 0.1 * (1 / there - 1) / (grown - 1))
         multiplier = scaling.scaling
-    if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # its queries grow by it
+    if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # it scales queries
         put("rope.scaling.original_context_length", length)
     if "--yarn-orig-ctx" in flags:
         keys[f"{architecture}.context_length"] = scaling.target
-    else:  # beyond the trained length, which only YaRN raises, the server accepts no prompt
+    else:  # the server refuses prompts beyond the trained length, which only YaRN raises
         put("context_length", scaling.target)
     if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
-        # --yarn-attn-factor has no effect; only the key is applied.
+        # --yarn-attn-factor has no effect; only the key does.
         put("rope.scaling.attn_factor", multiplier)
     if table is None and overrides:
         flags["--override-kv"] = overrides
@@ -160,7 +160,7 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
 
 
 def _reaching(factor: float, length: int) -> float:
-    """The factor, or the next larger one whose float32 inverse does not lose the last token.
+    """Return the factor, or the next larger one whose float32 inverse does not lose the last token.
 
     llama.cpp computes the context as the length divided by the float32 of 1 / factor, rounded
     down: 447 tokens for 64 with factor 7.
@@ -172,7 +172,7 @@ def _reaching(factor: float, length: int) -> float:
 
 
 def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    """Flags of ``llama-server``, or the command that writes a file for it."""
+    """Return flags of ``llama-server``, or the command that writes a file for it."""
     made = planned(state, in_file=False)
     source, long, named = _files(model, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
@@ -198,7 +198,7 @@ def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
 
 
 def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    """A Modelfile, and the command that writes the GGUF file for it."""
+    """Return a Modelfile, and the command that writes its GGUF file."""
     made = planned(state, in_file=True)
     if any("-beta-" in flag for flag in made.flags):
         raise Refusal(
@@ -217,12 +217,12 @@ def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
 
 
 def _files(model: nn.Module, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
-    """The unpatched GGUF file of a model, a name for the patched one, and a note on the first."""
+    """Return names for a model's unpatched and patched GGUF files, and a note on the first."""
     file = gguf_source.file_of(base.config_of(model))
     if file is not None and saved is None:
         return file, f"{Path(file).stem}-long.gguf", ()
     note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(model)}"
-    if saved is not None:  # whose file, converted as it is, is given the patch
+    if saved is not None:  # the patch is written after conversion
         note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {saved.name or 'FOLDER'}"
     return "MODEL.gguf", "MODEL-long.gguf", (note,)
 
@@ -237,7 +237,7 @@ def _following(saved: Saved, source: str, output: str) -> list[str]:
 
 
 def _writing(state: Patch, source: str, output: str) -> tuple[list[str], dict[str, str]]:
-    """The command that writes a patched file, and the file of options it needs, if any."""
+    """Return the command that writes a patched file, and its options file, if any."""
     method, site = state.record.method, state.scaled[0]
     defaults = {f.name: f.default for f in dataclasses.fields(method)}
     options = {
@@ -246,7 +246,7 @@ def _writing(state: Patch, source: str, output: str) -> tuple[list[str], dict[st
         if name != "factor" and value != defaults[name]
     }
     again = build_method(method.name, factor=method.factor, **options)
-    # Otherwise nothing but the whole patch describes it.
+    # Otherwise only the saved patch describes it.
     if again != method or site.scaled or site.raised is not None:
         return ["rope-ext", "gguf", "FOLDER", source, "--output", output], {}
     given, files = [f"{method.name}.{name}={value}" for name, value in options.items()], {}

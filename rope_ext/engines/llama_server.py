@@ -1,4 +1,4 @@
-"""Runs the llama.cpp server of PyPI's ``xllamacpp`` with a llama-server command line.
+"""Runs the llama.cpp server in the ``xllamacpp`` package with a llama-server command line.
 
 ``python -m rope_ext.engines.llama_server --model MODEL.gguf ...`` prints the server's address and
 serves until stdin closes. llama.cpp's own parser reads the command line.
@@ -27,7 +27,7 @@ def parsed(xllamacpp: Any, words: list[str]) -> Any:
         raise RuntimeError(f"xllamacpp {xllamacpp.__version__} is not supported")
     parse.restype = ctypes.c_bool
     given = [word.encode() for word in ("llama-server", *words)]
-    for program in range(32):  # of those that the parser distinguishes, only one accepts --host
+    for program in range(32):  # of the parser's programs, only the server accepts --host
         params = xllamacpp.CommonParams()
         arguments = (ctypes.c_char_p * (len(given) + 1))(*given, None)
         if parse(len(given), arguments, ctypes.c_void_p(id(params) + offset), program, None):

@@ -25,10 +25,10 @@ EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"
 """Flags that make llama.cpp compute attention in float32; its default is half precision."""
 _NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# Keeps the script's directory out of sys.path: files there have the names of libraries.
+# Keeps the script's directory out of sys.path: its files shadow libraries.
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-_SHOWN = 300  # characters of a server's response to quote
-_SECONDS = 120  # timeout of a request, and of shutting down a server
+_SHOWN = 300  # characters to quote from a server's response
+_SECONDS = 120  # timeout for requests, and for shutting down a server
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
             yield address.split()[1]
         finally:
             try:
-                process.communicate(timeout=_SECONDS)  # it exits when its stdin closes
+                process.communicate(timeout=_SECONDS)  # closing stdin stops it
             finally:
                 process.kill()
 
@@ -71,7 +71,7 @@ def completed(
     top: int | None = None,
     model: str | None = None,
 ) -> torch.Tensor:
-    """The ``top`` next-token log-probabilities after ``prompt``, from an OpenAI-compatible server.
+    """Return the ``top`` next-token log-probabilities after ``prompt`` from an OpenAI-style server.
 
     Float32, ``[vocabulary]``; NaN for tokens that the server did not return. Raises ExportError if
     it cannot be reached, returns an error, or does not identify tokens.
@@ -125,7 +125,7 @@ def _post(url: str, body: dict) -> Any:
 
 
 def by_start(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Group consecutive prompts that differ in the last token only: shared prefix, last tokens."""
+    """Group consecutive prompts that differ only in the last token: shared prefix, last tokens."""
     for start, group in itertools.groupby(prompts, lambda prompt: list(prompt[:-1])):
         yield start, [prompt[-1] for prompt in group]
 
@@ -133,13 +133,13 @@ def by_start(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list
 def llama_cpp(
     words: Sequence[str], prompts: Sequence[Sequence[int]], vocabulary: int
 ) -> torch.Tensor:
-    """Log-probabilities of llama.cpp with a command line, ``[prompts, vocabulary]``."""
+    """Return log-probabilities of llama.cpp run with a command line, ``[prompts, vocabulary]``."""
     with serving([*words, *EXACT, "--parallel", "1", "--threads", "1"]) as address:
         return torch.stack([completed(address, prompt, vocabulary) for prompt in prompts])
 
 
 def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities of mlx-lm for the model in a folder, ``[prompts, vocabulary]``."""
+    """Return log-probabilities of mlx-lm for the model in a folder, ``[prompts, vocabulary]``."""
     try:
         import mlx.core as mx
         from mlx_lm.utils import load_model

@@ -1,4 +1,4 @@
-"""vLLM and SGLang: configuration fields, set on the command line."""
+"""Exports patches to vLLM and SGLang: configuration fields, set on the command line."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
 DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
-"""Whose model files pass ``dual_chunk_attention_config`` on."""
+"""Families whose vLLM model files pass on ``dual_chunk_attention_config``."""
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Every layer of these rotates the halves of whole heads, and has no window."""
+"""Families whose layers all rotate the halves of whole heads and have no sliding window."""
 
 
 class _Server(NamedTuple):
     name: str
-    words: tuple[str, ...]  # that start it
-    fields: str  # its setting for configuration fields; its flag is called so
-    length: str  # its setting for the context
-    computed: str  # whose formulas these are
-    draft: str  # what the head for speculative decoding is given of the fields
+    words: tuple[str, ...]  # command that starts it
+    fields: str  # setting, and flag, for configuration fields
+    length: str  # setting for the context length
+    computed: str  # note on the version whose formulas are followed
+    draft: str  # note on the fields of the speculative decoding head
 
     def export(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
         words = [*self.words, name]
@@ -59,7 +59,7 @@ _SGLANG = _Server(
 
 
 def sglang(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
-    """``--json-model-override-args``, as computed by SGLang 0.5.23."""
+    """Return ``--json-model-override-args``, as computed by SGLang 0.5.23."""
     return _by_fields(_SGLANG, model, state, saved)
 
 
@@ -70,10 +70,10 @@ def vllm(
     dual_chunk: bool = False,
     plugin: bool = False,
 ) -> Export:
-    """``--hf-overrides``, as computed by vLLM 0.33.0.
+    """Return ``--hf-overrides``, as computed by vLLM 0.33.0.
 
     ``dual_chunk``: for version 0.10, which supports Dual Chunk attention. ``plugin``: for version
-    0.32 on CPUs with rope_ext beside it, which serves what a position method saved.
+    0.32 on CPUs with rope_ext installed, which serves models saved under a position method.
     """
     if plugin:
         return _by_plugin(state, saved)
@@ -107,7 +107,7 @@ def _by_fields(server: _Server, model: nn.Module, state: Patch, saved: Saved | N
 
 
 def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
-    """Whether vLLM multiplies the extended length in a folder by the factor once more."""
+    """Whether vLLM multiplies a folder's extended length by the factor again."""
     parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
     kinds = {part["rope_type"] for part in parts if "factor" in part}
     return not kinds <= {"yarn", "longrope", "llama3"}  # _get_and_verify_max_len, version 0.33.0
@@ -160,7 +160,7 @@ def _dual_chunk(model: nn.Module, state: Patch, asked: bool) -> Export:
 
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:
-    """Configuration fields, with the names that vLLM and SGLang add to those of transformers."""
+    """Return configuration fields, with the names that vLLM and SGLang add to transformers' own."""
     base.refuse_positions(state)
     config, family = text_config(state.decoder), base.family_of(state, engine)
     if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
@@ -190,22 +190,22 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
 
 
 def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """``rope_parameters`` of one rotary embedding, with the engines' names."""
+    """Return ``rope_parameters`` of one rotary embedding, with the engines' names."""
     parameters = dict(parameters)
     kind, factor = parameters["rope_type"], cast(Any, parameters.get("attention_factor"))
     base.refuse_kind(family, kind)
     if kind == "longrope":
-        # Otherwise both take sqrt(1 + ln(s) / ln(length)), whatever attention_factor says.
+        # Otherwise both use sqrt(1 + ln(s) / ln(length)) and ignore attention_factor.
         return parameters | {"short_mscale": factor, "long_mscale": factor}
     if kind != "yarn":
         return parameters
-    # The ends are where the length over beta is a number of tokens.
+    # The ends of the ramp are at wavelengths of length / beta.
     parameters |= {name: parameters[name] * family.stretched for name in ("beta_fast", "beta_slow")}
     usual = yarn_factor(parameters["factor"])
-    if factor is None:  # raised: the checkpoint's own entry, which the engine reads already
+    if factor is None:  # raised: the checkpoint's own entry, which the engine already reads
         if family.mla or family.usual or "mscale" in parameters:
             return parameters
-        return parameters | {"attention_factor": usual}  # that of its factor would be kept
+        return parameters | {"attention_factor": usual}  # else the old factor's is kept
     if math.isclose(factor, usual, rel_tol=1e-12):
         return parameters
     if family.usual:
@@ -217,5 +217,5 @@ def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if factor == 1.0:
             raise Refusal("it treats attention_factor 1 as another kind of scaling")
         return parameters | {"mscale": (factor - 1) / (usual - 1), "mscale_all_dim": 0}
-    # Both take attn_factor times 0.1 ln(s) + 1, but newer vLLM attention_factor itself.
+    # Both use attn_factor times 0.1 ln(s) + 1, but newer vLLM uses attention_factor itself.
     return parameters | {"attn_factor": factor / usual}

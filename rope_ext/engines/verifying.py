@@ -1,7 +1,7 @@
-"""Verifies what an engine computes by running a miniature of the model in it.
+"""Verifies that an engine computes a patch, by running a miniature of the model in it.
 
-The engine's log-probabilities are compared with those of transformers under the patch, and under
-mistakes that engines are known to make; :func:`judge` decides between them.
+The engine's log-probabilities are compared with those of transformers with the patch, and with
+known mistakes of engines; :func:`judge` decides between them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ PATCHED = "as patched"
 SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
 """Engines for which ``write`` prints a command that serves the miniature, and their ports."""
 TOLERANCE = 2e-3  # RMS error of log-probabilities that counts as float32 rounding
-LENGTH = 2048  # of the longest prompt in tokens, if the context is long enough
-FACTOR_ERROR = 0.01  # smallest relative error of the factor that has to be detected
+LENGTH = 2048  # length of the longest prompt in tokens, if the context allows
+FACTOR_ERROR = 0.01  # smallest relative error of the factor to detect
 _VOCABULARY = 128
 _TOP = 20  # number of log-probabilities that servers return
-_TAILS = 8  # prompts per length; they differ in their last token only
+_TAILS = 8  # prompts per length, which differ only in the last token
 _APART = 2.0  # a ruled-out rival is this many times as far from the nearest as the engine is
 _FLOOR = 1e-4  # float32 computations closer than this count as equal
 _ROUNDED = 3.0  # a server may err by this multiple of transformers' bfloat16 rounding
-_PEAK = 20.0  # standard deviation of attention logits: large, so that attention decides the answer
+_PEAK = 20.0  # standard deviation of attention logits: large, so that outputs depend on attention
 _LOOKS = ("q_proj", "k_proj", "q_norm", "k_norm", "qkv_proj", "query_layernorm", "key_layernorm")
 _LOOKS += ("q_layernorm", "k_layernorm")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -63,7 +63,7 @@ _IF_THERE = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "decoder_sparse_step"), 1),
     "block_auto_adjust_ff_dim": False,
-    # These scale parts that do not depend on the rotation, and would hide it.
+    # These scale parts that do not depend on the rotation, and would mask it.
     **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier"), 1.0),
     "residual_multiplier": 1.0,
 }
@@ -75,13 +75,13 @@ Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Verification:
-    """What an engine computes; ``print`` it for a summary."""
+    """The result of verifying an engine; ``print`` it for a summary."""
 
     engine: str  # name or address
-    verdict: str  # the mistake that it makes, or "as patched", "other", "cannot tell"
+    verdict: str  # the engine's mistake, or "as patched", "other", "cannot tell"
     candidates: tuple[str, ...]  # hypotheses that were not ruled out, the nearest first
-    differences: Mapping[str, float]  # from each hypothesis, root mean square
-    lengths: tuple[int, ...]  # of the prompts, tokens
+    differences: Mapping[str, float]  # root mean square difference from each hypothesis
+    lengths: tuple[int, ...]  # prompt lengths, tokens
     returned: float  # mean number of log-probabilities per prompt
     tolerance: float  # largest difference that counts as rounding
     notes: tuple[str, ...] = ()  # how to get a clearer result
@@ -93,11 +93,11 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """0 if the engine computes the patch, 1 if it does not, 3 if the answers do not decide."""
+        """0 if the engine computes the patch, 1 if it does not, 3 if the result is inconclusive."""
         return 0 if self.passed else 3 if PATCHED in self.candidates else 1
 
     def to_json(self) -> str:
-        """All fields as JSON."""
+        """Return all fields as JSON."""
         return json.dumps(dataclasses.asdict(self) | {"passed": self.passed}, indent=2) + "\n"
 
     def __str__(self) -> str:
@@ -145,19 +145,19 @@ def judge(
 
 @dataclass(frozen=True)
 class Miniature:
-    """A small model with the rotary embedding of a large one."""
+    """A small model with the rotary embedding of a large model."""
 
     model: PreTrainedModel  # patched
     plain: PreTrainedModel  # the same weights without the patch
     state: Patch
-    scaling: Scaling | None  # None: a position method, which the plugin of vLLM serves
-    as_saved: bool  # whether the configuration that it was made of has the patch
+    scaling: Scaling | None  # None: a position method, for vLLM's plugin
+    as_saved: bool  # whether the source configuration has the patch
 
     @classmethod
     def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
         """Build one with the head size, layer types, base and scaling of a configuration.
 
-        Without ``method``, it has the scaling or the patch in the configuration; ``options`` are
+        Without ``method``, it uses the configuration's scaling or patch; ``options`` are
         those of :func:`rope_ext.patch`. Raises RopeExtError if the family is not supported.
         """
         text, chosen, target = config.get_text_config(decoder=True), method, None
@@ -191,18 +191,18 @@ class Miniature:
         return cls(model, plain, state, Scaling.from_patch(state), method is None)
 
     def under(self, changes: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-        """A copy under the same patch with other options."""
+        """Return a copy of the patched model with other method options."""
         model: Any = copy.deepcopy(self.plain)
         arguments = {**self.state.record.arguments, **changes}
         return patch(model.to(dtype), self.state.record.method, **arguments)
 
     def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
-        """Prompt lengths in tokens, up to the end of the context or ``longest``."""
+        """Return prompt lengths in tokens, up to the context length or ``longest``."""
         last = min(self.state.target_length - 1, longest)
         return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
 
     def prompts(self, longest: int = LENGTH) -> list[list[int]]:
-        """Deterministic token IDs; prompts of one length differ in the last token only."""
+        """Return deterministic token IDs; prompts of one length differ only in the last token."""
         seeded, prompts = torch.Generator().manual_seed(0), []
         for length in self.lengths(longest):
             start = torch.randint(4, _VOCABULARY, (length - 1,), generator=seeded).tolist()
@@ -213,7 +213,7 @@ class Miniature:
     def expected(
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
-        """Log-probabilities as patched and under known mistakes, ``[prompts, vocabulary]`` each."""
+        """Return log-probabilities as patched and for known mistakes, ``[prompts, vocabulary]``."""
         rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
         if self.scaling is not None:
             for name, numbers in self._errors(self.scaling, factor_error):
@@ -224,16 +224,16 @@ class Miniature:
             "wrong factor (twice)": {"factor": 2 * self.state.method.factor},
             "temperature missing": {"temperature": 1.0, "attention_factor": 1.0},
         }.items():
-            with suppress(RopeExtError):  # string reaches twice the length at most
+            with suppress(RopeExtError):  # STRING extends to twice the length at most
                 row = log_probs_of(self.under(changes), prompts)
-                if (row - rows[PATCHED]).abs().max() > _FLOOR:  # not every method has both
+                if (row - rows[PATCHED]).abs().max() > _FLOOR:  # some methods lack these options
                     rows[name] = row
         return rows
 
     def _errors(
         self, made: Scaling, factor_error: float
     ) -> Iterator[tuple[str, tuple[torch.Tensor, float]]]:
-        """Frequencies and scaling of each mistake, once, unless they are those of the patch."""
+        """Yield frequencies and scaling of each distinct mistake that differs from the patch."""
         known = [(made.inv_freq, made.scaling)]
         for name, inv_freq, number in self._mistakes(made, factor_error):
             if not any(
@@ -246,7 +246,7 @@ class Miniature:
     def _mistakes(
         self, made: Scaling, factor_error: float
     ) -> Iterator[tuple[str, torch.Tensor, float]]:
-        """What engines are known to compute instead."""
+        """Yield known mistakes of engines."""
         rope, right, number = made.rope, made.inv_freq, made.scaling
         method, factor = cast(FrequencyMethod, self.state.method), made.target / rope.length
         usual, short = yarn_factor(factor), getattr(method, "short_factor", None)
@@ -265,7 +265,7 @@ class Miniature:
         yield f"other (all frequencies / {factor:g})", rope.inv_freq / factor, 1.0
         if short is not None:
             yield "short table", rope.inv_freq / torch.tensor(short, dtype=torch.float64), number
-        for base in (1e4, 5e5, 1e6):  # defaults of engines, without the scaling and with it
+        for base in (1e4, 5e5, 1e6):  # engines' default bases, without and with scaling
             other = Rope.geometric(base, rope.dim, rope.length).inv_freq
             yield f"wrong base ({base:g})", other, 1.0
             yield f"wrong base ({base:g}, scaled)", other * right / rope.inv_freq, number
@@ -284,7 +284,7 @@ def _head(config: Any) -> int:
 
 
 def _shrunk(config: Any) -> Any:
-    """Shrink a copy of the configuration to two layers and a few MB; head size and RoPE stay."""
+    """Shrink a copy of the configuration to two layers and a few MB; keep head size and RoPE."""
     config, dim = copy.deepcopy(config), _head(config)
     latent = getattr(config, "kv_lora_rank", None)  # latent attention has no grouped keys
     kinds = getattr(config, "layer_types", None)
@@ -296,7 +296,7 @@ def _shrunk(config: Any) -> Any:
     if kinds is not None:
         config.layer_types = (list(dict.fromkeys(kinds)) * 2)[:2]
         if "linear_attention" in kinds:
-            config.full_attention_interval = 2  # of the same, which mlx-lm reads
+            config.full_attention_interval = 2  # the same, for mlx-lm
     for name in ("no_rope_layers", "mlp_layer_types"):
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:2])
@@ -304,7 +304,7 @@ def _shrunk(config: Any) -> Any:
 
 
 def _small(config: Any) -> PreTrainedModel:
-    """A two-layer model with random weights whose attention depends on every distance."""
+    """Build a two-layer model with random weights whose attention depends on every distance."""
     config = _shrunk(config)
     model, dim = AutoModelForCausalLM.from_config(config).float().eval(), _head(config)
     seeded = torch.Generator().manual_seed(0)
@@ -331,7 +331,7 @@ def _small(config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def log_probs_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Next-token log-probabilities of a loaded model, float32, ``[prompts, vocabulary]``."""
+    """Return next-token log-probabilities of a loaded model, float32, ``[prompts, vocabulary]``."""
     rows: list[torch.Tensor] = []
     for start, tails in running.by_start(prompts):
         given: dict[str, Any] = {"input_ids": torch.tensor(tails)[:, None]}
@@ -354,16 +354,16 @@ def verify(
     tolerance: float | None = TOLERANCE,
     factor_error: float = FACTOR_ERROR,
 ) -> Verification:
-    """Decide what ``engine``, which ``run`` calls, computes for a miniature; see :func:`judge`.
+    """Run a miniature in an engine, and decide what the engine computes; see :func:`judge`.
 
     Args:
         miniature: the model that the engine runs.
-        run: calls the engine.
-        engine: its name, for the report.
+        run: runs prompts in the engine.
+        engine: engine name, for the report.
         longest: length of the longest prompt, tokens.
         tolerance: largest root mean square difference of log-probabilities that counts as rounding;
             None: three times that of transformers in bfloat16.
-        factor_error: smallest relative error of the factor that has to be detected.
+        factor_error: smallest relative error of the factor to detect.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
@@ -396,8 +396,8 @@ def verify(
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Write the miniature for engines; returns the commands that serve it, and refusals.
 
-    The folder holds the unpatched model, so that the commands have to describe the whole patch, or
-    the patched one if the miniature was made of a saved patch. ``MODEL.gguf`` is always unscaled.
+    The folder contains the unpatched model, so that the commands must describe the whole patch; or
+    the patched one, if the miniature has a saved patch. ``MODEL.gguf`` is always unscaled.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"{folder} is not empty; give --write a new directory")
@@ -426,7 +426,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
 
 
 def tiny_tokenizer() -> FastTokenizer:
-    """A tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
+    """Build a tokenizer with tokens ``t3``, ``t4``, ..., whose names contain their IDs."""
     unknown, begin, end = special = ("<unk>", "<s>", "</s>")
     names = [*special, *(f"t{i}" for i in range(3, _VOCABULARY))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unknown))
@@ -437,10 +437,10 @@ def tiny_tokenizer() -> FastTokenizer:
 
 
 def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | None = None) -> Run:
-    """Prepare llama.cpp, mlx or transformers, with the files of the model in ``folder``.
+    """Prepare llama.cpp, mlx or transformers, with the model's files in ``folder``.
 
-    llama.cpp takes ``flags`` for the unscaled file instead of those that ``export`` prints; mlx
-    runs the folder as ``save_pretrained`` writes it if they are ``""``.
+    llama.cpp uses ``flags`` for the unscaled file instead of those from ``export``; with ``""``,
+    mlx runs the folder as written by ``save_pretrained``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if miniature.scaling is None:
@@ -461,7 +461,7 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
 
 
 def _words(miniature: Miniature, file: Path, flags: str | None) -> list[str]:
-    """Arguments of llama.cpp's server, with the file that they need."""
+    """Return arguments of llama.cpp's server, and write the file that they need."""
     gguf_model.write_model(miniature.plain, file)
     if flags is not None:
         try:

@@ -1,8 +1,8 @@
-"""Position methods in vLLM on CPUs; vLLM loads this file by itself (``vllm.general_plugins``).
+"""vLLM plugin for position methods on CPUs; vLLM loads it automatically (``vllm.general_plugins``).
 
-vLLM rotates queries and keys in the model and attends in a backend. For a folder that holds a
-position method, the rotation in the model becomes the identity, so that keys are cached without
-one, and the backend here rotates queries and keys for each band. Other models run as before.
+vLLM rotates queries and keys in the model, and computes attention in a backend. For a folder saved
+under a position method, the rotation in the model becomes the identity, so that keys are cached
+unrotated, and the backend here rotates queries and keys for each band. Other models are unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def register() -> None:
 
 @functools.wraps(_get_rope)
 def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
-    """The rotation that a model of vLLM asks for; the identity under a position method."""
+    """Return the rotary embedding for a vLLM model; the identity under a position method."""
     given = inspect.signature(_get_rope).bind(*args, **kwargs).arguments
     if (given.get("rope_parameters") or {}).get("rope_type") != CURE:
         return _get_rope(*args, **kwargs)
@@ -70,20 +70,20 @@ class _Identity(nn.Module):
 
 @dataclass(frozen=True)
 class Served:
-    """A position method as the backend needs it."""
+    """A position method with everything that the backend needs."""
 
     method: PositionMethod  # with every option filled in
-    rope: Rope  # that it extends
-    stored: RotationTable  # what queries and keys are rotated by first, as in the patched model
+    rope: Rope  # the trained embedding
+    stored: RotationTable  # first rotation of queries and keys, as in the patched model
     bands: list[tuple[Any, RotationTable, RotationTable]]
-    """Which keys a band shows, and further rotations of queries and of keys."""
-    columns: int  # of a head that rotate
-    scaling: float  # of the logits
+    """For each band, the visible keys, and further rotations of queries and keys."""
+    columns: int  # rotary columns of a head
+    scaling: float  # factor of the logits
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """``[1, heads, queries, columns]``; the queries are the last of the keys, from 0 on."""
+        """Compute attention, ``[1, heads, queries, columns]``; the queries are the last keys."""
         last, half, device, dtype = key.shape[2], self.columns // 2, key.device, torch.float32
         first = last - query.shape[2]
         pairs = Pairs(slice(0, half), slice(half, self.columns))
@@ -103,7 +103,7 @@ class Served:
 
 
 def _served() -> Served | None:
-    """What the model that is being loaded has to serve; None: it is not patched."""
+    """Return the position method of the model that is being loaded; None if it is not patched."""
     config = get_current_vllm_config().model_config.hf_text_config
     if record_of(config) is None:
         return None
@@ -145,16 +145,16 @@ def _read(config: str) -> Served | None:
 
 
 class Backend(CPUAttentionBackend):
-    """vLLM's backend for CPUs, with bands where the model is under a position method."""
+    """vLLM's CPU backend, with banded attention under position methods."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """Chosen while a model is built."""
+        """Selected while a model is built."""
         return CPUAttentionBackendImpl if _served() is None else Banded
 
 
 class Banded(CPUAttentionBackendImpl):
-    """Attention in bands, one request after the other."""
+    """Banded attention, one request at a time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,8 +177,8 @@ class Banded(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Cache keys, which nothing has rotated, and values side by side."""
-        there = slot_mapping >= 0  # the others are padding
+        """Cache unrotated keys and values side by side."""
+        there = slot_mapping >= 0  # negative: padding
         slots, block = slot_mapping[there], kv_cache.shape[2]
         both = torch.cat((key[: len(there)][there], value[: len(there)][there]), -1)
         kv_cache[slots // block, :, slots % block] = both
@@ -195,8 +195,8 @@ class Banded(CPUAttentionBackendImpl):
         *more: Any,
         **also: Any,
     ) -> torch.Tensor:
-        """``[tokens, heads, columns]``; ``kv_cache`` is ``[blocks, heads, tokens, K and V]``."""
-        if attn_metadata is None:  # vLLM warms up
+        """Fill ``[tokens, heads, columns]``; ``kv_cache``: ``[blocks, heads, tokens, K and V]``."""
+        if attn_metadata is None:  # vLLM's warmup run
             return output
         starts = attn_metadata.query_start_loc.tolist()
         for row, last in enumerate(attn_metadata.seq_lens.tolist()):

@@ -1,7 +1,7 @@
-"""The attention function and the mask function of models under a position map.
+"""Attention function and mask function of models under a position map.
 
-:func:`_by_layer` chooses how a layer attends: as transformers does where the map leaves it alone;
-by plain operations for few queries, and under masks of any shape; or by a kernel.
+:func:`_by_layer` chooses how a layer computes attention: like transformers if the map does not
+change the layer; in plain operations for few queries and for arbitrary masks; or with a kernel.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 
 @dataclass(eq=False)
 class Layer:
-    """What a patch knows of an attention module."""
+    """A patch's state of an attention module."""
 
     map: PositionMap
-    layout: Layout | None = None  # None: the map leaves it alone
-    number: int = 0  # of the layout, since a graph cannot use an object as a key
+    layout: Layout | None = None  # None: not changed by the map
+    number: int = 0  # index of the layout, since graphs cannot use objects as keys
     window: int | None = None  # tokens that it attends to as trained; None: positions change
-    biased: nn.Module | None = None  # the module that has the bias of this layer, if there is one
+    biased: nn.Module | None = None  # the module with this layer's bias, if any
 
     def __post_init__(self) -> None:
         self.rotations: BandRotations = []
         if self.layout is not None:
             self.rotations = self.map.rotations(self.layout, self.window)
 
-    def __getstate__(self) -> dict[str, Any]:  # rotations hold functions, which do not pickle
+    def __getstate__(self) -> dict[str, Any]:  # rotations contain functions, which do not pickle
         return {**self.__dict__, "rotations": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -60,27 +60,27 @@ class Layer:
         self.__post_init__()
 
     def adding(self, call: Call, distances: int, like: torch.Tensor) -> Call:
-        """``call`` with the bias or the scores of this layer at all distances below some."""
+        """Return ``call`` with this layer's bias or scores for all distances below a limit."""
         if self.biased is None:
             return call
-        module = getattr(self.biased, learned.BIAS)  # looked up each time: peft may have wrapped it
+        module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
         return replace(call, **module(distances, like.device, wide(like), self.biased))
 
 
 Look = Callable[[nn.Module, Dense, int | None], None]
-"""Called with an attention module, its call of attention, and its ``sliding_window``."""
+"""Called with an attention module, its attention call and its ``sliding_window``."""
 
 
 @contextmanager
 def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
     """Pass every attention call of ``decoder`` to ``look``.
 
-    Works for unpatched decoders and frequency methods too: meanwhile their layers attend through
-    :data:`NAME` as well.
+    Also works for unpatched decoders and frequency methods: inside the block, their layers use
+    :data:`NAME`, too.
     """
     config = text_config(decoder)
     before = config._attn_implementation_internal
-    config._attn_implementation_internal = NAME  # the public name sets sub-configurations too
+    config._attn_implementation_internal = NAME  # the public attribute also sets sub-configurations
     forward_context.look = look
     try:
         yield
@@ -107,13 +107,13 @@ def _innermost() -> PositionForward | None:
 
 @run_eagerly(WHY)
 def _mask_eagerly(**arguments: Any) -> BatchMask:
-    for name in ("q_offset", "kv_offset"):  # a static cache's own counters, which move on
+    for name in ("q_offset", "kv_offset"):  # copies, since a static cache's counters move
         arguments[name] = int(arguments.get(name, 0))
     forward, given = _innermost(), arguments.get("attention_mask")
-    if isinstance(given, BatchMask):  # made around the decoder, which asks once more
+    if isinstance(given, BatchMask):  # the decoder requests it a second time
         return given
     mask = BatchMask(None, arguments)
-    if forward is None:  # generation and models around a decoder make masks before the forward
+    if forward is None:  # generate and outer models create masks before the forward
         mask.prepare()
     else:
         mask.belong_to(forward)
@@ -124,14 +124,14 @@ class Asked(NamedTuple):
     """One call of the attention function by a layer."""
 
     module: nn.Module
-    layer: Layer | None  # None: it is on no patched decoder
+    layer: Layer | None  # None: not on a patched decoder
     query: torch.Tensor  # [rows, heads, queries, columns]
     key: torch.Tensor  # [rows, kv_heads, keys, columns]
     value: torch.Tensor
     call: Call  # without bands, bias and temperature
     mask: Any  # a BatchMask, or the mask of an unpatched layer
     dropout: float
-    more: dict[str, Any]  # further arguments of the layer
+    more: dict[str, Any]  # the layer's further arguments
 
 
 def _attend(
@@ -144,7 +144,7 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    output_attentions: bool | None = None,  # not every layer passes it on; the forward knows
+    output_attentions: bool | None = None,  # not every layer passes it on, so ask the forward
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function under :data:`NAME`, the only entry point.
@@ -184,7 +184,7 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
-    """Attention of a layer, ``[rows, queries, heads, columns of value]``."""
+    """Compute the attention of a layer, ``[rows, queries, heads, columns of value]``."""
     layer = asked.layer
     if layer is None or layer.layout is None:
         return _natively(asked, forward)
@@ -217,14 +217,14 @@ def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
 def _prepared(
     asked: Asked, layer: Layer, forward: PositionForward
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value in one dtype, of filled slots, and with what heads have learned."""
+    """Return query, key and value of filled slots in one dtype, with learned parts applied."""
     query, key, value = asked.query, asked.key, asked.value
-    # Autocast does not cast for this function.
+    # Autocast does not apply to this function.
     query, key = (x if x.dtype == value.dtype else x.to(value.dtype) for x in (query, key))
     count = None if forward.traced else forward.room - _offset(asked, layer, forward)
     if forward.regular:
         count = forward.tokens
-    if count is not None:  # a static cache has room for more
+    if count is not None:  # a static cache has empty slots
         key, value = key[:, :, :count], value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:
@@ -236,14 +236,14 @@ def _prepared(
 
 
 def _offset(asked: Asked, layer: Layer, forward: PositionForward) -> int:
-    """Slot of the first key; a layer with a window of ours may have kept the last tokens only."""
+    """Slot of the first key; layers with our own window may keep only the last tokens."""
     if layer.window is None:
         return asked.mask.offset
     return max(0, forward.room - asked.key.shape[2])
 
 
 def _step(asked: Asked, layer: Layer, forward: PositionForward) -> Step:
-    """What layers of this layout share."""
+    """Return the state that layers of this layout share."""
     tempered = layer.window is None
     if forward.traced:
         make = lambda: Step(forward, layer.rotations, tempered)  # noqa: E731
@@ -266,9 +266,9 @@ def _step(asked: Asked, layer: Layer, forward: PositionForward) -> Step:
 
 
 def _seeing_ahead(layer: Layer, rotations: BandRotations, ahead: int) -> BandRotations:
-    """The same where a mask shows queries up to ``ahead`` tokens after them, as within an image.
+    """Return them for a mask that shows queries up to ``ahead`` later tokens, as within an image.
 
-    Those keys have the rotations of the nearest keys before a query.
+    Later keys get the rotations of the nearest keys before a query.
     """
     if ahead == 0:
         return rotations
@@ -292,9 +292,9 @@ _InRun = tuple[runs.Run, list[RotatedBand], torch.Tensor | None]
 
 
 def _in_runs(asked: Asked, layer: Layer, forward: PositionForward) -> list[_InRun] | None:
-    """Runs of tokens that count one by one, their bands, and the factors of their queries.
+    """Return runs of consecutive tokens, their bands, and the factors of their queries.
 
-    None if only positions and a mask can express what queries see.
+    None if what queries see requires positions and a mask.
     """
     mask, offset = asked.mask, _offset(asked, layer, forward)
     device, dtype = asked.query.device, wide(asked.value)
@@ -326,7 +326,7 @@ def _in_runs(asked: Asked, layer: Layer, forward: PositionForward) -> list[_InRu
 
 
 def _natively(asked: Asked, forward: Any) -> torch.Tensor:
-    """As transformers attends; ``forward`` is that of the layer, if it is known."""
+    """Compute attention like transformers; ``forward`` is the layer's, if known."""
     mask = asked.mask
     if isinstance(mask, BatchMask):
         if forward is None or not forward.traced:
@@ -345,10 +345,10 @@ def _natively(asked: Asked, forward: Any) -> torch.Tensor:
 
 
 def _native_dense(asked: Asked, mask: torch.Tensor | None) -> Dense:
-    """The call of a layer that the map leaves alone.
+    """Return the call of a layer that the map does not change.
 
-    Without a mask, a single query sees every key, and several queries are the first of the keys, as
-    in transformers, where a static cache has empty slots after them.
+    Without a mask, a single query sees every key, and several queries are the first keys, as in
+    transformers, where a static cache has empty slots after them.
     """
     count = asked.query.shape[2]
     keys = torch.arange(asked.key.shape[2], device=asked.key.device)
@@ -359,7 +359,7 @@ def _native_dense(asked: Asked, mask: torch.Tensor | None) -> Dense:
 
 
 def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
-    """The call in plain operations."""
+    """Return the call for plain operations."""
     layer, mask = asked.layer, asked.mask
     if layer is None or layer.layout is None or forward is None:
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
@@ -371,7 +371,7 @@ def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
 
 
 def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None) -> BatchMask:
-    """A mask with its forward, even if generation made it before the forward."""
+    """Return a mask with its forward, even if generate created it before the forward."""
     if isinstance(mask, BatchMask) and mask.owner is not None:
         return mask
     forward = current(position_map)
@@ -385,7 +385,7 @@ def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None
         mask.belong_to(forward)
         return mask
     if mask is not None and mask.ndim == 4:
-        key = "given mask", id(mask)  # the same for many layers; kept alive by what is made of it
+        key = "given mask", id(mask)  # shared by layers; the BatchMask keeps it alive
         return forward.made.setdefault(key, BatchMask(forward, given=mask))
     arguments = {
         "batch_size": forward.rows,

@@ -1,8 +1,8 @@
-"""One forward under a position map: which slots hold tokens, and their positions.
+"""Tracks one forward under a position map: which slots hold tokens, and their positions.
 
-No log of positions is kept. The tokens of a cache count one by one, so the position of a cached key
-is the number of tokens before it in the attention mask. Position ids that do not count are followed
-within their own forward, and refused in the next one with the same cache.
+Positions are not stored. Cached tokens have consecutive positions, so a cached key's position is
+the number of tokens before it in the attention mask. Other position ids are supported within one
+forward, but the next forward with the same cache raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rope_ext.rotary.context import NOTE, UNKNOWN, ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
-"""The most queries of a forward whose logits on all slots are computed at once."""
+"""Maximum number of queries whose logits on all slots are computed at once."""
 COUNTED = (
     "with a cache, position ids have to count the tokens of the attention mask one by one under "
     "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
@@ -42,11 +42,11 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """What is known of the keys in a cache; the same for all rows, so that rows may be moved."""
+    """Metadata of the keys in a cache; the same for all rows, so that rows can be reordered."""
 
-    patch: tuple[Any, ...]  # what must match for the cache to be continued
-    counted: int | None = None  # number of slots up to which tokens count one by one; None: all
-    apart: bool = False  # whether there may be padding between tokens of a row
+    patch: tuple[Any, ...]  # must match to continue the cache
+    counted: int | None = None  # slots up to which tokens are consecutive; None: all
+    apart: bool = False  # whether rows may have padding between tokens
 
 
 def whole(cache: Any) -> StaticLayer | None:
@@ -64,9 +64,9 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
         return
     if keys is None or keys.patch != patch.key:
         raise CacheError(
-            f"this cache was begun before the model was patched with {patch.key[0]} (or by prefix "
-            f"tuning), so its keys carry other rotations; start with an empty cache, or use a "
-            f"frequency method such as 'yarn'"
+            f"this cache was started before the model was patched with {patch.key[0]} (or by "
+            f"prefix tuning), so its keys carry other rotations; start with an empty cache, or use "
+            f"a frequency method such as 'yarn'"
         )
     if keys.counted is not None and filled > keys.counted:
         raise CacheError(
@@ -77,7 +77,7 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
 
 
 def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
-    """A traced forward of new tokens after those in a cache, if tensors can express it."""
+    """Create a traced forward of new tokens after those in a cache, if tensors can express it."""
 
     def forward(filled: Any, room: int) -> PositionForward:
         return PositionForward(patch, rows, tokens, filled, cache, True, room=room)
@@ -97,22 +97,22 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
         if layer.is_initialized:
             torch._assert_async(layer.cumulative_length == 0, UNKNOWN)
         return forward(0, layer.max_cache_len)
-    # A copy, since the layers increment it in place.
+    # A copy, since layers increment it in place.
     filled = layer.cumulative_length.clone() if layer.is_initialized else 0
     return forward(filled, layer.max_cache_len)
 
 
 SPARE = 64
-"""Tokens that a layer keeps beyond its window, which take the place of drafts that are removed."""
+"""Tokens that a layer keeps beyond its window, so that drafts can be removed."""
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
-    """A layer of a growing cache that keeps the last tokens."""
+    """A layer of a growing cache that keeps only the last tokens."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that are kept, with the new ones."""
+        """Return the kept keys and values, followed by the new ones."""
         keys, values = DynamicLayer.update(self, key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         first = -(self.sliding_window - 1 + SPARE)
@@ -120,12 +120,12 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def reset(self) -> None:
-        """An empty cache may be used with any model, so the layer keeps every token again."""
+        """Keep every token again, since an empty cache may be used with any model."""
         super().reset()
         self.__class__ = DynamicLayer  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back tokens, as assisted decoding does."""
+        """Remove tokens, as in assisted decoding."""
         count = abs(tokens_to_remove)
         left = self.cumulative_length - count
         kept = 0 if self.keys is None else self.keys.shape[-2] - count
@@ -140,10 +140,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
 
 def shorten(cache: Any, layers: Collection[int], window: int) -> None:
-    """Make some layers of a growing cache keep the last ``window - 1`` tokens, and some spare ones.
+    """Make some layers of a growing cache keep the last ``window - 1`` tokens, plus spare ones.
 
-    The next token sees the former and itself. Static, quantized and offloaded caches stay as they
-    are: they keep every token, and layers attend to their window in them.
+    The next token sees those and itself. Static, quantized and offloaded caches are unchanged: they
+    keep every token, and layers attend to a window of them.
     """
     if type(cache) is not DynamicCache or cache.offloading:
         return
@@ -160,16 +160,16 @@ def shorten(cache: Any, layers: Collection[int], window: int) -> None:
 class PositionForward(ForwardContext):
     """One forward of a decoder under a position map.
 
-    Eager and traced forwards keep positions in the same tensors. An eager forward also reads
-    values, unless that would make every step of decoding wait for a GPU.
+    Eager and traced forwards store positions in the same tensors. An eager forward also reads
+    values, unless that would make every decoding step wait for the GPU.
 
     Positions count from the first real token of each sequence. ``mask`` is ``[rows, slots]``, zero
-    where there is no token. ``shown`` is a mask of one's own, bool, ``[rows or 1, heads or 1,
-    tokens, keys]``: its tokens may be a tree of drafts, at any positions behind the cache.
+    for slots without a token. ``shown`` is a custom mask, bool, ``[rows or 1, heads or 1, tokens,
+    keys]``: its tokens may be a tree of drafts, at any positions after the cache.
     """
 
     query: torch.Tensor  # positions of queries, int64, [rows or 1, tokens]; below 0 for padding
-    key: torch.Tensor  # the same for all slots, [rows or 1, room]
+    key: torch.Tensor  # positions of all slots, [rows or 1, room]
     regular = False  # whether a graph may assume tokens 0, 1, 2, ... of one sequence in every row
     located = False  # whether ``query`` and ``key`` are set
     reads = False  # whether values may be read
@@ -195,10 +195,10 @@ class PositionForward(ForwardContext):
         self.map, self.weights, self.shown = patch, weights, shown
         self.room: int = self.filled_count + tokens if room is None else room
         self.begins = isinstance(filled, int) and filled == 0
-        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
+        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
         if mask is not None:
             self.pad(mask)
-        elif shown is not None and not self.begins:  # cached tokens that nobody sees are padding
+        elif shown is not None and not self.begins:  # cached tokens that no query sees are padding
             seen = shown[..., : self.filled_count].flatten(1, -2).any(1)
             self.pad(F.pad(seen, (0, tokens), value=True))
 
@@ -208,13 +208,13 @@ class PositionForward(ForwardContext):
         self.padding = F.pad(mask, (0, self.room - mask.shape[1]))
 
     def split(self, documents: torch.Tensor) -> None:
-        """Record the documents that transformers keeps apart, int64, ``[rows, keys]``."""
+        """Record the documents that transformers separates, int64, ``[rows, keys]``."""
         self.documents = documents
         if self.located:
             self._begin(self._given)
 
     def locate(self, positions: torch.Tensor) -> None:
-        """Record the position ids that the model itself uses; sets ``query`` and ``key``."""
+        """Record the model's position ids; sets ``query`` and ``key``."""
         if self.located:
             return
         self.located, self.device = True, positions.device
@@ -240,14 +240,14 @@ class PositionForward(ForwardContext):
             self.note(self.cache)
 
     def _checked(self, positions: torch.Tensor) -> torch.Tensor:
-        """Position ids on one axis, int64, ``[rows or 1, tokens]``."""
+        """Return position ids on one axis, int64, ``[rows or 1, tokens]``."""
         if positions.is_floating_point():
             raise UnsupportedModelError(
                 f"{self.map.named} takes position ids that are integers, not {positions.dtype}; "
                 f"round them, or {self.map.instead}"
             )
         if positions.ndim == 3:
-            if not self.traced:  # traced only if none were given, and then all axes are equal
+            if not self.traced:  # traced only without position ids, and then all axes are equal
                 self.require(
                     (positions == positions[:1]).all(),
                     UnsupportedModelError,
@@ -261,9 +261,9 @@ class PositionForward(ForwardContext):
         return positions
 
     def _begin(self, positions: torch.Tensor) -> None:
-        """Positions of the first tokens of their sequences, as they are given."""
+        """Set the positions of a forward that starts its sequences, as passed to the model."""
         self._given = positions
-        # Not always the first slot: under a mask of one's own, a suffix may precede its prefix.
+        # Not always the first slot: with a custom mask, a suffix may precede its prefix.
         first = positions[:, :1] if self.traced else positions.amin(1, keepdim=True)
         if self.padding is not None:
             positions = positions.expand(len(self.padding), -1)
@@ -271,22 +271,22 @@ class PositionForward(ForwardContext):
         elif self.documents is not None:
             documents = self.documents.to(self.device)
             positions = positions.expand(len(documents), -1)
-            # Each document counts from its own beginning.
+            # Each document counts from its own first token.
             first = positions.gather(1, torch.searchsorted(documents, documents))
         self.query = self.key = positions - first
         if self.room > self.tokens:
             self.key = F.pad(self.key, (0, self.room - self.tokens))
-        if self.traced and self.cache is not None:  # what continues the cache relies on it
+        if self.traced and self.cache is not None:  # later forwards with the cache rely on it
             torch._assert_async(self._counts(), COUNTED)
         elif self.traced and self.tokens <= FEW:
             torch._assert_async(~goes_back(self.key, self.real()), BACK)
 
     def _continue(self, positions: torch.Tensor) -> None:
-        """Positions behind those of a cache: they count the tokens of its rows, or the slots."""
+        """Set positions after those of a cache: they count the tokens of its rows, or the slots."""
         self.key = self.counted()
         new = self.filled + torch.arange(self.tokens, device=self.device)
         self.query = new[None] if self.padding is None else self.key.index_select(1, new)
-        if self.shown is not None:  # perhaps a tree of drafts
+        if self.shown is not None:  # may be a tree of drafts
             self.query, key = positions, self.key.expand(max(len(self.key), len(positions)), -1)
             self.key = key.index_copy(1, new, positions.expand(len(key), -1))
             return
@@ -300,11 +300,11 @@ class PositionForward(ForwardContext):
             torch._assert_async(counts.all(), COUNTED)
 
     def _counts(self) -> torch.Tensor:
-        """Whether the tokens of every row count one by one, bool, no dimensions."""
+        """Whether the tokens of every row are consecutive; a scalar bool tensor."""
         return ((self.key == self.counted()) | ~self.real()).all()
 
     def note(self, cache: Cache) -> None:
-        """Record on a cache what is known of its keys."""
+        """Record metadata of a cache's keys on the cache."""
         if self.exported or not self.located:
             return
         behind = not self.begins and self.shown is None
@@ -314,13 +314,13 @@ class PositionForward(ForwardContext):
             setattr(cache, NOTE, new)
 
     def shared(self, name: Any, make: Callable[[], _Made]) -> _Made:
-        """What the first layer makes for all of them."""
+        """Return what ``make`` computes in the first layer, for all layers."""
         if name not in self.made:
             self.made[name] = make()
         return self.made[name]
 
     def slots(self) -> torch.Tensor:
-        """Numbers of all slots, int64, ``[room]``."""
+        """Indices of all slots, int64, ``[room]``."""
         return torch.arange(self.room, device=self.device)
 
     def origin(self) -> torch.Tensor:
@@ -331,26 +331,26 @@ class PositionForward(ForwardContext):
         return self.shared("origin", lambda: padding.int().argmax(1, keepdim=True))
 
     def counted(self) -> torch.Tensor:
-        """Number of tokens before each slot that has one, int64, ``[rows or 1, room]``."""
+        """Number of tokens before each filled slot, int64, ``[rows or 1, room]``."""
         if self.padding is None:
             return self.slots()[None]
         padding = self.padding
         return self.shared("counted", lambda: padding.long().cumsum(1) - 1)
 
     def real(self) -> torch.Tensor:
-        """Which slots hold a token, bool, ``[rows or 1, room]``."""
+        """Mask of slots with a token, bool, ``[rows or 1, room]``."""
         real = (self.slots() < self.filled + self.tokens)[None]
         return real if self.padding is None else real & self.padding
 
     @property
     def distances(self) -> int:
-        """Distances that tokens may have, from 0 on; positions of a first forward may jump."""
+        """Number of possible distances, from 0 on; positions of a first forward may jump."""
         if self.traced or not self.begins:
             return self.room
         return self.shared("distances", lambda: max(self.room, int(self.key.amax()) + 1))
 
     def on(self, device: torch.device) -> PositionForward:
-        """The same forward for layers on another device, copied there once for all of them."""
+        """Return this forward for layers on another device, copied there once for all of them."""
         return self if self.device == device else self.shared(device, lambda: self._moved(device))
 
     def _moved(self, device: torch.device) -> PositionForward:
@@ -361,7 +361,7 @@ class PositionForward(ForwardContext):
         return moved
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
-        """Cosine and sine that the model rotates its queries and keys with."""
+        """Cosine and sine with which the model rotates queries and keys."""
 
         def make() -> Any:
             made = stored_rotation(self.map, site, self.query, like)
@@ -371,14 +371,14 @@ class PositionForward(ForwardContext):
 
 
 def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:
-    """Output of the rotary module of ``site`` for tokens at ``t`` (``[rows or 1, tokens]``)."""
+    """Return the rotary module's output for tokens at ``t`` (``[rows or 1, tokens]``)."""
     t = t.double().clamp(min=0)
     stored = at(position_map.stored, t)
     inv_freq, scaling = position_map.inv_freq(site, t.device), position_map.frequencies[site][1]
     phase = position_map.phase(t)
     if stored.shape[-1] == 1 and phase is None:
         stored = stored.squeeze(-1)
-    else:  # each pair has its own position, so put it into the frequency of a token at 1
+    else:  # pairs have different positions: fold them into the frequencies, at position 1
         stored, inv_freq = torch.ones_like(t), stored * inv_freq
         inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
     made = hooks.rotation(site, stored, inv_freq, scaling, position_map.precise, like)
@@ -388,7 +388,7 @@ def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor
 
 
 def once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, behind an operator: inductor would recompute them in every layer."""
+    """Return the same tensors via a custom operator; inductor would recompute them per layer."""
     alone = calls.is_exporting() or not torch.compiler.is_compiling()
     return tensors if alone else _held(tensors)
 

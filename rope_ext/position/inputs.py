@@ -1,11 +1,11 @@
-"""Hooks of encodings that change the input of layers, or compute positions from it.
+"""Hooks for encodings that change the input of layers, or compute positions from it.
 
 The hook is on a layer and not on the embedding, since families may change embeddings before the
-first layer (Gemma multiplies them), and embeddings may be given. Gradient checkpointing runs the
-hook again with its layer; the attention mask then identifies the forward.
+first layer (Gemma scales them), and users may pass embeddings. Gradient checkpointing reruns the
+hook with its layer; the attention mask then identifies the forward.
 
-Where layers compute positions, the rotary module rotates by nothing. Keys are rotated on their way
-into the cache, and queries before they attend: the attention computes as without positions.
+If layers compute positions, the rotary module rotates by zero. Keys are rotated when they enter
+the cache, and queries before attention, which then needs no positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rope_ext.rotary.swapping import Changes
 from rope_ext.rotary.zero3 import size
 
 _SAMPLE = 64
-"""Tokens of the vocabulary whose hidden states before the first layer are measured."""
+"""Number of vocabulary tokens whose hidden states before the first layer are measured."""
 
 
 def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> str:
@@ -74,7 +74,7 @@ def _enter(
         shared = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with shared, torch.autocast(x.device.type, enabled=False):
             p = module(t, x.dtype)
-        if current(position_map) is forward:  # else checkpointing runs a layer again
+        if current(position_map) is forward:  # not when checkpointing reruns a layer
             forward.made[INPUT] = p
     encoding = cast("InputEncoding", position_map.encoding)
     x = encoding.join(x, p.to(x.device, x.dtype))
@@ -84,7 +84,7 @@ def _enter(
 def forward_of(
     position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
 ) -> PositionForward:
-    """The forward that a layer with these arguments is part of."""
+    """Return the forward that a layer call with these arguments belongs to."""
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
     forward = next((mask.owner for mask in masks if mask.owner is not None), current(position_map))
     if forward is None or not forward.located:
@@ -96,7 +96,7 @@ def forward_of(
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:
-    """Its layers, in order: the list of modules with the most parameters."""
+    """Return the decoder's layers, in order: the module list with the most parameters."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise UnsupportedModelError(
@@ -113,7 +113,7 @@ def _run(decoder: nn.Module, tokens: torch.Tensor, use_cache: bool) -> None:
 
 
 def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -> tuple[int, float]:
-    """Columns and root mean square of the input of the first layer, for some tokens."""
+    """Measure columns and root mean square of the first layer's input, for some tokens."""
     seen = []
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -143,7 +143,7 @@ def enter_heads(
     layouts: Mapping[nn.Module, Layout],
     changes: Changes,
 ) -> None:
-    """Let attention modules compute positions, and prove that their keys can be rotated by them."""
+    """Make attention modules compute positions, and verify that these can rotate their keys."""
     encoding = cast("Encoding", position_map.encoding)
     for module, layout in layouts.items():
         if layout.inputs is None:
@@ -160,7 +160,7 @@ def enter_heads(
 
 
 class _RotatingCache:
-    """The rotation of the new tokens of one layer in one forward, which stands in for its cache.
+    """Wraps a layer's cache in one forward, and rotates its new tokens.
 
     Args:
         pairs: the columns that rotate together.
@@ -169,14 +169,14 @@ class _RotatingCache:
 
     def __init__(self, pairs: Pairs, angles: torch.Tensor) -> None:
         self.pairs, self.angles = pairs, angles
-        self.cache: Any = None  # which does everything else
+        self.cache: Any = None  # handles everything else
         self.updated = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
     def rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, heads, tokens, columns]``, where every key head has as many of the heads."""
+        """Rotate ``[rows, heads, tokens, columns]``; ``heads`` is a multiple of the key heads."""
         rows, heads, tokens, _ = self.angles.shape
         if x.ndim != 4 or x.shape[1] % heads or (len(x), x.shape[2]) != (rows, tokens):
             raise UnsupportedModelError(
@@ -189,7 +189,7 @@ class _RotatingCache:
 
     @run_eagerly()
     def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ``Cache.update``."""
+        """Rotate the keys, then update the cache, like ``Cache.update``."""
         self.updated = True
         return self.cache.update(self.rotated(key), value, *args, **kwargs)
 
@@ -197,7 +197,7 @@ class _RotatingCache:
 def rotated(
     forward: PositionForward, module: nn.Module, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of an attention module that attends, by their positions."""
+    """Rotate an attention module's queries by their positions; returns them with the keys."""
     rotation: _RotatingCache | None = forward.made.pop(module, None)
     if rotation is None or (rotation.cache is not None) != rotation.updated:
         raise UnsupportedModelError(

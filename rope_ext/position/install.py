@@ -1,4 +1,4 @@
-"""Installs a position map on a decoder: hooks, learned modules, and the attention function."""
+"""Installs a position map on a decoder: hooks, learned modules and the attention function."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from rope_ext.rotary.third_party import refuse_presses
 
 
 class Installed:
-    """A position map on a decoder: its hooks around a forward.
+    """A position map installed on a decoder, with its forward hooks.
 
-    ``mapped`` are the attention layers that it changes, ``notes`` sentences for ``describe``.
+    ``mapped`` are the attention layers that it changes, ``notes`` are sentences for ``describe``.
     """
 
     def __init__(self, decoder: nn.Module, position_map: PositionMap, changes: Changes) -> None:
         self.map, name, encoding = position_map, position_map.method.name, position_map.encoding
         self._config = text_config(decoder)
-        if getattr(self._config, "output_attentions", False):  # allowed under "eager" only
+        if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
             raise OptionError(
                 f"config.output_attentions=True would keep transformers from saving a model under "
                 f"{name}; set it to False and pass output_attentions=True to the model or to "
@@ -98,7 +98,7 @@ class Installed:
             inputs.enter_heads(decoder, position_map, own, changes)
 
     def _give_back(self) -> None:
-        if self._config._attn_implementation == NAME:  # else another one was chosen meanwhile
+        if self._config._attn_implementation == NAME:  # not if it was changed meanwhile
             self._config._attn_implementation_internal = self._before
 
     def _put_layers(
@@ -108,7 +108,7 @@ class Installed:
         kept: list[nn.Module],
         changes: Changes,
     ) -> None:
-        """Give every attention module its :class:`Layer`, and what it learns."""
+        """Attach a :class:`Layer` and learned modules to every attention module."""
         position_map, encoding = self.map, self.map.encoding
         _ = position_map.reach  # cached, since a graph could not
         temperature = position_map.learned_temperature
@@ -124,8 +124,8 @@ class Installed:
                 continue
             owner = None
             if window is None and encoding is not None and encoding.changes_logits():
-                # A bias that all layers share must not be part of a layer, since FSDP gathers the
-                # parameters of a layer only while that layer runs.
+                # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
+                # parameters only while that layer runs.
                 own = not encoding.shared and encoding.initial(Heads(1, 1, 1), position_map.rope)
                 owner = module if own else decoder
                 there = getattr(owner, learned.BIAS, None)
@@ -148,7 +148,7 @@ class Installed:
             self._copy_constants(layout.site, layer)
 
     def _copy_constants(self, site: RotarySite, layer: Layer) -> None:
-        """Copy constants of every forward to its device, since a graph could not cache the copy."""
+        """Copy constants of every forward to its device, since graphs cannot cache the copy."""
         device = getattr(site.module, site.buffer).device
         if device.type == "meta":
             return
@@ -159,7 +159,7 @@ class Installed:
                 cached_on_device(rotations, name, device)
 
     def unbatched(self) -> str:
-        """Why continuous batching is refused, and what to do."""
+        """Error message for continuous batching, with the alternative."""
         return (
             f"continuous batching (generate_batch) keeps keys in pages, which attention under "
             f"{self.map.named} cannot read; call generate with a padded batch, whose cache is a "
@@ -187,7 +187,7 @@ class Installed:
         return notes
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Decoder pre-hook."""
+        """Decoder pre-hook: starts a forward."""
         forget_failed_exports()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
@@ -197,7 +197,7 @@ class Installed:
             enter(forward)
 
     def traceable(self) -> bool:
-        """Whether a graph is being made, and no error has to be raised eagerly."""
+        """Whether a graph is being traced, and no error has to be raised eagerly."""
         return (
             torch.compiler.is_compiling()
             and not calls.is_sharded()
@@ -228,7 +228,7 @@ class Installed:
         tokens: Any = given.get("input_ids")
         rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
         mask = given.get("attention_mask")
-        if isinstance(mask, dict):  # one per kind of layer, made before the forward
+        if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
             mask = next(iter(mask.values()), None)
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
@@ -249,12 +249,12 @@ class Installed:
         enter(forward)
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: notes on a cache that the decoder created, too, what its keys are."""
+        """Decoder hook: records metadata on caches, including one that the decoder created."""
         run(self.map, self._leave, output)
 
     def _leave(self, output: Any) -> None:
         forward = current(self.map)
-        if forward is None:  # an error was raised before it began
+        if forward is None:  # an error was raised before it started
             return
         leave(forward)
         for cache in caches_in(output):
@@ -265,7 +265,7 @@ class Installed:
     def rotate(
         self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        """Hook of a rotary module: rotates to the position at which keys are cached."""
+        """Rotary module hook: rotates to the positions at which keys are cached."""
         return run(self.map, self._rotated, site, native, args, kwargs, output)
 
     def _rotated(
@@ -282,7 +282,7 @@ class Installed:
         return result
 
     def _shorten(self, cache: Any) -> None:
-        """Let a cache keep what layers with a window will attend to."""
+        """Make a cache keep only what layers with a window attend to."""
         if self._short and self.map.window is not None:
             shorten(cache, self._short, self.map.window)
 
@@ -290,7 +290,7 @@ class Installed:
 def _chosen(
     decoder: nn.Module, modules: list[nn.Module], position_map: PositionMap
 ) -> list[nn.Module]:
-    """The attention modules that ``layers=`` chooses, or the encoding by default."""
+    """Return the attention modules that ``layers=`` or, by default, the encoding selects."""
     layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
     known = {number for number in map(_number, modules) if number >= 0}
     if layers is None and encoding is not None:
@@ -320,6 +320,6 @@ def _chosen(
 
 
 def _number(module: nn.Module) -> int:
-    """The number of the decoder layer that an attention module is in; -1: it is not known."""
+    """Return the index of an attention module's decoder layer; -1 if unknown."""
     number = getattr(module, "layer_idx", None)
     return number if isinstance(number, int) else -1

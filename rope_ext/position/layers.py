@@ -1,12 +1,12 @@
 """Finds the attention layers that a rotary site rotates, and the columns of its pairs in a head.
 
 The decoder runs on a few tokens with an attention function that records queries and keys and
-attends to nothing. The rows of that batch are the same tokens, not rotated and with every pair
-rotated by a different angle. Layers whose rows do not differ by that raise an error.
+returns zeros. The batch has the same tokens in two rows: unrotated, and with every pair rotated by
+a different angle. If the rows of a layer do not differ by this rotation, an error is raised.
 
-The layout belongs to the code, not to the weights: some columns of trained queries are a hundred
-times larger than others, and some are zero. So the attention layers rotate random numbers, which
-take the place of what their projections and norms return.
+The layout depends on the code, not on the weights: some columns of trained queries are a hundred
+times larger than others, and some are zero. So random numbers replace the outputs of projections
+and norms in attention layers.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from rope_ext.rotary.sites import (
 )
 from rope_ext.rotary.third_party import replaced
 
-LAYER = "_rope_ext"  # attribute of an attention module: what its patch knows of it
+LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
-_TOKENS = 17  # odd, so that a tensor of tokens is not taken for one of rows
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of the size of a column
+_TOKENS = 17  # odd, to tell dimensions of tokens and rows apart
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative to a column's size
 _EXACT = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an attention layer rotates its queries and keys."""
+    """Rotary layout of an attention layer's queries and keys."""
 
-    site: RotarySite  # whose frequencies it uses
+    site: RotarySite  # the site with its frequencies
     pairs: Pairs  # columns of each pair in a head, in the order of the frequencies
-    local: bool  # whether it sees a limited window only
+    local: bool  # whether it has a sliding window
     heads: Heads
     key_heads: int
-    inputs: int | None  # columns of the hidden states; None: they are not its first argument
+    inputs: int | None  # columns of hidden states; None: not its first argument
 
 
 def find_layouts(
     decoder: nn.Module, sites: list[RotarySite], instead: str = "use a frequency method"
 ) -> dict[nn.Module, Layout | None]:
-    """The layout of every attention layer of ``decoder``; None for layers that no site rotates.
+    """Return the layout of each attention layer of ``decoder``; None for layers without rotation.
 
-    Layers that rotate alike share one object. ``instead`` is the advice at the end of an error.
+    Equal layouts share one object. ``instead`` is the advice at the end of an error.
     """
     layouts: dict[nn.Module, Layout | None] = {}
     known: dict[str, Layout] = {}
@@ -80,7 +80,7 @@ def find_layouts(
 def rotated_layers(
     decoder: nn.Module, sites: list[RotarySite]
 ) -> dict[nn.Module, tuple[bool, int]]:
-    """The attention layers whose queries ``sites`` rotate: whether each has a window, its heads."""
+    """Return the attention layers whose queries ``sites`` rotate: has a window, number of heads."""
     advice = (
         "a temperature cannot be proven to reach them; leave temperature out, or give an "
         "attention_factor, which multiplies cosine and sine"
@@ -101,7 +101,7 @@ def rotated_layers(
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
-    """Whether a factor of cosine and sine has no effect, since queries are normalized afterwards.
+    """Whether a factor of cosine and sine has no effect because queries are normalized afterwards.
 
     False if the probe cannot tell.
     """
@@ -114,17 +114,17 @@ def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class KeyProjection:
-    """The part of a linear layer that makes the keys of an attention layer."""
+    """The part of a linear layer that computes an attention layer's keys."""
 
-    name: str  # of the linear layer in the attention module
-    rows: torch.Tensor  # of its weight, one for each column of the keys of all heads
+    name: str  # path of the linear layer in the attention module
+    rows: torch.Tensor  # rows of its weight, one per key column of all heads
     heads: int
 
     def weight(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """``[heads, columns, inputs]``, with gradients for the weights of ``module``.
+        """Return the matrix ``[heads, columns, inputs]``, with gradients for ``module``'s weights.
 
-        Adapters, quantized, offloaded and partitioned weights have no matrix to read. What they
-        return for unit vectors is one, once their bias is subtracted.
+        Adapters, quantized, offloaded and partitioned weights have no readable matrix, so apply
+        the layer to unit vectors and subtract its bias.
         """
         linear = getattr(module, self.name)
         if type(linear) is nn.Linear and linear.weight.device == device and linear.weight.numel():
@@ -132,7 +132,7 @@ class KeyProjection:
         else:
             count = linear.in_features
             unit = torch.eye(count + 1, count, device=device, dtype=dtype)
-            out = linear(unit[None])[0]  # the last row of ``unit`` is zero
+            out = linear(unit[None])[0]  # the last row of ``unit`` is zero: the bias
             weight = (out[:-1] - out[-1:]).mT
         return weight[self.rows.to(weight.device)].unflatten(0, (self.heads, -1))
 
@@ -141,7 +141,7 @@ class KeyProjection:
 def find_key_projections(
     decoder: nn.Module, sites: list[RotarySite], modules: list[nn.Module]
 ) -> dict[nn.Module, KeyProjection]:
-    """The linear layers that make the keys of attention layers, found by what they return."""
+    """Find the linear layers that compute the keys of attention layers, by their outputs."""
     found: dict[nn.Module, KeyProjection] = {}
     for seen in (seen for site in sites for seen in _run(decoder, site)):
         keys = seen.key[0].transpose(0, 1).flatten(1).double()  # [tokens, columns of all heads]
@@ -166,13 +166,13 @@ def find_key_projections(
     return found
 
 
-class _RefusedError(AttributeError):  # so that hasattr says no
-    """A decoder cannot be probed; the message says why."""
+class _RefusedError(AttributeError):  # so that hasattr is False
+    """A decoder cannot be probed; see the message."""
 
 
 @contextmanager
 def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
-    """Turn an error of the probe into one that names the family and the consequence."""
+    """Convert a probe error into one that names the family and the consequence."""
     try:
         yield
     except _RefusedError as error:
@@ -188,23 +188,23 @@ def _path(decoder: nn.Module, module: nn.Module) -> str:
 
 
 class _Seen(NamedTuple):
-    """One call of attention, with a row for each rotation.
+    """One attention call, with a row for each rotation.
 
-    ``hidden`` is the first argument of the layer; ``returned`` what its parts returned.
+    ``hidden`` is the layer's first argument; ``returned`` are the outputs of its submodules.
     """
 
     module: nn.Module
     query: torch.Tensor
     key: torch.Tensor
     value_columns: int
-    window: int | None  # of the layer
+    window: int | None  # the layer's window
     hidden: Any
     returned: dict[nn.Module, torch.Tensor]
 
 
 @torch.no_grad()
 def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> list[_Seen]:
-    """What every attention layer attends with, under the rotations of :func:`_rotation`."""
+    """Record queries and keys of each attention layer, with the rotations of :func:`_rotation`."""
     parameters = list(decoder.parameters())
     offloaded = any("_hf_hook" in vars(module) for module in decoder.modules())
     if not offloaded and any(parameter.is_meta for parameter in parameters):
@@ -215,7 +215,7 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
     hidden = _forward(decoder, site, scaling, lambda seen: layers.append(seen.module))
     if hidden.isnan().any():
         raise _RefusedError("its hidden states are NaN (check its weights and configuration)")
-    # Rounding may depend on the row. Then it does so in a forward that rotates nothing, too.
+    # Rounding may depend on the row; then it also does in a forward that rotates nothing.
     spread = _spread(hidden)
     if spread and spread > 4 * _spread(_forward(decoder, site, 1.0, lambda seen: None)):
         raise _RefusedError("positions act outside of its attention layers")
@@ -232,7 +232,7 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
 def _forward(
     decoder: nn.Module, site: RotarySite, scaling: float | None, look: Callable[[_Seen], Any]
 ) -> torch.Tensor:
-    """Run the decoder with ``look`` in place of attention; its hidden states in float64."""
+    """Run the decoder with ``look`` instead of attention; returns hidden states in float64."""
 
     def rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return _rotation(site, scaling, output) if site.called(args, kwargs) else None
@@ -243,7 +243,7 @@ def _forward(
     before = config._attn_implementation_internal
     looking, forward_context.look = forward_context.look, look
     try:
-        config._attn_implementation_internal = _NAME  # the public name sets sub-configurations too
+        config._attn_implementation_internal = _NAME  # the public one also sets sub-configurations
         with evaluating(decoder):
             output = decoder(
                 input_ids=tokens.expand(2, -1).to(input_device(decoder)), use_cache=False
@@ -260,7 +260,7 @@ def _forward(
 
 
 def _rotation(site: RotarySite, scaling: float | None, output: Any) -> Any:
-    """For ``output`` of the rotary module: row 0 not rotated, row 1 by an angle for each pair.
+    """Replace the rotary module's ``output``: row 0 unrotated, row 1 with an angle per pair.
 
     With ``scaling``, no row is rotated, and the cosine of row 1 is multiplied by it.
     """
@@ -280,12 +280,12 @@ def _rotation(site: RotarySite, scaling: float | None, output: Any) -> Any:
 
 
 def _angles(pairs: int) -> torch.Tensor:
-    """A different angle for each pair, far apart, radians."""
+    """Return different, well separated angles for all pairs, in radians."""
     return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
 
 
 def _spread(hidden: torch.Tensor) -> float:
-    """How far the rows are apart, each column against its own size."""
+    """Return the difference of the rows, relative to each column's size."""
     size = hidden.abs().amax((0, 1)).clamp(min=torch.finfo(hidden.dtype).tiny)
     return float(((hidden - hidden[:1]) / size).norm())
 
@@ -298,7 +298,7 @@ def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _differs(x: torch.Tensor, tolerance: float) -> bool:
-    """Whether the rows of ``x`` differ in a column by more than this share of its largest value."""
+    """Whether rows of ``x`` differ in a column by more than this share of its largest value."""
     columns = x.double().unsqueeze(1).flatten(1, -2)  # [rows, values, columns]
     away = (columns - columns[:1]).abs().amax((0, 1))
     return bool((away > tolerance * columns.abs().amax((0, 1))).any())
@@ -309,10 +309,10 @@ def _tolerance(x: torch.Tensor) -> float:
 
 
 class _Numbers:
-    """Hooks on attention layers, whose parts return random numbers that are equal in all rows."""
+    """Hooks that make submodules of attention layers return random numbers, equal in all rows."""
 
     def __init__(self, layers: set[nn.Module]) -> None:
-        self.inside = False  # whether a layer is running and has not attended
+        self.inside = False  # whether a layer is running and has not called attention
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.hidden: dict[nn.Module, Any] = {}
         self.returned: dict[nn.Module, torch.Tensor] = {}
@@ -323,7 +323,7 @@ class _Numbers:
         ]
 
     def beside(self, seen: _Seen) -> _Seen:
-        """``seen`` with what its layer got and its parts returned; others return what they did."""
+        """Add the layer's input and submodule outputs to ``seen``, and stop replacing outputs."""
         self.inside = False
         return seen._replace(hidden=self.hidden.get(seen.module), returned=self.returned)
 
@@ -355,7 +355,7 @@ def _look(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that attends to nothing, so that all rows stay equal."""
+    """Attention function that returns zeros, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     assert forward_context.look is not None, "only _forward sets this attention function"
@@ -366,13 +366,13 @@ def _look(
 
 
 class _Mask:
-    """Stands in for the attention mask; layers may only pass it on."""
+    """Placeholder for the attention mask, which layers may only pass on."""
 
     def _touched(self, *args: Any, **kwargs: Any) -> None:
         raise _RefusedError("it computes with its attention mask outside of the attention function")
 
     __getitem__ = __add__ = __radd__ = __and__ = __rand__ = __getattr__ = _touched
-    __torch_function__ = classmethod(cast("Any", _touched))  # torch calls it with the class
+    __torch_function__ = classmethod(cast("Any", _touched))  # torch calls this on the class
 
 
 _MASK = _Mask()
@@ -381,7 +381,7 @@ AttentionMaskInterface.register(_NAME, lambda **arguments: _MASK)
 
 
 def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
-    """The layout of a layer; None if it does not rotate."""
+    """Return the layout of a layer; None if it does not rotate."""
     where, query, key, x = _path(decoder, seen.module), seen.query, seen.key, seen.hidden
     rotates = [_changes(decoder, seen.module, one) for one in (query, key)]
     if not any(rotates):
@@ -398,11 +398,11 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
 
 
 def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
-    """The columns of the ``count`` pairs of queries or keys, in the order of the frequencies.
+    """Return the columns of the ``count`` pairs in a head, in the order of the frequencies.
 
-    They are neighbours or halves, at the beginning or the end of a head. None: no rotation.
+    They are neighbors or halves, at the start or end of a head. None: no rotation.
     """
-    tolerance = _tolerance(x)  # a share of the size of a column
+    tolerance = _tolerance(x)  # relative to a column's size
     still, rotated = x.transpose(1, 3).flatten(2).double()  # [columns, tokens * heads]
     size, away = still.norm(dim=1), (rotated - still).norm(dim=1)
     angles = _angles(count).to(x.device)[:, None, None]
@@ -426,7 +426,7 @@ def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
 
 
 def _columns(index: torch.Tensor) -> slice | torch.Tensor:
-    """A slice if the columns are evenly spaced."""
+    """Convert evenly spaced columns to a slice."""
     steps = {*index.diff().tolist()} or {1}
     if len(steps) > 1 or min(steps) < 1:
         return index

@@ -1,4 +1,4 @@
-"""What patches learn: modules within the decoder or its attention modules, saved and trained there.
+"""Learned parameters of patches: modules in the decoder or in its attention modules.
 
 Their forwards compute what a layer needs, since wrappers gather parameters before a forward.
 """
@@ -20,18 +20,18 @@ from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import KeyProjection
 from rope_ext.rotary.swapping import Changes
 
-BIAS = "rope_ext_bias"  # names of the modules, and so in checkpoints
+BIAS = "rope_ext_bias"  # module names, also in checkpoints
 TEMPERATURE = "rope_ext_temperature"
 INPUT = "rope_ext_input"
 POSITIONS = "rope_ext_positions"
 NAMES = (BIAS, TEMPERATURE, INPUT, POSITIONS)
 _HIDES = -1e30
-"""In place of -inf, which could hide all of a tile from a row, and kernels then divide by zero."""
-_Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and the buffers of a module
+"""Replaces -inf, which could mask a whole tile for a row, so that kernels divide by zero."""
+_Tensors = tuple[dict[str, Any], dict[str, Any]]  # parameters and buffers of a module
 
 
 def learned(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of encoding and temperature on ``model``, by their names in ``state_dict``."""
+    """Return the model's encoding and temperature parameters, by their names in ``state_dict``."""
     return {
         f"{name}.{key}" if name else key: value
         for name, module in model.named_modules(remove_duplicate=False)
@@ -41,7 +41,7 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def put(holder: nn.Module, name: str, module: Learning, changes: Changes) -> None:
-    """Add a module to another one until ``changes`` are undone."""
+    """Add a module to another module until ``changes`` are undone."""
     holder.add_module(name, module)
     changes.append(partial(_take, holder, name))
 
@@ -51,9 +51,9 @@ def _take(holder: nn.Module, name: str) -> None:
 
 
 class Learning(nn.Module):
-    """Parameters of an encoding, or of a temperature.
+    """Parameters of an encoding or a temperature.
 
-    ``near`` is the module next to them, whose weights give their dtype and device.
+    They get the dtype and device of the weights of ``near``, a neighboring module.
     """
 
     encoding: Encoding | SSMax
@@ -63,7 +63,7 @@ class Learning(nn.Module):
         self.encoding, self.bounds = encoding, dict(getattr(encoding, "bounds", {}))
         self._kept: tuple[Any, int, list[torch.Tensor], Any] | None = None
         like = _like(near)
-        with torch.inference_mode(False):  # they outlive the mode, and may be trained
+        with torch.inference_mode(False):  # inference tensors could not be trained
             for name, value in values.items():
                 value = value.clone() if value.is_inference() else value
                 self.register_parameter(name, nn.Parameter(value.to(like)))
@@ -71,20 +71,20 @@ class Learning(nn.Module):
     def clamp(self) -> None:
         """Clamp the stored values to their bounds.
 
-        Through ``.data``, which autograd does not track: a forward may run again before its
-        backward pass, as in gradient checkpointing, and then nothing is left to clamp.
+        Via ``.data``, which autograd does not track: if a forward is rerun before its backward
+        pass, as in gradient checkpointing, there is nothing left to clamp.
         """
         for name, (least, most) in self.bounds.items():
             value = getattr(self, name)
-            # A graph cannot call is_inference, and has no inference tensors where gradients matter.
+            # Graphs cannot call is_inference, and have no inference tensors if gradients matter.
             if torch.compiler.is_compiling() or not value.is_inference():
                 value.data.clamp_(least, most)
 
     def clamped(self) -> dict[str, torch.Tensor]:
-        """The parameters within their bounds; where they are trained, the stored ones are clamped.
+        """Return the parameters within their bounds; during training, clamp the stored values.
 
-        A clamp in front of the forward has no gradient outside its bounds, so a value that an
-        optimizer moved there would never come back.
+        A clamp in the forward has no gradient outside the bounds, so a value that an optimizer
+        moved there would never come back.
         """
         if torch.is_grad_enabled():
             self.clamp()
@@ -95,7 +95,7 @@ class Learning(nn.Module):
         }
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self.clamp()  # an optimizer may have stepped since the last forward
+        self.clamp()  # the optimizer may have stepped since the last forward
         super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -103,16 +103,16 @@ class Learning(nn.Module):
         self.clamp()
 
     def kept(self, where: Any, count: int, room: int, make: Callable[[int], Any]) -> Any:
-        """``make(count)``, or with more up to ``room``, kept while nothing is trained.
+        """Return ``make(count)``, or more up to ``room``; cached while nothing is trained.
 
-        The parameters are compared by value, since changes through ``.data`` (weight averaging, for
-        example) do not change their version.
+        Parameters are compared by value, since changes via ``.data`` (such as weight averaging)
+        do not change their version.
         """
         learned = list(self.parameters())
         training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
         if torch.compiler.is_compiling() or training:
             return make(count)
-        key, kept = (where, [x.dtype for x in learned]), self._kept  # threads share it
+        key, kept = (where, [x.dtype for x in learned]), self._kept  # shared between threads
         if (
             kept is None
             or kept[0] != key
@@ -126,14 +126,14 @@ class Learning(nn.Module):
 
 
 def _like(near: nn.Module) -> torch.Tensor:
-    """An empty tensor with the dtype and the device of the weights of a module."""
+    """Return an empty tensor with the dtype and device of a module's weights."""
     like = next((p for p in near.parameters() if p.is_floating_point()), torch.empty(0))
-    # Offloaded: no hook would ever load a new parameter from the meta device.
+    # Offloaded: no hook would load a new parameter from the meta device.
     return torch.empty(0, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
 
 
 class DistanceBias(Learning):
-    """The bias of an encoding in one attention layer, or in all."""
+    """An encoding's bias, for one attention layer or all."""
 
     encoding: Encoding
 
@@ -155,10 +155,10 @@ class DistanceBias(Learning):
         dtype: torch.dtype,
         owner: nn.Module | None = None,
     ) -> dict[str, Any]:
-        """What is added to the logits, with the names of :class:`rope_ext.attention.call.Call`.
+        """Return changes to the logits, as fields of :class:`rope_ext.attention.call.Call`.
 
-        A bias is ``[heads, n]``, for all distances below ``distances``, or to that from which on it
-        is constant. ``owner`` is the attention module whose keys an encoding may project.
+        A bias is ``[heads, n]``, for all distances below ``distances``, or until it becomes
+        constant. ``owner`` is the attention module whose key projection an encoding may use.
         """
         learned = self.clamped()
         given = {**learned, **self.encoding.constants(self.heads, device)}
@@ -185,7 +185,7 @@ class DistanceBias(Learning):
 
 
 class HeadScales(Learning):
-    """The learned scales of a temperature: one number for every query head of a layer."""
+    """Learned scales of a temperature: one number per query head of a layer."""
 
     scale: nn.Parameter
 
@@ -195,15 +195,15 @@ class HeadScales(Learning):
         )
 
     def forward(self, query: torch.Tensor, growth: torch.Tensor | None) -> torch.Tensor:
-        """Multiply the queries, ``[rows, heads, tokens, columns]``, by ``1 + scale growth``.
+        """Multiply queries, ``[rows, heads, tokens, columns]``, by ``1 + scale * growth``.
 
-        ``growth``: ``[rows or 1, 1, tokens, 1]``; None: 0 everywhere, so that no query changes.
+        ``growth``: ``[rows or 1, 1, tokens, 1]``; None means 0, so that queries do not change.
         """
         scale = self.scale
         if growth is None:
             if not (torch.is_grad_enabled() and scale.requires_grad):
                 return query
-            # Data parallelism waits for a gradient of every parameter, if only a zero.
+            # Data parallelism waits for a gradient of every parameter, even if it is zero.
             growth = query.new_zeros(1, 1, 1, 1)
         if len(scale) != query.shape[1]:
             raise UnsupportedModelError(
@@ -216,10 +216,10 @@ class HeadScales(Learning):
 
 
 class InputPositions(Learning):
-    """``p`` of an encoding that changes the input of layers, whose root mean square is ``size``."""
+    """``p`` of an encoding that changes layer inputs, whose root mean square is ``size``."""
 
     encoding: InputEncoding
-    scale: torch.Tensor  # a buffer of encodings that are sized and have no option ``scale``
+    scale: torch.Tensor  # buffer for sized encodings without the option ``scale``
 
     def __init__(
         self, encoding: InputEncoding, columns: int, size: float, rope: Rope, near: nn.Module
@@ -236,7 +236,7 @@ class InputPositions(Learning):
                     )
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``[..., columns]`` in ``dtype`` at the positions ``t``, int64, ``[...]``."""
+        """Return ``[..., columns]`` in ``dtype`` at positions ``t``, int64, ``[...]``."""
         encoding = self.encoding
         device = next(self.parameters(), t).device
         t = t.to(device)
@@ -268,7 +268,7 @@ class InputPositions(Learning):
 
 
 class HeadPositions(Learning):
-    """The positions of tokens in one attention layer."""
+    """Computes token positions in one attention layer."""
 
     encoding: Encoding
 
@@ -276,8 +276,8 @@ class HeadPositions(Learning):
         super().__init__(encoding, encoding.initial_positions(columns, key_heads), near)
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """``[rows, key heads, tokens]``, float32 or better, of hidden states ``x`` at ``t``."""
-        # In bfloat16, positions beyond 256 would be whole numbers.
+        """Return ``[rows, key heads, tokens]``, at least float32, for states ``x`` at ``t``."""
+        # In bfloat16, positions beyond 256 would lose their fractions.
         wide = torch.promote_types(x.dtype, torch.float32)
         device = next(self.parameters(), x).device
         with torch.autocast(x.device.type, enabled=False):
@@ -287,10 +287,10 @@ class HeadPositions(Learning):
 
 @dataclass(frozen=True)
 class Earlier:
-    """The parameters of a patch on a model before the model is patched again."""
+    """The parameters of a patch, saved before the model is patched again."""
 
     modules: dict[str, nn.Module]  # by path; PEFT may have wrapped them
-    held: dict[Learning, _Tensors]  # the modules may get others while a ``with`` block lasts
+    held: dict[Learning, _Tensors]  # modules may change inside a ``with`` block
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Earlier:
@@ -303,17 +303,17 @@ class Earlier:
         return cls(modules, {p: (dict(p._parameters), dict(p._buffers)) for p in parts})
 
     def give_back(self, model: nn.Module) -> None:
-        """Put everything back on a model that has the same patch again."""
+        """Restore everything on a model that has the same patch again."""
         self._put(model, self.held)
 
     def carry(self, model: nn.Module) -> list[str]:
-        """Let the patch that replaced the earlier one continue with its parameters.
+        """Continue with the earlier parameters in the patch that replaced it.
 
         Tensors of the same shape stay the same parameter objects, so that an optimizer can
         continue with them. Tables that grow keep their rows.
 
         Returns:
-            Names of parameters that do not exist under this patch: those of another encoding or
+            Names of parameters that the new patch does not have: those of another encoding or
             temperature, or of layers that are no longer patched.
         """
         held, dropped = {}, []
@@ -333,7 +333,7 @@ class Earlier:
             parts, new = _parts(module), _at(model, path)
             if new is None or not all(part in held for part in parts):
                 continue
-            for part in parts:  # it takes over what ``new`` is, with the earlier tensors
+            for part in parts:  # becomes like ``new``, with the earlier tensors
                 vars(part).update((k, v) for k, v in vars(new).items() if k not in own)
                 vars(part).update(
                     zip(("_parameters", "_buffers"), map(dict, held[part]), strict=True)
@@ -353,7 +353,7 @@ def _at(model: nn.Module, path: str) -> Learning | None:
 
 
 def _carried(before: Any, held: _Tensors, new: Learning) -> _Tensors:
-    """The tensors of an encoding for that of ``new``, which is of the same kind."""
+    """Convert an encoding's tensors to those of ``new``, which has the same kind."""
     now, parameters = cast("Any", new.encoding), {}
     options = [(name, value, getattr(now, name)) for name, value in before.options().items()]
     changed = {name: f"{name}={y!r} instead of {x!r}" for name, x, y in options if x != y}
@@ -365,7 +365,7 @@ def _carried(before: Any, held: _Tensors, new: Learning) -> _Tensors:
             f"first to start from new parameters"
         )
 
-    # Names and shapes may agree where their meaning does not.
+    # Parameters with equal names and shapes may have different meanings.
     redefined = changed.keys() & {*getattr(now, "redefining", ())}
     if redefined or held[0].keys() != new._parameters.keys():
         raise refused("its parameters mean something else")

@@ -1,4 +1,4 @@
-"""A position map on a model, and the rotations of queries and keys to the positions of a band."""
+"""Defines position maps, and rotation tables that move queries and keys to a band's positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
 Origin = int | torch.Tensor
-"""A position that the queries are close to: one for all, or one per row, ``[rows, 1]``."""
+"""A position close to the queries: one for all rows, or one per row, ``[rows, 1]``."""
 
 
 class RotationTable:
@@ -30,7 +30,7 @@ class RotationTable:
 
     Args:
         to: position of queries or keys in the band.
-        stored: position that they are rotated to already.
+        stored: position that they are already rotated to.
         inv_freq: ``[pairs]``; angles are computed in its dtype.
     """
 
@@ -62,7 +62,7 @@ class RotationTable:
         made = self._made.get((device, dtype))
         if made is None or len(made[0]) < last:
             size = last if made is None else max(last, 2 * len(made[0]))
-            with torch.inference_mode(False):  # a table outlives the mode that it is made in
+            with torch.inference_mode(False):  # the table outlives inference mode
                 made = self.at(torch.arange(size, device=device), dtype)
             assert made is not None, "it is not idle"
             self._made[device, dtype] = made
@@ -70,7 +70,7 @@ class RotationTable:
 
 
 class Decay:
-    """Factors ``exp(growth (t - origin))`` in place of cosines: pairs are scaled, not rotated.
+    """Factors ``exp(growth (t - origin))`` instead of cosines: pairs are scaled, not rotated.
 
     Queries and keys have opposite growths, so the origin cancels in their products. It must be
     close to the queries: then the factors of queries and of the keys they see are at most
@@ -92,7 +92,7 @@ class Decay:
 
     @classmethod
     def reach(cls, growth: torch.Tensor) -> int:
-        """Most tokens that queries with one origin in their middle may be apart."""
+        """Maximum distance in tokens between queries that share an origin in their middle."""
         return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
 
     def at(
@@ -101,7 +101,7 @@ class Decay:
         """For any positions, ``[tokens, pairs]``."""
         growth = cached_on_device(self, "growth", t.device)
         numbers = ((t - origin).double().unsqueeze(-1) * growth).exp()
-        if dtype != torch.float64:  # keys after the last query may be anywhere: no query sees them
+        if dtype != torch.float64:  # keys after the last query: no query sees them
             numbers = numbers.clamp(self._LEAST, 2 * self.MOST).to(dtype)
         return numbers, torch.zeros_like(numbers)
 
@@ -113,12 +113,12 @@ class Decay:
 
 
 BandRotations = list[tuple[Geometry, RotationTable | Decay, RotationTable | Decay]]
-"""For every band: which keys it shows, and the rotations of queries and of keys."""
+"""For each band: its visible keys, and the rotations of queries and keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class PositionMap:
-    """A method with the frequencies that it rotates by."""
+    """A position method with the frequencies of its rotations."""
 
     method: PositionMethod  # resolved
     rope: Rope  # the trained embedding, after the frequency method if there is one
@@ -127,29 +127,29 @@ class PositionMap:
     precise: bool  # compute angles in float64 instead of float32, which transformers uses
     kernel: str
     include_sliding: bool  # also patch layers with sliding-window attention
-    encoding: Encoding | None = None  # of the method, or of ``bias=``
+    encoding: Encoding | None = None  # the method itself, or ``bias=``
     layers: tuple[int, ...] | str | None = None
     named: str = ""  # a short name of the patch, such as "yarn with layers="
-    instead: str = "use a frequency method such as 'yarn'"  # keeps the model's own attention
+    instead: str = "use a frequency method such as 'yarn'"  # advice for errors
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Everything that has to match before a cache can be continued."""
+        """Everything that must match to continue a cache."""
         return self.label, self.rope.length, self.precise, self.include_sliding
 
     @functools.cached_property
     def bands(self) -> tuple[Band, ...]:
-        """The bands of the method; keys are cached with the rotation of the last one."""
+        """Bands of the method; keys are cached with the rotation of the last band."""
         return self.method.bands()
 
     @property
     def window(self) -> int | None:
-        """Tokens that rotating layers beside those of an encoding attend to; None: all."""
+        """Window in tokens of rotating layers that the encoding does not change; None: no limit."""
         return None if self.encoding is None else self.encoding.window_beside()
 
     @property
     def stored(self) -> Map:
-        """The position map that cached keys are rotated with."""
+        """The position map with which cached keys are rotated."""
         return self.bands[-1].key
 
     def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
@@ -162,14 +162,14 @@ class PositionMap:
 
     @functools.cached_property
     def reach(self) -> int | None:
-        """Largest distance between queries that are rotated together, tokens; None: no limit."""
+        """Maximum distance in tokens between queries that are rotated together; None: no limit."""
         growth = None if self.encoding is None else self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
     def rotations(self, layout: Layout, window: int | None = None) -> BandRotations:
-        """For each band, its geometry and the rotations of queries and keys.
+        """Return each band's geometry and the rotations of queries and keys.
 
-        With ``window``, of layers that keep the trained rotation and attend to so many tokens.
+        ``window``: for layers that keep the trained rotation and attend to that many tokens.
         """
         if (layout, window) not in self._rotations:
             self._rotations[layout, window] = self._made(layout, window)
@@ -193,23 +193,23 @@ class PositionMap:
 
     @property
     def computes_positions(self) -> bool:
-        """Whether layers rotate by positions that they compute from their hidden states."""
+        """Whether layers compute their positions from hidden states."""
         return self.encoding is not None and self.encoding.computes_positions()
 
     def phase(self, t: torch.Tensor) -> torch.Tensor | None:
-        """Phase that the encoding adds to all pairs of a token, radians."""
+        """Phase in radians that the encoding adds to all pairs of a token."""
         return None if self.encoding is None else self.encoding.phase(t)
 
     @functools.cached_property
     def learned_temperature(self) -> SSMax | None:
-        """The temperature, if every head learns a number; layers apply it to their queries."""
+        """The temperature, if heads learn its scale; layers apply it to their queries."""
         made = self.method.tempered(self.rope)
         return made if isinstance(made, SSMax) else None
 
     def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The factors on the queries at positions ``t``, ``[tokens]``; None if all are 1.
+        """Return factors of queries at positions ``t``, ``[tokens]``; None if all are 1.
 
-        Without those of :attr:`learned_temperature`.
+        Excludes :attr:`learned_temperature`.
         """
         if self.learned_temperature is not None:
             return None
@@ -220,5 +220,5 @@ class PositionMap:
     def _rotations(self) -> dict[tuple[Layout, int | None], BandRotations]:
         return {}
 
-    def __getstate__(self) -> dict[str, Any]:  # fields only: cached bands hold functions
+    def __getstate__(self) -> dict[str, Any]:  # fields only: cached bands contain functions
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

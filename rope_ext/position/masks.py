@@ -1,13 +1,13 @@
-"""The attention mask of a forward, and how it is read.
+"""Represents and interprets the attention mask of a forward.
 
-The mask functions of transformers are recognised by their closures.
+transformers' mask functions are recognized by their closures.
 
 transformers combines simple functions of batch, head, query and key into one, and passes only the
-result. The only way to tell them apart is ``__qualname__`` and the closure, which are not public:
-:data:`CHECKED` are the versions of transformers on which this was checked.
+result. They can only be distinguished by ``__qualname__`` and the closure, which are not public:
+:data:`CHECKED` are the versions of transformers that this was tested with.
 
-An unknown function is treated as a mask of any shape: its layer gets dense logits, which is correct
-but slow. Packed documents that are not recognized raise an error, since their positions decrease.
+Unknown functions are treated as arbitrary masks: their layers compute dense logits, which is
+correct but slow. Unrecognized packed documents raise an error, since their positions decrease.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import BandRotations
 
 CHECKED = ("5.17", "5.23")
-"""The first and the last version of transformers on which this was checked."""
+"""First and last version of transformers that this was tested with."""
 
 _PACKED = "packed_sequence_mask_function."
 _WINDOW = "sliding_window_overlay."
@@ -34,27 +34,27 @@ _BLOCKS = "blockwise_overlay."
 
 
 def is_plain(function: Callable) -> bool:
-    """Whether a mask function of transformers is causal, perhaps in a window or by document."""
+    """Whether a transformers mask function is causal, possibly with a window or documents."""
     return all(
         part is causal_mask_function or _is(part, _PACKED, _WINDOW) for part in _parts(function)
     )
 
 
 def documents_of(function: Callable) -> torch.Tensor | None:
-    """The documents that a mask function keeps apart, ``[rows, keys]``."""
+    """Return the documents that a mask function separates, ``[rows, keys]``."""
     packed = [part for part in _parts(function) if _is(part, _PACKED)]
     return _held(packed[0])[0] if packed else None
 
 
 def _parts(function: Callable) -> list[Callable]:
-    """The simple mask functions that transformers has combined into ``function`` with ``and``."""
+    """Return the simple mask functions that transformers has combined into ``function``."""
     inner = [
         one
         for held in _held(function)
         for one in (held if isinstance(held, tuple) else (held,))
         if callable(one)
     ]
-    if _is(function, "or_masks."):  # without images there are no blocks of tokens that see others
+    if _is(function, "or_masks."):  # without images, no blocks of tokens see later ones
         inner = [one for one in inner if not _is(one, _BLOCKS) or _blocks(one)]
         if len(inner) != 1:
             return [function]
@@ -64,17 +64,17 @@ def _parts(function: Callable) -> list[Callable]:
 
 
 def _held(function: Callable) -> list[Any]:
-    """What is in the closure of ``function``."""
+    """Return the closure of ``function``."""
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def _blocks(overlay: Callable) -> bool:
-    """Whether any tokens belong to a block; those of no block have a negative number."""
+    """Whether any tokens belong to a block; tokens outside blocks have a negative number."""
     return any(isinstance(x, torch.Tensor) and bool((x >= 0).any()) for x in _held(overlay))
 
 
 def _is(function: Callable, *made_by: str) -> bool:
-    """Whether ``function`` was defined by transformers within one of the functions ``made_by``."""
+    """Whether transformers defined ``function`` inside one of the functions ``made_by``."""
     its = getattr(function, "__module__", None) == causal_mask_function.__module__
     return its and getattr(function, "__qualname__", "").startswith(made_by)
 
@@ -83,17 +83,17 @@ class BatchMask:
     """The attention mask of one forward under a position map.
 
     Args:
-        owner: the forward; None where generation makes the mask of a static cache before it.
-        arguments: arguments with which transformers requested a mask; None: it was given ready.
-        given: that mask, bool or additive, ``[rows, 1, queries, keys]``.
+        owner: the forward; None if generate creates a static cache's mask before it.
+        arguments: arguments with which transformers requested a mask; None: a ready mask.
+        given: the ready mask, bool or additive, ``[rows, 1, queries, keys]``.
 
     Attributes:
-        plain: whether it is causal, as far as a compiled forward needs to know.
-        valid: the padding of all slots, ``[rows, slots]``, of a mask that is made before a forward.
-        ready: that mask itself, for a single query.
+        plain: whether it is causal, as needed in a compiled forward.
+        valid: padding of all slots, ``[rows, slots]``, if it is created before a forward.
+        ready: the mask itself, for a single query.
     """
 
-    ndim = 4  # transformers then takes it for a mask that is already prepared
+    ndim = 4  # transformers then treats it as a prepared mask
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class BatchMask:
         self.valid: torch.Tensor | None = None
         self.ready: torch.Tensor | None = None
         self.plain = True
-        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that it serves
+        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
 
     @property
     def forward(self) -> PositionForward:
@@ -114,12 +114,12 @@ class BatchMask:
         return self.owner
 
     def contiguous(self) -> BatchMask:
-        """Called by generation on a mask that is already prepared."""
+        """Called by generate on a prepared mask."""
         return self
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of the tensor that transformers would make."""
+        """Shape of the tensor that transformers would create."""
         if self.given is not None:
             return tuple(self.given.shape)
         names = ("batch_size", "q_length", "kv_length")
@@ -128,18 +128,18 @@ class BatchMask:
 
     @functools.cached_property
     def causal(self) -> bool:
-        """Whether transformers asked for a causal mask, perhaps in a window or by document."""
+        """Whether transformers requested a causal mask, possibly with a window or documents."""
         return self.arguments is not None and is_plain(self.arguments["mask_function"])
 
     def belong_to(self, forward: PositionForward) -> None:
-        """Set the forward, of a mask that was made before it or in it."""
+        """Set the forward of a mask that was created before or in it."""
         self.owner = forward
         documents = documents_of(self.arguments["mask_function"]) if self.arguments else None
         if documents is not None:
             forward.split(documents)
 
     def prepare(self) -> None:
-        """Make what a compiled forward needs of a mask that is made before it."""
+        """Prepare what a compiled forward needs from a mask created before it."""
         padding, arguments = self.padding, self.arguments or {}
         if padding is not None:
             slots = arguments["kv_length"]
@@ -151,12 +151,12 @@ class BatchMask:
 
     @property
     def padding(self) -> torch.Tensor | None:
-        """The two-dimensional mask that it was made from."""
+        """The two-dimensional mask that it was created from."""
         return None if self.arguments is None else self.arguments.get("attention_mask")
 
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
-        """The mask for layers that the map leaves alone; None: causal."""
+        """The mask for layers that the map does not change; None: causal."""
         return self.given if self.arguments is None else sdpa_mask(**self.arguments)
 
     def dense_on(self, device: torch.device) -> torch.Tensor | None:
@@ -169,7 +169,7 @@ class BatchMask:
 
     @functools.cached_property
     def ahead(self) -> int:
-        """How far queries see beyond themselves at most, tokens; 0: the mask is causal."""
+        """Maximum number of tokens that queries see after themselves; 0: the mask is causal."""
         forward = self.forward
         if self.causal or self.dense is None:
             return 0
@@ -180,7 +180,7 @@ class BatchMask:
             torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in visible.split(256, 2)
         ]
         after = torch.cat(newest, 2) - t[..., -forward.tokens :]
-        # What padding sees does not matter; transformers shows it nothing, or everything.
+        # What padding sees does not matter; transformers shows it all or no keys.
         seen = visible[..., -1:, -forward.tokens :].squeeze(2)
         after = after.where(seen | ~visible.all(-1), 0)
         if forward.padding is not None:
@@ -194,11 +194,11 @@ class BatchMask:
 
     @functools.cached_property
     def window(self) -> int | None:
-        """Window to which the mask limits every token; None: the mask shows some beyond it."""
+        """Window to which the mask limits every token; None: no such limit."""
         return self.arguments.get("local_size") if self.arguments and self.causal else None
 
     def runs(self, offset: int = 0) -> list[runs.Run] | None:
-        """The keys from ``offset`` on as runs of tokens that count one by one."""
+        """Split the keys from ``offset`` on into runs of consecutive tokens."""
         if ("runs", offset) not in self.made:
             forward, documents = self.forward, self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents
@@ -209,7 +209,7 @@ class BatchMask:
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
-    """The visible keys of a mask, bool or additive."""
+    """Convert a bool or additive mask to the visible keys."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= -1e4
@@ -222,7 +222,7 @@ def shown(mask: torch.Tensor) -> torch.Tensor:
 
 
 def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
-    """The bands within a window; None if only a dense mask can express that."""
+    """Restrict bands to a window; None if only a dense mask can express that."""
     if window is None:
         return bands
     clipped = []

@@ -1,9 +1,9 @@
-"""Temperatures under a frequency method: multiply queries on their way into the attention.
+"""Applies temperatures under frequency methods, by multiplying queries before attention.
 
-Every attention layer of transformers reads the name of its attention function from its
-configuration. A layer with a temperature gets a copy of that configuration with another name. The
-function registered under it multiplies the query and calls the function that the original
-configuration names, with the mask that the model made for it.
+Attention layers in transformers read the name of their attention function from their
+configuration. A layer with a temperature gets a copy of it with another name. The function
+registered under that name multiplies the query, then calls the function named in the original
+configuration, with the mask that the model created for it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _TEMPERED = "_rope_ext_tempered"  # attribute of an attention module; its Layer 
 
 
 class Tempered(NamedTuple):
-    """What a patch knows of an attention module with a temperature."""
+    """A patch's state of an attention module with a temperature."""
 
-    config: Any  # of the decoder
-    eager: Any  # the eager function in the modeling file of the layer
+    config: Any  # the decoder's configuration
+    eager: Any  # the eager function in the layer's modeling file
     temperature: Temperature
     sequences: Sequences | None  # None: the temperature is constant
 
@@ -47,7 +47,7 @@ def install(
     include_sliding: bool,
     changes: Changes,
 ) -> list[str]:
-    """Put a temperature in force in the layers that ``place.scaled`` rotates.
+    """Apply a temperature in the layers that ``place.scaled`` rotates.
 
     Returns sentences for ``describe``.
     """
@@ -107,7 +107,7 @@ def _attend(
 def _by_position(
     sequences: Sequences, temperature: Temperature, module: nn.Module, query: torch.Tensor
 ) -> torch.Tensor:
-    """``query`` times a temperature that follows positions, or that learns in ``module``."""
+    """Multiply ``query`` by a temperature that depends on positions or is learned in ``module``."""
     forward = sequences.current()
     if forward is None or forward.positions is None:
         raise UnsupportedModelError(

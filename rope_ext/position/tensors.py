@@ -1,9 +1,9 @@
-"""What the layers of one layout share in a forward, as tensors, and which graphs can have one.
+"""Shared state of layers with the same layout in a forward, as tensors, for compiled graphs.
 
-A graph must serve every step of a sequence, so everything that depends on values follows from
-tensors here: positions, the number of filled slots, and the padding. Eager steps with few queries
-use this, too: on a GPU they read nothing. Forwards that tensors cannot express run eagerly, which
-breaks the graph.
+A graph must work for every step of a sequence, so everything that depends on values is computed
+from tensors: positions, the number of filled slots, and padding. Eager steps with few queries
+also use this, to avoid reading values on a GPU. Forwards that tensors cannot express run eagerly,
+which breaks the graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEYOND = (
 def traced(
     position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]
 ) -> PositionForward | None:
-    """The forward with these arguments in tensors; None if tensors cannot express it."""
+    """Create the forward for these arguments in tensors; None if tensors cannot express it."""
     encoding, reach = position_map.encoding, position_map.reach
     if position_map.computes_positions or (encoding is not None and encoding.entered):
         return None
@@ -53,7 +53,7 @@ def traced(
     rows, count = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
     cache, mask = cache_among(given), given.get("attention_mask")
     positions, forward = given.get("position_ids"), in_cache(position_map, cache, rows, count)
-    if isinstance(mask, dict):  # one per kind of layer, made before the forward
+    if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
         mask = mask.get("full_attention", False)
     if forward is None or mask is False or (isinstance(mask, BatchMask) and not mask.plain):
         return None
@@ -62,13 +62,13 @@ def traced(
         return None
     regular = isinstance(forward.filled, int) and mask is None and positions is None
     if not regular:
-        # Positions without a mask may belong to several documents, or have several axes.
+        # Positions without a mask may be of several documents, or have several axes.
         if (cache is None and mask is None) or (positions is not None and positions.ndim > 2):
             return None
         if count > FEW and torch.is_grad_enabled():
             return None
     if reach is not None or (encoding is not None and encoding.scored()):
-        regular = False  # kernels for many queries cannot take these in tensors
+        regular = False  # kernels for many queries do not support these as tensors
         if count > min(FEW, reach or FEW):
             return None
     forward.regular, forward.exported = regular, calls.is_exporting()
@@ -78,15 +78,15 @@ def traced(
 
 
 class Dense(NamedTuple):
-    """One call of an attention layer by plain operations."""
+    """One call of an attention layer, for plain operations."""
 
     query: torch.Tensor  # [rows, heads, queries, columns], with its temperature
     key: torch.Tensor  # [rows, kv_heads, keys, columns]
-    call: Call  # its rotations are of one row, or [rows, 1, tokens, pairs]
+    call: Call  # with rotations for one row, or [rows, 1, tokens, pairs]
     places: Places
 
     def weights(self, queries: slice = slice(None)) -> torch.Tensor:
-        """Attention weights of some queries on every key, ``[rows, heads, queries, keys]``."""
+        """Return attention weights of some queries, ``[rows, heads, queries, keys]``."""
         bands = [
             RotatedBand(band.geometry, part_of(band.query, queries), band.key)
             for band in self.call.bands
@@ -100,10 +100,10 @@ class Dense(NamedTuple):
 
 
 class Step:
-    """What the layers of one layout share in a forward. Nothing here waits for a GPU.
+    """State that layers of one layout share in a forward; never synchronizes with a GPU.
 
-    ``offset`` is the slot of the first key, in caches that keep the last ones. ``seen`` are the
-    keys that queries see, ``[rows or 1, heads or 1, queries, keys]``; None: those before them.
+    ``offset`` is the slot of the first key, for caches that keep only the last ones. ``seen`` are
+    the visible keys, ``[rows or 1, heads or 1, queries, keys]``; None: all earlier keys.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Step:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Attention by plain operations, or of few queries on a GPU by a kernel."""
+        """Compute attention in plain operations, or for few queries on a GPU, with a kernel."""
         if self._has_kernel(query, key, value, call):
             return decode.attend(query, key, value, call, self._ranges())
         dense = self.dense(query, key, call)
@@ -130,7 +130,7 @@ class Step:
     def many(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Attention of many queries in a graph."""
+        """Compute attention for many queries in a graph."""
         forward = self.forward
         query = self._scaled(query)
         call = replace(call, bands=self._bands(wide(query)))
@@ -145,7 +145,7 @@ class Step:
         return dispatch.attend_placed(query, key, value, call, at, forward.map.kernel)
 
     def dense(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> Dense:
-        """The call by plain operations."""
+        """Return the call for plain operations."""
         forward, dtype, reach = self.forward, wide(query), self.forward.map.reach
         apart = forward.distances if forward.begins else forward.tokens
         if reach is not None and apart > reach:
@@ -162,13 +162,13 @@ class Step:
     def _has_kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> bool:
-        """Whether :mod:`rope_ext.attention.decode` can have a call."""
+        """Whether :mod:`rope_ext.attention.decode` supports a call."""
         forward = self.forward
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
         if call.scores is not None or forward.apart or forward.map.reach is not None:
             return False
-        if forward.begins:  # its positions may jump, and the kernel takes them for slots
+        if forward.begins:  # positions may jump, but the kernel treats them as slots
             return False
         tensors = (query, key, value, call.sinks, call.bias)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -176,10 +176,10 @@ class Step:
         return decode.refusal(query, value, call.pairs) is None
 
     def _ranges(self) -> decode.Ranges:
-        """What the queries see by slots, and their rotations."""
+        """Return the slots that queries see, and rotations."""
         if "ranges" not in self.made:
             forward, t = self.forward, self.forward.query
-            if forward.padding is not None and not forward.reads:  # else it is known already
+            if forward.padding is not None and not forward.reads:  # otherwise already checked
                 apart = (forward.slots() - forward.origin() != forward.key) & forward.real()
                 torch._assert_async(~apart.any(), APART)
             filled = torch.as_tensor(forward.filled, device=forward.device).view(1) - self.offset
@@ -196,15 +196,15 @@ class Step:
     def _at(
         self, by: RotationTable | Decay, t: torch.Tensor, dtype: torch.dtype, origin: Any = 0
     ) -> Rotation:
-        """Rotation of tokens at ``t``, ``[rows or 1, tokens, pairs]``."""
-        counted = not self.forward.begins and self.forward.shown is None  # and below the room
+        """Return the rotation of tokens at ``t``, ``[rows or 1, tokens, pairs]``."""
+        counted = not self.forward.begins and self.forward.shown is None  # and less than the room
         if by.idle or self.forward.traced or isinstance(by, Decay) or not counted:
             return by.at(t, dtype, origin)
         made = by.between(0, self.forward.room, t.device, dtype)
         return each_table(made, lambda x: x.expand(*t.shape, -1) if len(x) == 1 else x[t.clamp(0)])
 
     def _everywhere(self, by: RotationTable | Decay) -> Rotation:
-        """Rotation of tokens at all positions in the room, float32, ``[room, pairs]``."""
+        """Return the rotation of all positions below the room, float32, ``[room, pairs]``."""
         room, device = self.forward.room, self.forward.device
         if self.forward.traced:
             return by.at(torch.arange(room, device=device), torch.float32)
@@ -215,7 +215,7 @@ class Step:
         return self.forward.map.temperature(self.forward.query, dtype) if self.tempered else None
 
     def _scaled(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries times their temperature."""
+        """Multiply queries by their temperature."""
         name = "temperature", wide(query)
         if name not in self.made:
             made = self._temperature(name[1])
@@ -224,9 +224,9 @@ class Step:
         return query if scale is None else (query * scale).to(query.dtype)
 
     def _bands(self, dtype: torch.dtype, apart: bool = False) -> list[RotatedBand]:
-        """The bands, with rotations of ``[rows or 1, tokens, pairs]``.
+        """Return the bands, with rotations of shape ``[rows or 1, tokens, pairs]``.
 
-        ``apart``: with a dimension for heads, or none for rows where all rows are alike.
+        ``apart``: add a dimension for heads, or drop that of rows if all rows are equal.
         """
         if (name := ("bands", dtype, apart)) not in self.made:
             query, key, middle = self.forward.query, self.forward.key[:, self.offset :], 0
@@ -251,7 +251,7 @@ class Step:
         return self.made[name]
 
     def _places(self) -> Places:
-        """The positions of queries and keys, and which keys are visible."""
+        """Return the positions of queries and keys, and which keys are visible."""
         if "places" not in self.made:
             forward, offset = self.forward, self.offset
             query, key, real = forward.query, forward.key[:, offset:], forward.real()[:, offset:]

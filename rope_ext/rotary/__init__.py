@@ -1,1 +1,1 @@
-"""The rotary modules of a model, and what a forward knows of its sequences and caches."""
+"""Finds and patches a model's rotary modules, and tracks sequences and caches in a forward."""

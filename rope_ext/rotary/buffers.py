@@ -1,7 +1,7 @@
-"""Writes new values to the rotary buffers of a model, and restores the old ones.
+"""Writes new values to a model's rotary buffers, and restores the old ones.
 
 The model's own code then computes cosines and sines, so caches, attention kernels and compilation
-work as before; ``hooks`` has the cases for which that is not enough.
+work as before; ``hooks`` handles cases where that is not enough.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from rope_ext.rotary.swapping import Changes, keep_attributes, wrap
 def guard(site: RotarySite, changes: Changes) -> None:
     """Write the loaded frequencies, whether or not a patch changes them.
 
-    Undoes what a cast has rounded. A later cast changes none of the model's frequencies then, so
-    that leaving and entering a patch again restores every one. Comes before anything else that a
-    patch does to the site.
+    This undoes rounding by casts, and protects all frequencies of the model from later casts, so
+    that leaving and reentering a patch restores them. Call it before any other change to the site.
     """
     module = site.module
     buffers = {name: buffer_of(module, name).detach().clone() for name in site.buffers}
@@ -37,19 +36,19 @@ def guard(site: RotarySite, changes: Changes) -> None:
 
 
 def write(site: RotarySite, inv_freq: torch.Tensor, scaling: float) -> None:
-    """Put ``inv_freq`` (float32, CPU, ``[pairs]``) and ``scaling`` into a guarded rotary module.
+    """Write ``inv_freq`` (float32, CPU, ``[pairs]``) and ``scaling`` to a guarded rotary module.
 
-    The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are
-    written again from float32 whenever the module's tensors are replaced.
+    The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are rewritten
+    from float32 whenever the module's tensors are replaced.
     """
     site.values.update(dict.fromkeys(site.buffers, inv_freq))
-    vars(site.module)["_is_hf_initialized"] = True  # keeps transformers from initializing it again
+    vars(site.module)["_is_hf_initialized"] = True  # stops reinitialization by transformers
     setattr(site.module, site.scaling_attribute, scaling)
     _rewrite(site)
 
 
 def grow(site: RotarySite, changes: Changes) -> None:
-    """Switch on transformers' own dynamic scaling, which follows the longest position seen.
+    """Enable transformers' own dynamic scaling, which depends on the longest position seen.
 
     It reads its factor from ``module.config.rope_parameters``.
     """
@@ -72,7 +71,7 @@ def _restore(site: RotarySite, buffers: dict[str, torch.Tensor]) -> None:
 
 
 def _apply(site: RotarySite, original: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """``_apply`` of a rotary module, by which torch replaces its tensors."""
+    """Replacement for a rotary module's ``_apply``, with which torch replaces its tensors."""
     module = original(*args, **kwargs)
     _rewrite(site)
     return module
@@ -80,7 +79,7 @@ def _apply(site: RotarySite, original: Any, *args: Any, **kwargs: Any) -> nn.Mod
 
 def _rewrite(site: RotarySite) -> None:
     for name, value in site.values.items():
-        if not buffer_of(site.module, name).is_meta:  # written once it is materialized
+        if not buffer_of(site.module, name).is_meta:  # written when it is materialized
             _put(site.module, name, value)
 
 

@@ -1,4 +1,4 @@
-"""What the hooks on a model ask about a call, and what they refuse."""
+"""Helpers for hooks: inspect a call, and reject unsupported ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rope_ext.rotary.swapping import Changes, wrap
 
 @functools.cache
 def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the arguments of a module's forward."""
+    """Return the argument names of a module's forward."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
     """Return the constant tensor ``owner.name`` on ``device``; the copy is cached on ``owner``.
 
-    Copying in every forward would synchronize with the GPU and rule out CUDA graphs.
+    Copying in every forward would synchronize with the GPU and prevent CUDA graphs.
     """
     x = getattr(owner, name)
     if x.device == device:
@@ -33,7 +33,7 @@ def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tenso
     if copy is None:
         if torch.compiler.is_compiling():
             return x.to(device)
-        with torch.inference_mode(False):  # the copy outlives the mode
+        with torch.inference_mode(False):  # the copy outlives inference mode
             copy = x.to(device)
         owner.__dict__[kept] = copy
     return copy
@@ -51,12 +51,12 @@ def is_exporting() -> bool:
 
 
 def is_sharded() -> bool:
-    """Whether each device may get a part of every sequence; can be traced."""
+    """Whether each device may get only part of every sequence; traceable."""
     return nn.functional.scaled_dot_product_attention is not _ATTENTION
 
 
 def runs_layers_again(decoder: nn.Module) -> bool:
-    """Whether gradient checkpointing will run the layers again after the forward."""
+    """Whether gradient checkpointing will rerun the layers after the forward."""
     trains = torch.is_grad_enabled() and decoder.training
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
 
@@ -77,7 +77,7 @@ def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
 
 @run_eagerly()
 def refuse_sharded(name: str, instead: str = "use a fixed frequency method such as 'yarn'") -> None:
-    """Raise if each device of a context-parallel group gets a part of every sequence.
+    """Raise if each device of a context-parallel group gets only part of every sequence.
 
     ``context_parallel`` of torch and of accelerate replaces ``scaled_dot_product_attention`` while
     it is active.

@@ -1,4 +1,4 @@
-"""The forwards that a thread is running: one stack for all patches, eager and compiled.
+"""A thread-local stack of forwards in progress, for all patches, eager and compiled.
 
 It is thread-local because several threads may serve the same model. State that outlives a single
 call belongs to a request and is stored on its cache.
@@ -17,23 +17,23 @@ UNKNOWN = (
     "this cache was taken for an empty one, and it has tokens that were put there without this "
     "patch, so its keys carry other rotations; start with an empty cache"
 )
-"""Error of a graph that starts with a static cache of which nothing is known."""
+"""Error of a graph that starts with a static cache without metadata."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 NOTE = "_rope_ext"
-"""Attribute of a cache: what the next forward has to know of its keys; ``patch`` made them."""
+"""Cache attribute with metadata of its keys for the next forward; ``patch`` computed them."""
 
 
 class ForwardContext:
-    """One forward of a decoder, with ``tokens`` in each of ``rows``.
+    """One forward of a decoder, with ``tokens`` in each row.
 
     Args:
-        patch: the patch in force on the decoder: a position map, or a ``Sequences``.
-        filled: number of tokens already in the cache; a 0-dimensional tensor where one graph
-            serves every step of a static cache.
+        patch: the decoder's active patch: a position map, or a ``Sequences``.
+        filled: number of tokens already in the cache; a 0-dimensional tensor if one graph
+            runs every step of a static cache.
         traced: whether torch.compile or torch.export is tracing this forward. If so, everything is
-            computed with tensors and no value may be read.
+            computed with tensors, and values must not be read.
     """
 
     exported = False  # whether torch.export is tracing it
@@ -46,11 +46,11 @@ class ForwardContext:
 
     @property
     def filled_count(self) -> int:
-        """``filled`` in forwards where it is a number: all that are not traced."""
+        """``filled`` as an int, for forwards that are not traced."""
         return cast("int", self.filled)
 
     def require(self, holds: torch.Tensor, error: type[Exception], message: str) -> None:
-        """Raise ``error`` unless ``holds``; a graph raises RuntimeError when it runs."""
+        """Raise ``error`` unless ``holds``; graphs raise RuntimeError when they run."""
         if self.traced:
             torch._assert_async(holds, message)
         elif not bool(holds):
@@ -61,8 +61,8 @@ class _ThreadState(threading.local):
     """State of the current thread."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []  # ForwardContexts, and calls of generate; the innermost last
-        self.recomputed: Any = None  # the forward whose layers gradient checkpointing runs again
+        self.stack: list[Any] = []  # ForwardContexts and calls of generate, innermost last
+        self.recomputed: Any = None  # the forward whose layers gradient checkpointing reruns
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 
 
@@ -70,7 +70,7 @@ forward_context = _ThreadState()
 
 
 def current(patch: Any) -> Any:
-    """The innermost forward in progress under ``patch`` in this thread; None if there is none."""
+    """Return this thread's innermost forward in progress under ``patch``, or None."""
     for context in reversed(forward_context.stack):
         if context.patch is patch:
             return context
@@ -78,7 +78,7 @@ def current(patch: Any) -> Any:
 
 
 def is_traced(patch: Any) -> bool:
-    """Whether that forward is being traced: the only test for eager versus compiled."""
+    """Whether that forward is being traced: the only check for eager versus compiled."""
     context = current(patch)
     return context is not None and context.traced
 
@@ -94,14 +94,14 @@ def leave(context: Any) -> None:
 
 
 def forget_failed_exports() -> None:
-    """Drop forwards of exports that failed, since torch runs no hooks after such an error."""
+    """Drop forwards of failed exports, since torch runs no hooks after such an error."""
     stack = forward_context.stack
     if stack and not torch.compiler.is_compiling():
         stack[:] = [context for context in stack if not context.exported]
 
 
 def run(patch: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, as a part of the graph only if the forward in progress is traced."""
+    """Call ``function(*args)``, as part of the graph only if the forward in progress is traced."""
     return function(*args) if is_traced(patch) else _run(function, *args)
 
 
@@ -116,19 +116,19 @@ def _run(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def cache_among(given: Mapping[str, Any]) -> Any:
-    """The cache among a decoder's arguments; transformers 5.24 renamed it to ``cache``."""
+    """Return the cache from a decoder's arguments; transformers 5.24 renamed it to ``cache``."""
     cache = given.get("past_key_values")
     return given.get("cache") if cache is None else cache
 
 
 def is_paged(given: Mapping[str, Any]) -> bool:
-    """Whether the cache is that of continuous batching, which is no ``Cache``."""
+    """Whether the cache is for continuous batching, which is not a ``Cache``."""
     cache = given.get("cache")
     return cache is not None and not isinstance(cache, Cache)
 
 
 def caches_in(output: Any) -> list[Any]:
-    """The caches in the output of a decoder, including one that the decoder created."""
+    """Return the caches in a decoder's output, including one that the decoder created."""
     found = []
     for part in output if isinstance(output, tuple) else (output,):
         cache = getattr(part, "past_key_values", getattr(part, "cache", part))

@@ -23,19 +23,19 @@ from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_o
 from rope_ext.rotary.swapping import Changes, mark_hooked
 from rope_ext.rotary.third_party import replaced
 
-_NATIVE = "_rope_ext_native"  # attribute of a cosine tensor: the unpatched cosine and sine
+_NATIVE = "_rope_ext_native"  # attribute of cosine tensors: unpatched cosine and sine
 
 
 class RotaryHook:
-    """Forward hook of a rotary module: replaces cosine and sine, from float64 frequencies.
+    """Forward hook of a rotary module that replaces cosine and sine, from float64 frequencies.
 
     Args:
         site: the rotary site.
-        inv_freq: float64, ``[pairs]``; used unless frequencies follow the sequence.
-        scaling: factor of cosine and sine; used unless it follows the sequence.
+        inv_freq: float64, ``[pairs]``; used unless frequencies depend on the sequence.
+        scaling: factor of cosine and sine; used unless it depends on the sequence.
         precise: compute angles in float64; else in float32, as transformers does.
-        sequences: the sequences of the batch, if something depends on their positions.
-        native: also return what the unpatched module would have returned.
+        sequences: the sequences of the batch, if anything depends on their positions.
+        native: also return the unpatched module's output.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RotaryHook:
         inv_freq: torch.Tensor,
         scaling: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Positions, frequencies and scaling of the current sequences."""
+        """Return positions, frequencies and scaling of the current sequences."""
         forward, method = sequences.at(positions), sequences.method
         dtype = torch.float64 if self.precise else torch.float32
         if method.is_dynamic:
@@ -91,9 +91,9 @@ class RotaryHook:
 
 @torch.no_grad()
 def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
-    """Raise if code of another package ignores the output of the rotary modules.
+    """Raise if another package's code ignores the output of the rotary modules.
 
-    Only runs the decoder if some forward in it was replaced.
+    Runs the decoder only if some forward in it was replaced.
     """
     there = replaced(decoder)
     if not there:
@@ -140,15 +140,15 @@ def rotation(
     precise: bool,
     like: Any,
 ) -> Any:
-    """Output of a rotary module for other frequencies or positions.
+    """Compute a rotary module's output for other frequencies or positions.
 
     Args:
         site: the rotary site.
-        positions: ``[rows, tokens]``, or ``[axes, rows, tokens]``, integers or not.
+        positions: ``[rows, tokens]`` or ``[axes, rows, tokens]``; need not be integers.
         inv_freq: ``[pairs]``, or ``[rows, tokens or 1, pairs]``.
         scaling: factor of cosine and sine.
         precise: compute angles in float64, else in float32, as transformers does.
-        like: the output of the module itself, for its dtype.
+        like: the module's own output, for its dtype.
     """
     dtype = torch.float64 if precise else torch.float32
     columns = site.columns
@@ -169,13 +169,13 @@ def rotation(
 
 
 def with_native(embeddings: Any, site: RotarySite, positions: Any, precise: bool) -> Any:
-    """``embeddings`` with the output of the unpatched module attached, for layers to find.
+    """Attach the unpatched module's output to ``embeddings``, where layers find it.
 
-    It is an attribute of a tensor, since wrappers may build another tuple of the same tensors.
+    It is a tensor attribute, since wrappers may rebuild the tuple from the same tensors.
     """
     native = rotation(site, positions, site.loaded, site.scaling, precise, embeddings)
     first = _first(embeddings)
-    first = first.view_as(first)  # dynamo knows attributes of what plain operations return
+    first = first.view_as(first)  # dynamo tracks attributes of outputs of plain operations
     setattr(first, _NATIVE, native)
     return first if isinstance(embeddings, torch.Tensor) else (first, embeddings[1])
 
@@ -185,7 +185,7 @@ def _first(embeddings: Any) -> torch.Tensor:
 
 
 def local_layers(decoder: nn.Module, layer_types: Sequence[str]) -> list[nn.Module]:
-    """The attention layers that see a limited window only, according to ``layer_types``."""
+    """Return the attention layers with a sliding window, according to ``layer_types``."""
     return [
         module
         for module in decoder.modules()
@@ -217,7 +217,7 @@ def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]
 def _use_native(
     names: Sequence[str], module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """Pre-hook of an attention layer whose arguments have these ``names``."""
+    """Pre-hook of an attention layer with these argument ``names``."""
     embeddings = {**dict(zip(names, args, strict=False)), **kwargs}["position_embeddings"]
     native = getattr(_first(embeddings), _NATIVE, None)
     if native is None:

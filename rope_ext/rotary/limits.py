@@ -1,4 +1,4 @@
-"""Warns once where a model, or a draft or an adapter beside it, does not fit its extension."""
+"""Warns once if inputs, a draft model or an adapter do not match a model's extension."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Limit:
         cache = cache_among(given)
         filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
-            return  # a length on a device is not waited for
+            return  # do not wait for a length on a device
         tokens, positions = inputs.shape[1] + filled, given.get("position_ids")
         if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
-            tokens = int(positions.max()) + 1  # packed or padded rows are longer than their texts
+            tokens = int(positions.max()) + 1  # packed and padded rows are longer
         if tokens > self.target:
             self.told = True
             _logger.warning(
@@ -52,7 +52,7 @@ class Limit:
             )
 
     def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """``model.generate``, after a look at the draft model of assisted generation."""
+        """Check the draft model of assisted generation, then call ``model.generate``."""
         draft = kwargs.get("assistant_model")
         if isinstance(draft, nn.Module) and not self.told_of_draft:
             reach = getattr(text_config(draft), "max_position_embeddings", None)
@@ -68,7 +68,7 @@ class Limit:
 
 
 def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Changes) -> None:
-    """Warn once if the patch is used beyond ``target`` tokens, unless it follows the sequence."""
+    """Warn once if the patch is used beyond ``target`` tokens, unless it is dynamic."""
     if not method.is_dynamic and method.kind in ("frequency", "position"):
         limit = Limit(method.name, place.scaled[0].rope.length, target)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
@@ -76,7 +76,7 @@ def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Change
 
 
 def warn_of_adapters(place: PatchTarget, record: Record, changes: Changes) -> None:
-    """Warn where ``model.load_adapter`` loads an adapter that was trained under another patch."""
+    """Warn if ``model.load_adapter`` loads an adapter that was trained under another patch."""
     wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
 
 
@@ -85,7 +85,7 @@ def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> A
     file = Path(str(folder)) / SIDECAR
     try:
         trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError, RecordError):  # on the Hub, or of a model without a patch
+    except (OSError, ValueError, RecordError):  # on the Hub, or trained without a patch
         trained = record
     if not trained.same(record):
         _logger.warning(

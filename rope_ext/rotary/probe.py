@@ -1,7 +1,7 @@
-"""Checks how a rotary module uses its frequencies.
+"""Verifies how a rotary module uses its frequencies.
 
-A copy of the module runs once with made-up frequencies. If the output is not their cosine and sine,
-the family is not supported.
+A copy of the module runs once with synthetic frequencies. If the output is not their cosine and
+sine, the family is not supported.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rope_ext.rotary.third_party import replaced
 class Columns:
     """The column layout of a rotary module's output."""
 
-    pair: torch.Tensor  # index of the pair in each output column, int64, [columns]
+    pair: torch.Tensor  # pair index of each output column, int64, [columns]
     # the position axis of each column, for embeddings with several axes; else None
     axis: torch.Tensor | None
     complex: bool  # whether the output is one complex tensor instead of cosine and sine
 
 
 def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
-    """Run a copy of ``module`` with made-up frequencies and read its layout off the output.
+    """Run a copy of ``module`` with synthetic frequencies and infer its layout from the output.
 
     Args:
         decoder: the model, for the error message.
         module: the rotary module.
-        layer_type: which set of frequencies to check, if the module has one per layer type.
+        layer_type: the set of frequencies to check, if the module has one per layer type.
         pairs: number of frequencies.
 
     Raises:
@@ -74,7 +74,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
 def _twin(
     module: nn.Module, layer_type: str | None, inv_freq: torch.Tensor, scaling: float
 ) -> nn.Module:
-    """A shallow copy on the CPU, without hooks, with other frequencies and scaling."""
+    """Return a shallow copy on the CPU, without hooks, with other frequencies and scaling."""
     prefix = f"{layer_type}_" if layer_type else ""
     twin = copy.copy(module)
     for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate wraps forward
@@ -101,7 +101,7 @@ def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) 
 
 
 def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> Columns | None:
-    """The layout of ``output``, or None if it is not scaling * cos/sin of ids * inv_freq."""
+    """Return the layout of ``output``; None if it is not scaling * cos/sin of ids * inv_freq."""
     is_complex = isinstance(output, torch.Tensor) and output.is_complex()
     parts = (output.real, output.imag) if is_complex else output
     if not isinstance(parts, tuple) or len(parts) != 2 or parts[0].shape != parts[1].shape:

@@ -1,9 +1,9 @@
-"""Follows the sequences that a decoder runs, and keeps the frequencies of each fixed.
+"""Tracks the sequences in a decoder's forwards, and keeps each sequence's frequencies fixed.
 
-A row of a batch may begin with padding, and may hold several documents one after the other.
-Positions of a sequence count from its first token. Its frequencies follow from its length and stay
-fixed, because the keys and values of earlier tokens were computed with them. The state of a request
-is on its cache, or with the thread while it runs: one model may serve several threads.
+A row of a batch may start with padding, and may contain several documents. Positions of a sequence
+count from its first token. Its frequencies depend on its length and stay fixed, because the keys
+and values of earlier tokens were computed with them. A request's state is stored on its cache, or
+in its thread while it runs, since several threads may serve one model.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _logger = logging.getLogger("rope_ext")
 class Started:
     """The last sequence in each row of a batch, whose frequencies stay fixed.
 
-    It is kept on the cache, whose rows have to stay in their order, as ``generate`` leaves them.
+    It is stored on the cache, whose rows must keep their order, as in ``generate``.
     """
 
     patch: FrequencyMethod  # the method
-    # number of tokens that the frequencies of each row are made for, [rows], on the CPU; 0 for rows
+    # number of tokens that each row's frequencies are computed for, [rows], on the CPU; 0 for rows
     # with only padding so far. One row if all are equal
     lengths: torch.Tensor
-    # position of the first token of each, same shape; -1 for rows with only padding
+    # position of each row's first token, same shape; -1 for rows with only padding
     first: torch.Tensor
-    room: int  # number of tokens for the whole batch including padding, as a cache counts them
+    room: int  # number of tokens in the whole batch including padding, as counted by a cache
     begun: bool = True  # whether every row has a token
     # frequencies and scaling, by site, device and dtype
     made: dict[tuple, Any] = field(default_factory=dict)
@@ -78,24 +78,24 @@ class Request:
     """A call of ``generate`` in progress, on the stack of its thread."""
 
     sequences: Sequences
-    room: int | None  # tokens that it plans for, with the padding; None: not known
+    room: int | None  # planned number of tokens, including padding; None: not known
     guided: bool
-    due: bool = False  # whether the next forward is its own, not one of a streamer or a criterion
-    lengths: torch.Tensor | None = None  # of the rows of its first forward
-    patch = None  # it is no forward
+    due: bool = False  # whether the next forward is its own, not a streamer's or criterion's
+    lengths: torch.Tensor | None = None  # lengths of rows in its first forward
+    patch = None  # not a forward
     exported = False
 
 
 class SequenceForward(ForwardContext):
-    """One forward under a method that follows sequences; in a graph, ``filled`` is 0.
+    """One forward under a method that tracks sequences; in a graph, ``filled`` is 0.
 
-    ``started`` are the sequences recorded on the cache; None: they begin with this forward.
+    ``started`` are the sequences recorded on the cache; None: they start in this forward.
     """
 
     started: Started | None = None
-    request: Request | None = None  # the call of generate that it belongs to
+    request: Request | None = None  # the call of generate that runs it
     mask: Any = None  # the attention mask that the decoder received
-    lengths: torch.Tensor | None = None  # of documents that begin here, [rows, tokens]
+    lengths: torch.Tensor | None = None  # lengths of documents that start here, [rows, tokens]
     first: torch.Tensor | None = None  # their first positions, same shape
     positions: torch.Tensor | None = None  # position ids of the model; one axis or several
 
@@ -104,7 +104,7 @@ class SequenceForward(ForwardContext):
         self._made: dict[tuple, Any] = {}
 
     def locate(self, positions: torch.Tensor) -> None:
-        """Find the sequences from the position ids that the model itself uses."""
+        """Find the sequences from the model's position ids."""
         if self.positions is not None:
             return
         self.positions = positions
@@ -114,7 +114,7 @@ class SequenceForward(ForwardContext):
     def _start(self, positions: torch.Tensor) -> Started:
         filled, old = self.filled_count, self.started
         positions = furthest(positions)
-        if positions.shape[-1] != self.tokens:  # those of compressed keys
+        if positions.shape[-1] != self.tokens:  # positions of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
         positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
         masked = read(self.mask, filled, self.tokens)
@@ -123,7 +123,7 @@ class SequenceForward(ForwardContext):
             self.require((first[:, -1] >= 0).all(), RuntimeError, _EMPTY)
             self.lengths, self.first = lengths, first
             return Started(self.patch.method, lengths[:, -1].cpu(), first[:, -1], self.tokens)
-        # Read them once: it waits for the device.
+        # Read them once, since it synchronizes with the device.
         of_row, first_of_row, place, count = torch.stack(
             [x[:, -1] for x in (lengths, first, start, number)]
         ).cpu()
@@ -133,11 +133,11 @@ class SequenceForward(ForwardContext):
             of_row = torch.where(first_of_row >= 0, room - filled - place, 0)
             if self.request.lengths is None:
                 self.request.lengths = of_row
-            elif self.request.guided:  # both branches are subtracted from each other
+            elif self.request.guided:  # guidance subtracts the outputs of both branches
                 of_row = self.request.lengths
         elif old is None and int(count.max()) > 1:
             self.lengths, self.first = lengths, first
-        if old is not None:  # rows that had only padding so far begin here
+        if old is not None:  # rows with only padding so far start here
             of_row = torch.where(old.lengths > 0, old.lengths, of_row)
             first_of_row = torch.where(old.lengths > 0, old.first.cpu(), first_of_row)
             room = max(room, old.room)
@@ -160,7 +160,7 @@ class SequenceForward(ForwardContext):
         if by_token is not None and by_token.shape[1] != positions.shape[-1]:
             by_token = None
         key = (site.name, site.layer_type, positions.device, dtype)
-        # Those on a cache serve every later forward of its sequences, including graphs.
+        # If stored on a cache, later forwards of its sequences reuse them, including graphs.
         tables = [(self.started.made, self.started.lengths[:, None])]
         if by_token is not None:
             tables.append((self._made, by_token))
@@ -176,9 +176,9 @@ class SequenceForward(ForwardContext):
     def query_scale(
         self, temperature: Temperature, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Factor of the queries, ``[rows or 1, 1, tokens, 1]``.
+        """Return the factor of queries, ``[rows or 1, 1, tokens, 1]``.
 
-        Of a temperature that learns, the growth that its scales multiply.
+        For a learned temperature, return the growth that its scales multiply.
         """
         key = ("query_scale", device, dtype)
         if key not in self._made:
@@ -189,7 +189,7 @@ class SequenceForward(ForwardContext):
         return self._made[key]
 
     def counted(self, positions: torch.Tensor) -> torch.Tensor:
-        """``positions`` counted from the first token of each sequence."""
+        """Return ``positions`` relative to the first token of each sequence."""
         assert self.started is not None, "locate() comes first"
         first = self.first
         if first is None or first.shape[1] != positions.shape[-1]:
@@ -198,13 +198,13 @@ class SequenceForward(ForwardContext):
 
 
 def furthest(positions: torch.Tensor) -> torch.Tensor:
-    """The largest of the positions on several axes, ``[axes, rows, tokens]``."""
+    """Return the maximum over the axes of positions ``[axes, rows, tokens]``."""
     return positions.amax(0) if positions.ndim == 3 else positions
 
 
 def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which tokens are real, and at which a sequence begins; bool, ``[rows, tokens]``, or None."""
-    if isinstance(mask, dict):  # one for each kind of layer, made before the forward
+    """Return masks of real tokens and of sequence starts; bool, ``[rows, tokens]``, or None."""
+    if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if not isinstance(mask, torch.Tensor):
         return None, None
@@ -218,17 +218,17 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
     real = seen.diagonal(dim1=1, dim2=2)
     place = torch.arange(tokens, device=mask.device)
     earliest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
-    # An edge is where no later token sees anything before it; windows and branches are no edges.
+    # At an edge, no later token sees earlier ones; windows and branches are not edges.
     return real, earliest.flip(1).cummin(1).values.flip(1) >= place
 
 
 def documents(
     positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """The sequence that each token belongs to: length, first position, place and number in its row.
+    """Find each token's sequence: its length, first position, place and number in the row.
 
-    A row begins at its first real token. A new document begins where positions restart, as packing
-    does, and where tokens see nothing before it. Before the first real token of a row, lengths and
+    A row starts at its first real token. A new document starts where positions restart, as in
+    packing, and where tokens see no earlier ones. Before the first real token of a row, lengths and
     numbers are 0, and positions -1.
 
     Args:
@@ -243,7 +243,7 @@ def documents(
     real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
     real = real.expand(len(positions), -1)
     origin = positions.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
-    # A token that is no later than the one before it, but later than the first, is a branch.
+    # If a token's position is not above the previous one, but above the first, it is a branch.
     begins = (positions.diff(dim=1, prepend=positions[:, :1]) <= 0) & (positions <= origin)
     if edges is not None:
         begins = begins | edges.to(device)
@@ -260,16 +260,15 @@ def documents(
 class Sequences:
     """Keeps the frequencies of every sequence fixed from its first token to its last.
 
-    A decoder pre-hook begins a :class:`SequenceForward`, which the hook of the rotary module uses.
-    Sequences that continue are recorded on their cache; those that start are found from positions
-    and mask.
+    A decoder pre-hook starts a :class:`SequenceForward`, which the rotary module's hook uses.
+    Continued sequences are recorded on their cache; new ones are found from positions and mask.
 
-    Those of ``method`` depend on the length of a sequence or on the position of a token.
+    The frequencies of ``method`` depend on a sequence's length or a token's position.
     """
 
     def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
         decoder, self.method, self.warned = place.decoder, method, False
-        # Up to this length no method changes anything.
+        # Up to this length, no method changes anything.
         self.trained = min(site.rope.length for site in place.scaled)
         self.names, modules = parameters(type(decoder)), decoder.modules()
         self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
@@ -293,12 +292,12 @@ class Sequences:
         """The forward in progress."""
         forward = current(self)
         if forward is None and torch._C._current_graph_task_id() != -1:
-            # Gradient checkpointing runs a layer again.
+            # Gradient checkpointing reruns a layer.
             forward = forward_context.recomputed
         return forward if forward is not None and forward.patch is self else None
 
     def at(self, positions: torch.Tensor) -> SequenceForward:
-        """The forward in progress; if there is none, one made from ``positions`` alone."""
+        """Return the forward in progress; if there is none, create one from ``positions`` alone."""
         forward = self.current()
         if forward is None:
             forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False)
@@ -311,15 +310,15 @@ class Sequences:
         self, site: RotarySite, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[lengths, pairs]`` and ``[lengths]``, float64."""
-        method: Any = self.method  # methods that adapt have frequencies and scaling by length
+        method: Any = self.method  # dynamic methods compute frequencies and scaling by length
         inv_freq = method.inv_freq_at(site.rope, lengths)
-        # A row that needs no extension gets exactly the frequencies of the checkpoint.
+        # A row that needs no extension gets exactly the checkpoint's frequencies.
         same = torch.isclose(inv_freq, site.rope.inv_freq, rtol=1e-12, atol=0)
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
         return inv_freq, method.attention_scaling_at(site.rope, lengths) * site.scaling
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Decoder pre-hook."""
+        """Decoder pre-hook: starts a forward."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         traced = None
         if torch.compiler.is_compiling() and not is_exporting():
@@ -330,7 +329,7 @@ class Sequences:
             enter(traced)
 
     def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
-        """The forward with these arguments in tensors; None if tensors cannot express it."""
+        """Create the forward for these arguments in tensors; None if tensors cannot express it."""
         if is_paged(given) or is_sharded() or runs_layers_again(decoder):
             return None
         rows, tokens = _shape(given)
@@ -346,18 +345,18 @@ class Sequences:
             if len(stored.lengths) not in (1, rows):
                 return None
             if isinstance(filled, torch.Tensor):
-                if tokens > 1:  # perhaps the first tokens of a cache that was reset
+                if tokens > 1:  # may be the first tokens of a cache that was reset
                     return None
                 torch._assert_async(filled > 0, _FILLED)
         elif self._request() is not None:
-            return None  # how long its sequences will be has to be read
+            return None  # the lengths of its sequences have to be read
         forward = SequenceForward(self, rows, tokens, 0, None, True)
         forward.started, forward.mask = stored, given.get("attention_mask")
         return forward
 
     @run_eagerly()
     def _begin(self, given: dict[str, Any]) -> None:
-        """Begin a forward whose values can be read."""
+        """Start a forward whose values can be read."""
         name = self.method.name
         refuse_sharded(name)
         if self.method.is_dynamic:
@@ -385,16 +384,16 @@ class Sequences:
         return next((request for request in requests if request.sequences is self), None)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """What generate calls right before each forward of its own."""
+        """Mark the next forward as generate's own; called right before it."""
         inputs, request = original(*args, **kwargs), self._request()
         if request is not None:
             request.due = True
         return inputs
 
     def _stored(self, cache: Any, rows: int, reached: int) -> Started:
-        """The sequences recorded on a cache that has tokens, and will have ``reached`` of them.
+        """Return the sequences recorded on a cache that will have ``reached`` tokens.
 
-        Warns once that a sequence has become longer than its frequencies are made for.
+        Warns once if a sequence has become longer than its frequencies are computed for.
         """
         stored = getattr(cache, NOTE, None)
         if stored is None and not self.method.is_dynamic:
@@ -402,13 +401,13 @@ class Sequences:
             return Started(self.method, zero, zero, 0)
         if stored is None or stored.patch != self.method:
             raise CacheError(
-                f"this cache was begun before the model was patched with {self.method} (or by "
+                f"this cache was started before the model was patched with {self.method} (or by "
                 f"prefix tuning), so the length of its sequences is not known; start with an empty "
                 f"cache, or {self.cure}"
             )
         if len(stored.lengths) not in (1, rows):
             raise CacheError(
-                f"this cache was begun with {len(stored.lengths)} rows and is continued with "
+                f"this cache was started with {len(stored.lengths)} rows and is continued with "
                 f"{rows}; start with an empty cache, or {self.cure}"
             )
         beyond = reached > max(stored.room, self.trained)
@@ -429,7 +428,7 @@ class Sequences:
 
     def _end(self, decoder: nn.Module, output: Any) -> None:
         forward: SequenceForward | None = current(self)
-        if forward is None:  # an error was raised before it began
+        if forward is None:  # an error was raised before it started
             return
         leave(forward)
         if forward.started is None or output is None:
@@ -437,15 +436,15 @@ class Sequences:
         for cache in (forward.cache, *caches_in(output)):
             if cache is not None and getattr(cache, NOTE, None) is not forward.started:
                 setattr(cache, NOTE, forward.started)
-        forward.mask = forward.cache = None  # autograd may keep this object alive for long
+        forward.mask = forward.cache = None  # autograd may keep this object alive
         hidden = output[0]
         trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
         if trains and hidden.requires_grad:
-            # With gradient checkpointing, layers run again in the thread that goes backward.
+            # With gradient checkpointing, layers rerun in the backward thread.
             hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 
     def generate(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Announce prompt plus new tokens of the batch, then generate."""
+        """Record the batch's prompt plus new tokens, then call generate."""
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         drafts = getattr(given.get("generation_config"), "is_assistant", False)
@@ -460,21 +459,21 @@ class Sequences:
 
 
 def _shape(given: dict[str, Any]) -> tuple[int, int]:
-    """Rows and tokens of a forward."""
+    """Return rows and tokens of a forward."""
     tokens = given.get("input_ids")
     rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
     return rows, length
 
 
 def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:
-    """Tokens of the prompt, with its padding, and those to generate; None: not known."""
+    """Return the number of prompt (with padding) and generated tokens; None: unknown."""
     names = ("inputs_embeds", "input_ids", "inputs")
     prompt = next((given[name] for name in names if given.get(name) is not None), None)
     if not isinstance(prompt, torch.Tensor):
         return None, False
     configs = (given.get("generation_config"), model.generation_config)
 
-    def setting(name: str) -> Any:  # in the order of transformers
+    def setting(name: str) -> Any:  # in transformers' order
         values = (given.get(name), *(getattr(config, name, None) for config in configs))
         return next((value for value in values if value is not None), None)
 

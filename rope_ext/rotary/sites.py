@@ -1,7 +1,7 @@
 """Finds the rotary embeddings of a loaded model.
 
-Nothing here depends on a model family. A rotary site is a buffer whose name ends in ``inv_freq``,
-and ``probe`` proves how its module uses it.
+Nothing here depends on the model family. A rotary site is a buffer whose name ends in
+``inv_freq``, and ``probe`` verifies how its module uses it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rope_ext.rotary.zero3 import gathered
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
-_MOVING = ("dynamic", "longrope")  # transformers changes their buffers from forward to forward
-_BUILT = 1e-5  # pow differs by a few units in the last place between devices
+_MOVING = ("dynamic", "longrope")  # transformers changes their buffers between forwards
+_BUILT = 1e-5  # pow differs between devices in the last bits
 
 
 @dataclass(eq=False)
@@ -37,27 +37,26 @@ class RotarySite:
 
     name: str  # path of the rotary module in the model
     module: nn.Module  # the rotary module
-    layer_type: str | None  # the type of layers it serves if the module has several sets, else None
+    layer_type: str | None  # layer type that it serves if the module has several sets, else None
     rope: Rope  # the embedding that the checkpoint was trained with
-    # the frequencies of the checkpoint, float32 on the CPU, [pairs]: those of the buffer, or of a
-    # rebuilt one if a cast has rounded it
+    # the checkpoint's frequencies, float32 on the CPU, [pairs]: from the buffer, or rebuilt if a
+    # cast has rounded it
     loaded: torch.Tensor
     scaling: float  # factor of cosine and sine in the checkpoint
-    rope_type: str  # transformers' name for the scaling of the checkpoint
-    local: bool  # whether only layers with a limited window use it
-    shared: bool  # whether layers with and without a limited window use it
-    columns: Columns  # the proven layout of the module's output
-    settings: RopeSettings  # what the configuration said about it when it was found
-    # layers of latent attention whose softmax scale contains the checkpoint's factor
-    # (mscale_all_dim); further factors go there as well
+    rope_type: str  # transformers' name for the checkpoint's scaling
+    local: bool  # whether only sliding-window layers use it
+    shared: bool  # whether layers with and without a sliding window use it
+    columns: Columns  # the verified layout of the module's output
+    settings: RopeSettings  # RoPE settings in the configuration when it was found
+    # latent attention layers whose softmax scale includes the checkpoint's factor
+    # (mscale_all_dim); further factors are applied there, too
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False  # whether a cast has rounded the buffer
-    # with compose="raise", the checkpoint's own entry of rope_parameters with its larger factor,
-    # and the context in tokens after it. The other fields then describe the embedding without its
-    # scaling
+    # with compose="raise", the checkpoint's own rope_parameters entry with the larger factor, and
+    # the resulting length in tokens. The other fields then describe the unscaled embedding
     raised: tuple[Mapping[str, Any], int] | None = None
-    # what its buffers hold under a patch, float32 on the CPU, by name; empty if transformers
-    # changes them itself
+    # patched buffer values, float32 on the CPU, by name; empty if transformers changes the
+    # buffers itself
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -70,7 +69,7 @@ class RotarySite:
 
     @property
     def buffers(self) -> list[str]:
-        """Names of the buffers that hold these frequencies."""
+        """Names of the buffers with these frequencies."""
         names = (f"{self.prefix}inv_freq", f"{self.prefix}original_inv_freq")
         return [name for name in names if name in self.module._buffers]
 
@@ -79,14 +78,14 @@ class RotarySite:
         return f"{self.prefix}attention_scaling"
 
     def called(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a call of the module with these arguments uses these frequencies."""
+        """Whether a module call with these arguments uses these frequencies."""
         return kwargs.get("layer_type", args[2] if len(args) > 2 else None) == self.layer_type
 
     def factors(self, *methods: Method) -> tuple[float, float]:
-        """The number on cosine and sine, and that whose square multiplies softmax scales.
+        """Return the factor of cosine and sine, and the one whose square scales the softmax.
 
-        The only place that decides where the ``attention_factor`` of methods that act together
-        goes: on cosine and sine, with the checkpoint's own, unless the checkpoint has it in the
+        The only place that decides where the combined ``attention_factor`` of methods is applied:
+        to cosine and sine, with the checkpoint's own, unless the checkpoint includes it in the
         softmax scale of its layers (:attr:`baked`), which also scales columns that do not rotate.
         """
         on_rotation, on_softmax = self.scaling, 1.0
@@ -102,7 +101,7 @@ class RotarySite:
         """Frequencies (float64, ``[pairs]``) and scaling under ``method``."""
         scaling, _ = self.factors(method)
         inv_freq = method.inv_freq(self.rope)
-        most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, tokens look alike
+        most = max(math.pi, float(self.rope.inv_freq.max()))  # beyond, positions alias
         if not (inv_freq <= most).all() or not math.isfinite(scaling):
             raise OptionError(
                 f"{method} gives frequencies up to {float(inv_freq.max()):g} radians per token and "
@@ -112,17 +111,17 @@ class RotarySite:
         return inv_freq, scaling
 
     def target_length(self, method: Method) -> int:
-        """Context in tokens under ``method``."""
+        """Target length in tokens under ``method``."""
         return method.target_length(self.rope) if self.raised is None else self.raised[1]
 
     @property
     def moving(self) -> bool:
-        """Whether transformers changes the buffer from forward to forward."""
+        """Whether transformers changes the buffer between forwards."""
         return self.rope_type in _MOVING
 
     @property
     def scaled(self) -> bool:
-        """Whether the checkpoint's own configuration scales these frequencies."""
+        """Whether the checkpoint's configuration scales these frequencies."""
         return self.rope_type in SCALED_TYPES
 
 
@@ -130,14 +129,14 @@ class RotarySite:
 class PatchTarget:
     """The parts of a model that a patch changes."""
 
-    model: nn.Module  # the model without wrappers
-    decoder: nn.Module  # the part of it that reads text
+    model: nn.Module  # the unwrapped model
+    decoder: nn.Module  # its text model
     sites: list[RotarySite]  # all rotary sites of the decoder
     scaled: list[RotarySite]  # the sites that the patch changes
 
 
 def unwrap(model: Any) -> nn.Module:
-    """The transformers model inside a PEFT, compiled or data-parallel wrapper."""
+    """Return the transformers model inside a PEFT, compiled or data-parallel wrapper."""
     while True:
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
@@ -150,7 +149,7 @@ def unwrap(model: Any) -> nn.Module:
 
 
 def text_decoder(model: nn.Module) -> nn.Module:
-    """The part of ``model`` that reads text, which is the part to patch."""
+    """Return the text model of ``model``, the part to patch."""
     unwrapped: Any = unwrap(model)
     if not isinstance(unwrapped, nn.Module) or not hasattr(unwrapped, "config"):
         raise NoRopeError(
@@ -159,36 +158,36 @@ def text_decoder(model: nn.Module) -> nn.Module:
     decoder: Any = unwrapped
     if hasattr(unwrapped, "get_decoder"):
         decoder = cast("Any", unwrapped).get_decoder()
-    # Some families call their output layer "decoder", and get_decoder returns that.
+    # Some families name their output layer "decoder", and get_decoder returns it.
     return unwrap(decoder) if hasattr(decoder, "config") else unwrapped
 
 
 def text_config(module: nn.Module) -> Any:
-    """The configuration of the text model in ``module``."""
+    """Return the configuration of the text model in ``module``."""
     config: Any = module.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
-    """The token embeddings of a decoder."""
+    """Return the token embeddings of a decoder."""
     return cast("Any", decoder).get_input_embeddings()
 
 
 def input_device(decoder: nn.Module) -> torch.device:
-    """The device for token ids; of an offloaded decoder the CPU, from which a hook moves them."""
+    """Return the device for token ids; the CPU if offloaded, since hooks move inputs."""
     device = vocabulary_of(decoder).weight.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor:
-    """A buffer of a module; rotary buffers are never None."""
+    """Return a buffer of a module; rotary buffers are never None."""
     return cast("torch.Tensor", module._buffers[name])
 
 
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
-    """Every rotary site of ``decoder``, each proven to rotate by its buffer.
+    """Return all rotary sites of ``decoder``, each verified to rotate by its buffer.
 
-    ``length`` is the trained context in tokens; None reads it from the configuration.
+    ``length`` is the trained length in tokens; None reads it from the configuration.
 
     Raises:
         NoRopeError: there is no site, or none is in use.
@@ -217,7 +216,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
 def chosen_sites(
     decoder: nn.Module, sites: list[RotarySite], sliding_layers: str
 ) -> list[RotarySite]:
-    """The sites to scale; raises UnsupportedModelError if all serve layers with a window only."""
+    """Return the sites to scale; raises UnsupportedModelError if all serve only windowed layers."""
     if sliding_layers == "scale":
         return sites
     chosen = [site for site in sites if not site.local]
@@ -232,7 +231,7 @@ def chosen_sites(
 
 
 def _require_in_use(decoder: nn.Module) -> None:
-    """Raise NoRopeError if the configuration disables the rotation that the code implements."""
+    """Raise NoRopeError if the configuration disables the rotation in the code."""
     uses, off = [m.use_rope for m in decoder.modules() if hasattr(m, "use_rope")], None
     if uses and not any(uses):
         off = "its layers all have use_rope off"
@@ -284,7 +283,7 @@ def _site(
     base = _base(decoder, settings.base, loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
     if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
-        theta = loaded.double()  # scaled already, or no geometric sequence
+        theta = loaded.double()  # already scaled, or not a geometric sequence
     local, shared = _reach(config, layer_type)
     return RotarySite(
         name=name,
@@ -314,7 +313,7 @@ def _baked(decoder: nn.Module, settings: RopeSettings) -> tuple[nn.Module, ...]:
 def softmax_scales(
     decoder: nn.Module, parameters: Mapping[str, Any]
 ) -> dict[nn.Module, float] | None:
-    """The layers whose softmax scale would be another under these ``rope_parameters``, and it.
+    """Return layers whose softmax scale differs under these ``rope_parameters``, and the scale.
 
     None: the decoder cannot be built from a configuration alone.
     """
@@ -346,11 +345,11 @@ def _base(decoder: nn.Module, base: Any, loaded: torch.Tensor) -> float:
 
 
 def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> torch.Tensor:
-    """The frequencies that a buffer was loaded with, float32 on the CPU.
+    """Return the frequencies that a buffer was loaded with, float32 on the CPU.
 
-    They are rebuilt if the buffer is on the meta device, or if it was rounded by a cast to bfloat16
-    or float16, which a cast back to float32 cannot undo. Any other values were set on purpose and
-    are used as they are.
+    They are rebuilt if the buffer is on the meta device, or was rounded by a cast to bfloat16 or
+    float16, which a cast back to float32 does not undo. Other values were set on purpose and are
+    used unchanged.
     """
     value = buffer_of(module, name).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
@@ -358,7 +357,7 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
     built, error = None, "its configuration gives other values"
     try:
         with torch.device("cpu"):
-            config = copy.deepcopy(module.config)  # some functions of transformers add fields
+            config = copy.deepcopy(module.config)  # some transformers functions add fields
             built = buffer_of(type(module)(config), name).detach()
     except Exception as raised:
         error = raised
@@ -375,11 +374,11 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
 
 
 def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
-    """Whether ``found`` is ``built`` after casts to bfloat16 and float16, in any order."""
+    """Whether ``found`` equals ``built`` after casts to bfloat16 and float16, in any order."""
     if found.shape != built.shape:
         return False
-    # Rounding keeps the order, so what was built within this range is rounded to within it.
-    for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # no more change
+    # Rounding is monotonic, so values in this range are rounded to within the rounded range.
+    for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # enough casts
         least, most = built * (1 - _BUILT), built * (1 + _BUILT)
         for dtype in casts:
             least, most = least.to(dtype), most.to(dtype)
@@ -390,9 +389,9 @@ def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, with the weights of ZeRO-3 gathered for each forward.
+    """Use evaluation mode inside a block, with ZeRO-3 weights gathered for each forward.
 
-    Afterwards every module is back in its previous mode.
+    Afterwards, every module returns to its previous mode.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -405,19 +404,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def is_local(layer_type: str) -> bool:
-    """Whether layers of this kind see a limited window only."""
+    """Whether layers of this type have a sliding window."""
     return any(word in layer_type for word in _LOCAL)
 
 
 def sees_window(config: Any, layer: nn.Module, window: int | None) -> bool:
-    """Whether an attention layer sees a limited window only; ``window``: its ``sliding_window``."""
+    """Whether an attention layer has a sliding window; ``window``: its ``sliding_window``."""
     kinds, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
     named = bool(kinds) and isinstance(index, int) and is_local(kinds[index])
     return named or window is not None
 
 
 def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
-    """Whether only layers with a limited window use a site, and whether both kinds do."""
+    """Return whether only sliding-window layers use a site, and whether both kinds do."""
     if layer_type is not None:
         return is_local(layer_type), False
     window = getattr(config, "sliding_window", None) or getattr(
@@ -428,6 +427,6 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     limited = [is_local(kind) for kind in kinds]
     if "use_sliding_window" in vars(config) and not config.use_sliding_window:
         return False, False
-    if not limited:  # Phi-3 has a window of twice its context
+    if not limited:  # Phi-3's window is twice its context length
         return 0 < (window or 0) < (rope_settings(config).target or math.inf), False
     return all(limited), any(limited) and not all(limited)

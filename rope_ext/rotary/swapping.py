@@ -1,7 +1,7 @@
-"""Changes to objects of other libraries, and the list that undoes them.
+"""Changes objects of other libraries, and records how to undo the changes.
 
-A patch appends one call to its ``Changes`` for each thing that it changes. They are bound methods
-or partials of functions of modules, so that a copied or pickled model undoes its own changes.
+A patch appends a call to its ``Changes`` for each change. The calls are bound methods or partials
+of module functions, so that a copied or pickled model undoes its own changes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 Changes = list[Callable[[], Any]]
-"""Calls that undo what was changed, in the order in which it was changed."""
+"""Calls that undo changes, in the order of the changes."""
 ABSENT = ...
-"""The value of an attribute that is not there; the same object after pickling."""
+"""Stands for a missing attribute; pickling preserves its identity."""
 
 
 def undo(changes: Changes) -> None:
-    """Undo every change, the last one first."""
+    """Undo every change, starting with the last."""
     while changes:
         changes.pop()()
 
@@ -29,7 +29,7 @@ def set_attribute(holder: Any, name: str, value: Any, changes: Changes) -> None:
 
 
 def keep_attributes(holder: Any, names: tuple[str, ...], changes: Changes) -> None:
-    """Restore attributes of an object to what they are now when ``changes`` are undone."""
+    """Restore an object's attributes to their current values when ``changes`` are undone."""
     own = {name: vars(holder).get(name, ABSENT) for name in names}
     changes.append(functools.partial(restore, holder, own))
 
@@ -44,7 +44,7 @@ def restore(holder: Any, own: dict[str, Any]) -> None:
 
 
 def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes) -> None:
-    """Call ``function(original, ...)`` in place of a method, if there is one."""
+    """Replace a method, if it exists, by ``function(original, ...)``."""
     if hasattr(type(holder), name):
         original = getattr(holder, name)
         call: Any = functools.partial(function, original)
@@ -53,15 +53,15 @@ def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes)
 
 
 class Hooked:
-    """First base of the class of a module that has a hook of a patch.
+    """First base class of modules with a patch's hook.
 
-    Compiled graphs are guarded by the class of a module and not by its hooks. With one class for
-    both, a graph compiled without the hook would still serve a module that has it.
+    Compiled graphs are guarded by a module's class and not by its hooks. If hooked modules kept
+    their class, a graph compiled without the hook would be reused for them.
     """
 
 
 def mark_hooked(module: Any, changes: Changes) -> None:
-    """Give a module a class of its own, with the same name, until ``changes`` are undone."""
+    """Replace a module's class with a subclass of the same name until ``changes`` are undone."""
     cls = type(module)
     if not issubclass(cls, Hooked):
         changes.append(functools.partial(setattr, module, "__class__", cls))
@@ -70,7 +70,7 @@ def mark_hooked(module: Any, changes: Changes) -> None:
 
 @functools.cache
 def _hooked(cls: type) -> type:
-    def reduce(self: Any, protocol: int) -> tuple:  # copies and pickles stay marked
+    def reduce(self: Any, protocol: int) -> tuple:  # copies and pickles keep the mark
         return _rebuild, (cls,), self.__dict__
 
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -78,5 +78,5 @@ def _hooked(cls: type) -> type:
 
 
 def _rebuild(cls: type) -> Any:
-    child: Any = _hooked(cls)  # `type.__new__`, as pyright reads it, makes classes
+    child: Any = _hooked(cls)  # pyright types `type.__new__` as returning classes
     return child.__new__(child)

@@ -1,7 +1,7 @@
-"""Detects changes that other packages make to a model: replaced forwards, and hooks that drop keys.
+"""Detects other packages' changes to a model: replaced forwards, and hooks that drop keys.
 
-Unsloth and similar packages replace methods of transformers' classes. Their replacements may not
-rotate queries and keys by what the rotary module returns.
+Unsloth and similar packages replace methods of transformers classes. Their replacements may ignore
+the output of the rotary module.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def replaced(decoder: nn.Module) -> list[str]:
 
 
 def _other_forward(module: nn.Module) -> dict[str, str]:
-    """A forward that does not come from the module's own package, and what it replaces."""
+    """Return a forward from outside the module's own package, and what it replaces."""
     owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
-    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:  # not accelerate's hook
+    if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:  # not accelerate's
         forward = module.__dict__["forward"]
     while isinstance(forward, functools.partial):
         forward = forward.func
@@ -74,7 +74,7 @@ def refuse_presses(
 
 
 def _presses(module: nn.Module) -> Iterator[str]:
-    """Names of the presses that kvpress hooked to a module, and of the presses they wrap."""
+    """Yield names of the presses that kvpress hooked to a module, and of those they wrap."""
     for hook in module._forward_hooks.values():
         owner = getattr(hook, "__self__", None)
         if owner is None and _package(hook) == "kvpress":

@@ -1,4 +1,4 @@
-"""Gathers weights that DeepSpeed ZeRO-3 has partitioned, for forwards outside its engine."""
+"""Gathers weights partitioned by DeepSpeed ZeRO-3, for forwards outside its engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 def gathered(model: nn.Module) -> Iterator[None]:
     """Gather every module's weights during its forward, as DeepSpeed's engine does.
 
-    Needed before the engine exists. All processes have to run the same forwards.
+    Needed before the engine exists. All processes must run the same forwards.
     """
     open_ones: list[Any] = []
 
@@ -38,5 +38,5 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def size(weight: nn.Parameter) -> int:
-    """Number of elements of a weight, whether it is partitioned or not."""
+    """Return the number of elements of a weight, partitioned or not."""
     return getattr(weight, "ds_numel", weight.numel())

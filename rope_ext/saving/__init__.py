@@ -1,1 +1,1 @@
-"""Saves, loads and describes folders of patched models and of adapters."""
+"""Saves and loads patched models and adapters."""

@@ -1,4 +1,4 @@
-"""The file next to a PEFT adapter that records the patch it was trained under."""
+"""Reads and writes the sidecar file next to a PEFT adapter, which records the adapter's patch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
 
 Frequencies = Mapping[str, list[float]]
-"""Frequencies (radians per token) and then the scaling of every rotary site, by path and type."""
+"""Frequencies (radians per token), then scaling, of every rotary site, by path and layer type."""
 _SAME = 1e-5  # float32 pow may differ between this device and the training device
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of the file next to an adapter."""
+    """The content of the sidecar file next to an adapter."""
 
-    record: Record  # the patch under which the adapter was trained
-    before: Frequencies  # before, after: the frequencies without and with the patch
+    record: Record  # the patch that the adapter was trained under
+    before: Frequencies  # frequencies before and after patching
     after: Frequencies
 
     @classmethod
@@ -39,7 +39,7 @@ class Sidecar:
 
     @classmethod
     def read(cls, path: str) -> Sidecar:
-        """Read a sidecar file; raises RecordError if it cannot be read."""
+        """Read a sidecar file; raises RecordError if that fails."""
         again = "write it again from the patched model with rope_ext.save_sidecar"
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -69,12 +69,12 @@ class Sidecar:
         return _same(_unpatched(sites), self.before)
 
     def fault(self, model: nn.Module) -> str | None:
-        """Why the adapter does not fit ``model``, as text; None if it fits."""
+        """Return why the adapter does not match ``model``; None if it does."""
         state = current_patch(model)
         if state is None and self.record.plain:
             saved = _unpatched(find_sites(text_decoder(model)))
             if _same(saved, self.after):
-                return None  # saved under this patch, which is in its configuration
+                return None  # its configuration has this patch
         if not self.is_of(model):
             return "has different rotary frequencies than the base model it was trained on"
         if state is None:
@@ -129,14 +129,14 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
-    """The sidecar of a directory or Hub repository; None if there is none."""
+    """Read the sidecar of a directory or Hub repository; None if there is none."""
     with hub.loading("adapter", directory):
         path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
     return None if path is None else Sidecar.read(path)
 
 
 def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
-    """The sidecar of a directory or Hub repository; raises AdapterError if there is none."""
+    """Read the sidecar of a directory or Hub repository; raises AdapterError if there is none."""
     sidecar = read_sidecar(directory, **kwargs)
     if sidecar is None:
         directory = str(Path(directory, kwargs.get("subfolder", "")))
@@ -150,10 +150,10 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
 
 
 def read_base(path: str) -> tuple[str | None, str | None, str | None, str | None]:
-    """Class, task, name and revision of an adapter's base model, from ``adapter_config.json``."""
+    """Read class, task, name and revision of an adapter's base from ``adapter_config.json``."""
     try:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # if no task was named
+        cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # set without a task
         names = ("task_type", "base_model_name_or_path", "revision")
         found = (cls, *(saved.get(name) for name in names))
         wrong = [name for name in found if not isinstance(name, (str, type(None)))]
@@ -179,7 +179,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         The ``PeftModel``.
 
     Raises:
-        AdapterError: the model or its patch is another one, or the adapter cannot be read. The
+        AdapterError: the model or its patch does not match, or the adapter cannot be read. The
             model is left unchanged.
         LoadError: the directory does not exist.
         RecordError: ``rope_ext.json`` cannot be read.
@@ -224,7 +224,7 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def require_peft() -> Any:
-    """The package; raises AdapterError if it is not installed."""
+    """Import peft; raises AdapterError if it is not installed."""
     try:
         import peft
     except ImportError:
@@ -255,7 +255,7 @@ def _from_json(part: Any) -> Frequencies:
 
 
 def _same(one: Frequencies, other: Frequencies) -> bool:
-    """Whether both are equal but for the rounding of a device."""
+    """Whether both are equal up to device rounding."""
     if {k: len(v) for k, v in one.items()} != {k: len(v) for k, v in other.items()}:
         return False
     pairs = [(a, b) for k in one for a, b in zip(one[k], other[k], strict=True)]

@@ -32,12 +32,12 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def load_config(model: str) -> Any:
-    """The configuration of a model on disk or on the Hub.
+    """Load the configuration of a model on disk or on the Hub.
 
     Raises:
         MeasureError: it cannot be loaded, or ``model`` is an adapter.
     """
-    if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its unpatched base
+    if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its base
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
         )
@@ -56,18 +56,18 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
 
 @functools.cache
 def _warn(sentence: str) -> None:
-    """Warn once, however often a configuration is read."""
+    """Warn once, even if a configuration is read several times."""
     logging.getLogger("rope_ext").warning(sentence)
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model.
+    """Load the tokenizer of a model.
 
     Raises:
         MeasureError: it cannot be loaded.
     """
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
-    if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds it without files
+    if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
         raise MeasureError(
             f"the tokenizer of {model!r} has an empty vocabulary, probably because its files are "
             f"missing; save it next to the model with tokenizer.save_pretrained"
@@ -76,7 +76,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def loader(model: str, config: Any) -> Callable[..., Any]:
-    """The function that loads a model: ours for a saved patch or a GGUF file."""
+    """Return the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or model.endswith(gguf_source.SUFFIX)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 
@@ -124,10 +124,10 @@ def load_model(
 
 
 def load_learned(model: Any, adapter: str) -> None:
-    """Give the encoding of a patched model what was saved of it with the adapter that it has.
+    """Load the encoding's parameters that were saved with the adapter into a patched model.
 
-    An adapter on a model that is patched later has nothing to put those parameters into when it is
-    loaded. Parameters that the adapter does not have in the same shape stay as they are.
+    PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
+    missing in the adapter, or have another shape, are unchanged.
 
     Raises:
         MeasureError: the adapter cannot be read.
@@ -145,7 +145,7 @@ def load_learned(model: Any, adapter: str) -> None:
 
 
 def adapter_record(adapter: str) -> Record | None:
-    """The patch an adapter was trained with; None if none is recorded next to it.
+    """Read the patch that an adapter was trained with; None if none is recorded next to it.
 
     Raises:
         LoadError: the adapter cannot be found.
@@ -156,7 +156,7 @@ def adapter_record(adapter: str) -> Record | None:
 
 
 def resolve_device(device: str) -> str:
-    """``device``, with ``auto`` replaced by the accelerator, or by the CPU if there is none.
+    """Resolve ``device``: ``auto`` is the accelerator, or the CPU if there is none.
 
     Raises:
         MeasureError: the device cannot be used.
@@ -183,7 +183,7 @@ def require_attention(name: str | None) -> None:
     Raises:
         OptionError: it is neither.
     """
-    ours = ("rope_ext", "rope_ext_probe")  # set by a patch, not by users
+    ours = ("rope_ext", "rope_ext_probe")  # set by patches, not by users
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
     if name is not None and name not in known and "/" not in name:
         listed = ", ".join(one for one in known if not one.startswith("paged|"))
@@ -194,10 +194,10 @@ def require_attention(name: str | None) -> None:
 
 
 def identity(name: str, config: Any) -> dict[str, Any]:
-    """Identifies a checkpoint or adapter without reading its weights.
+    """Return an identifier of a checkpoint or adapter, without reading its weights.
 
-    The commit of a Hub model; the configuration and the names, sizes and times of the weight files
-    of a local one.
+    For a Hub model, the commit; for a local one, the configuration and the names, sizes and times
+    of its weight files.
     """
     commit = getattr(config, "_commit_hash", None)
     if commit is not None:
@@ -211,7 +211,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 
 def trained_length(config: Any) -> int:
-    """Trained context in tokens, as ``patch`` reads it.
+    """Return the trained length in tokens, as ``patch`` reads it.
 
     Raises:
         MeasureError: the configuration does not contain it.
@@ -226,7 +226,7 @@ def trained_length(config: Any) -> int:
 
 
 def saved_under(config: Any) -> Record | None:
-    """The patch a checkpoint was saved with, if plain transformers cannot load it.
+    """Read the patch that a checkpoint was saved with, if plain transformers cannot load it.
 
     Raises:
         RecordError: the record cannot be read.
@@ -236,7 +236,7 @@ def saved_under(config: Any) -> Record | None:
 
 
 def is_dynamic(config: Any) -> bool:
-    """Whether the checkpoint itself, without a patch, has frequencies that depend on the length."""
+    """Whether the unpatched checkpoint has frequencies that depend on the length."""
     record = saved_under(config)
     if record is not None:
         config = copy.deepcopy(config)

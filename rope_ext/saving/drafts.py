@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Writes files atomically: they are complete or do not exist."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """A new file to write, which takes the place of ``path`` when the block ends well.
+    """Open a new file for writing, which replaces ``path`` if the block succeeds.
 
-    It is in a temporary folder beside ``path``: no name that it has can belong to somebody else.
-    A symbolic link stays one, and what it leads to is replaced.
+    It is in a temporary folder next to ``path``, so its name cannot clash with other files. If
+    ``path`` is a symbolic link, its target is replaced.
     """
     path = path.resolve()
     with TemporaryDirectory(dir=path.parent, prefix=".rope-ext-") as folder:
@@ -23,17 +23,17 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text at once: on a full disk, the file before stays."""
+    """Write text atomically: if the disk is full, the old file is kept."""
     with draft_of(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def may_replace(path: Path, mark: str) -> bool:
-    """Whether no file is there, or one that has ``mark`` near its start, as this program writes."""
+    """Whether there is no file, or one with this program's ``mark`` near its start."""
     try:
         with path.open("rb") as file:
             return mark.encode() in file.read(4096)
-    except FileNotFoundError:  # also of a link that leads to nothing yet
+    except FileNotFoundError:  # or a dangling link
         return True
     except OSError:  # a directory
         return False

@@ -1,4 +1,4 @@
-"""What a saved or merged folder says about its extension, without reading its weights."""
+"""Reads how a saved or merged model is extended, without loading its weights."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """A model without weights, patched as its folder or configuration says."""
+    """A model without weights, patched as recorded in its folder or configuration."""
 
-    model: nn.Module  # on the meta device; patched if the extension could be read
+    model: nn.Module  # on the meta device; patched if its extension is known
     config: Any  # the configuration as saved
     name: str  # folder or Hub ID, "" if unknown
-    # what the extension was read from: "record" of a patch, "rope_parameters", "adapter" (the file
-    # next to it); None: there is none, or it cannot be read
+    # source of the extension: "record" of a patch, "rope_parameters" or "adapter" (its sidecar);
+    # None: there is none, or it cannot be read
     source: Literal["record", "rope_parameters", "adapter"] | None
 
 
@@ -66,14 +66,14 @@ def read_saved(given: Given) -> Saved:
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """The language model of a configuration, without weights; with images, if it has them.
+    """Build a configuration's language model, without weights; multimodal, if it has images.
 
     Raises:
         UnsupportedModelError: transformers cannot build one.
     """
     whole = config.get_text_config(decoder=True) is config
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
-    if not whole:  # whose causal class may be that of the text part alone
+    if not whole:  # its causal class may be text-only
         classes.reverse()
     auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
     try:
@@ -87,23 +87,23 @@ def built_on_meta(config: PreTrainedConfig) -> nn.Module:
 
 
 def model_of(given: nn.Module | Given) -> nn.Module:
-    """The model, or one without weights and without the patch that was saved with it."""
+    """Return the model itself, or build it without weights and without its saved patch."""
     if isinstance(given, nn.Module):
         return given
     config = given if isinstance(given, PreTrainedConfig) else load_config(str(given))
     record = saved_under(config)
     if record is not None:
         config = copy.deepcopy(config)
-        record.restore(config)  # nothing can be built of it as it is
+        record.restore(config)  # it cannot be built as saved
     return built_on_meta(config)
 
 
 def patch_without_weights(
     model: nn.Module, method: Method, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Patch a model on the meta device; a method that attends is only noted there.
+    """Patch a model on the meta device; methods that change attention are only recorded.
 
-    So is one with a temperature: whether a family accepts these is checked on its weights, by
+    So are temperatures: whether a family supports them is checked with weights, by
     :func:`rope_ext.patch`.
     """
     arguments = dict(arguments or {})
@@ -115,7 +115,7 @@ def patch_without_weights(
 
 
 def _configuration(given: Given) -> tuple[Any, Record | None, str]:
-    """The configuration, the record next to an adapter, and the name."""
+    """Read the configuration, the record next to an adapter, and the name."""
     if isinstance(given, PreTrainedConfig):
         return given, None, getattr(given, "_name_or_path", "") or ""
     name = str(given)
@@ -129,7 +129,7 @@ def _configuration(given: Given) -> tuple[Any, Record | None, str]:
 
 
 def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
-    """The method that ``rope_parameters`` describe, and the original length in tokens.
+    """Return the method that ``rope_parameters`` describe, and the original length in tokens.
 
     None: nothing is scaled, the layer types are scaled differently, or no method is known for it.
     """
@@ -137,7 +137,7 @@ def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
     if not scaled or any(settings != scaled[0] for settings in scaled[1:]):
         return None
     factor, length = scaled[0].factor, scaled[0].length
-    # The base of the dynamic type has no largest length.
+    # The dynamic type has no maximum length.
     if factor is None or length is None or scaled[0].rope_type == "dynamic":
         return None
     try:
@@ -152,7 +152,7 @@ def _scaled(text: Any) -> list[RopeSettings]:
 
 
 def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
-    """The unscaled model under the method that ``rope_parameters`` describe; None if unclear."""
+    """Build the unscaled model, patched with the method in ``rope_parameters``; None if unclear."""
     restored = copy.deepcopy(config)
     text = restored.get_text_config(decoder=True)
     found = configured(text)
@@ -173,7 +173,7 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
         return None
     if not _same(model, sites):
         return None
-    note_target(model, target)  # which Llama 3's factor does not give
+    note_target(model, target)  # Llama 3's factor does not determine it
     return model
 
 
@@ -185,7 +185,7 @@ def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
         return False
     for ours, theirs in zip(state.sites, sites, strict=True):
         inv_freq, scaling = state.frequencies_of(ours)
-        if state.method.is_dynamic:  # a new module begins with those of the trained length
+        if state.method.is_dynamic:  # a new module starts at the trained length
             inv_freq = not_none(state.frequencies).frequencies(ours.rope, ours.rope.length)
         alike = torch.allclose(inv_freq.double(), theirs.loaded.double(), rtol=_SAME, atol=0)
         if not (alike and abs(scaling - theirs.scaling) <= _SAME * abs(theirs.scaling)):

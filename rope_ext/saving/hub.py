@@ -1,4 +1,4 @@
-"""Finds folders and files on disk or on the Hub, and words the errors of those that cannot load."""
+"""Finds folders and files on disk or on the Hub, and converts loading errors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _OF_HUB += ("subfolder", "token")
 _GIVE = "give a folder that save_pretrained wrote, or a Hub ID"
 AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
 """Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
-raise whatever their code runs into, from AttributeError to ZeroDivisionError."""
+raise anything from AttributeError to ZeroDivisionError."""
 
 
 def of_hub(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments of ``from_pretrained`` that say where a file is."""
+    """Arguments of ``from_pretrained`` that locate files."""
     return {name: kwargs[name] for name in _OF_HUB if name in kwargs}
 
 
 def find(path: str, name: str, connection_errors: bool = True, **where: Any) -> str | None:
-    """Path of a file in a directory or Hub repository; None if there is no such file."""
+    """Return the path of a file in a directory or Hub repository; None if there is no such file."""
     return cached_file(
         path,
         name,
@@ -63,12 +63,12 @@ def require_place(path: str | PathLike[str]) -> str:
 def loading(
     what: str, path: str, kind: type[RopeExtError] = LoadError, advice: str = _GIVE
 ) -> Iterator[None]:
-    """Turn errors raised by transformers and peft into one of ours."""
+    """Convert errors raised by transformers and peft to one of ours."""
     try:
         yield
     except AS_THEY_ARE:
         raise
-    except ImportError as error:  # such as the kernels of an attention implementation
+    except ImportError as error:  # for example attention kernels
         raise kind(
             f"cannot load the {what} of {path!r}, which needs a package that is not installed "
             f"({reason(error)}); install it, or if it is for attention only, pass "
@@ -81,7 +81,7 @@ def loading(
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, with its class where that line alone may not say much."""
+    """Return the first line of an error, with its class if the line alone may be unclear."""
     if isinstance(error, (ImportError, OSError, RuntimeError, ValueError)):
         return first_line(error)
     return f"{type(error).__name__}: {first_line(error)}"

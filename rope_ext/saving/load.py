@@ -28,7 +28,7 @@ from rope_ext.saving import hub
 from rope_ext.saving.adapters import load_adapter, read_base, require_peft, require_sidecar
 
 _CAUSAL = "AutoModelForCausalLM"
-# Class of an adapter's base model, by the task in its PEFT config; otherwise the one above.
+# Class of an adapter's base model, by the task in its PEFT config; the default is above.
 _TASKS = {
     "FEATURE_EXTRACTION": "AutoModel",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
@@ -37,7 +37,7 @@ _TASKS = {
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
 _LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
-"""Names of a patch's parameters, which transformers does not expect."""
+"""Names of patch parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 _logger = logging.getLogger("rope_ext")
 
@@ -54,7 +54,7 @@ def from_pretrained(
     Args:
         path: directory or Hub ID of a model saved under any patch, or of a PEFT adapter with a
             ``rope_ext.json``, such as a Trainer checkpoint; or a GGUF file of an unpatched model.
-        base: base model of the adapter, if not the one named in ``adapter_config.json``.
+        base: base model of the adapter; default: the one named in ``adapter_config.json``.
         is_trainable: whether to continue training the adapter.
         **kwargs: arguments of ``from_pretrained`` of the saved class: ``dtype``, ``device_map``,
             ...; pass changes to the configuration as ``config``.
@@ -102,7 +102,7 @@ def from_pretrained(
 def _base_of(
     path: str, adapter: str, base: str | PathLike[str] | None, kwargs: dict[str, Any]
 ) -> Any:
-    """The base model of the adapter in ``path``, with the patch recorded next to it.
+    """Load the base model of the adapter in ``path``, with the patch recorded next to it.
 
     ``adapter`` is the path of its ``adapter_config.json``.
     """
@@ -113,7 +113,7 @@ def _base_of(
         )
     sidecar = require_sidecar(path, kwargs)
     cls, task, named, revision = read_base(adapter)
-    for name in ("revision", "subfolder"):  # of the adapter
+    for name in ("revision", "subfolder"):  # these locate the adapter
         kwargs.pop(name, None)
     if base is None:
         base = named
@@ -138,7 +138,7 @@ def _base_of(
 def _load(
     path: str, kwargs: dict[str, Any], class_name: str | None = None
 ) -> tuple[Any, Record | None]:
-    """The unpatched model, and the patch recorded in its configuration, if any.
+    """Load the unpatched model, and read the patch recorded in its configuration, if any.
 
     ``class_name`` names a class of transformers; None uses the class that was saved.
     """
@@ -162,9 +162,9 @@ def _load(
     if getattr(text, FIELD, None) is not None:
         record = Record.from_json(getattr(text, FIELD), where)
     if record is not None and record.plain:
-        record = None  # it is in force
+        record = None  # already in force
     if record is not None:
-        record.restore(config)  # before the rotary modules are built from it
+        record.restore(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]
@@ -189,7 +189,7 @@ def _load(
 
 
 def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
-    """The class that was saved, or the one with that name; a causal one if it is not known.
+    """Return the saved class, or the one named ``class_name``; if unknown, a causal LM.
 
     Raises:
         LoadError: ``architectures`` of the configuration is malformed.
@@ -206,11 +206,11 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     if is_model and (name or cls.config_class is type(config)):
         return cls
-    return getattr(transformers, _CAUSAL)  # such as where the modeling code is on the Hub
+    return getattr(transformers, _CAUSAL)  # for example, remote code
 
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
-    """Raise RecordError if a configuration passed by the user would hide a record."""
+    """Raise RecordError if a configuration passed by the user lacks the saved record."""
     config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
     if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise RecordError(
@@ -220,14 +220,14 @@ def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
 
 
 def _is_field(config: PreTrainedConfig, name: str) -> bool:
-    """Whether transformers treats a loading argument as a change to the configuration."""
+    """Whether transformers would treat a loading argument as a change to the configuration."""
     if name in ("dtype", "torch_dtype", "quantization_config"):
         return False
     return hasattr(config, name) and not isinstance(getattr(config, name), PreTrainedConfig)
 
 
 def _patch(model: Any, record: Record) -> None:
-    with configuration.quieted(_logger, logging.ERROR):  # the user calls the function it asks for
+    with configuration.quieted(_logger, logging.ERROR):  # hides advice already followed
         patch(model, record.method, **record.arguments)
 
 
@@ -251,8 +251,8 @@ def _load_learned(
     Raises:
         LoadError: the directory does not contain them.
     """
-    # Names within the decoder: what stands before them depends on the class that was saved, and
-    # transformers renames it for some families.
+    # Names within the decoder: their prefix depends on the saved class, and transformers renames it
+    # for some families.
     wanted = learned.learned(text_decoder(model))
     if not wanted:
         return
@@ -275,10 +275,10 @@ def _load_learned(
 def _stored(
     path: str, variant: str | None, where: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a folder that a patch may have learned, by name."""
+    """Load the tensors in a folder that may be learned parameters of a patch, by name."""
 
     def named(name: str) -> str:
-        """As transformers names the files of a variant."""
+        """Return the file name that transformers uses for a variant."""
         stem, _, ending = name.rpartition(".")
         return name if variant is None else f"{stem}.{variant}.{ending}"
 

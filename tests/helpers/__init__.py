@@ -1,1 +1,1 @@
-"""What several test files share: models, oracles, and programs that a test starts."""
+"""Shared by several test files: models, reference implementations, and programs to run."""

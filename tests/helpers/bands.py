@@ -30,7 +30,7 @@ def turn(positions: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tenso
 def method_bands(
     method: str, size: int, pairs: int, queries: torch.Tensor, keys: torch.Tensor
 ) -> list[RotatedBand]:
-    """What each method asks for; ``queries`` and ``keys`` are their positions."""
+    """Return the bands of each method; ``queries`` and ``keys`` are positions."""
     own, key = turn(queries, pairs), turn(keys, pairs)
     near, far = Distance(0, size), Distance(size, None)
     constant = turn(torch.tensor([float(size)]), pairs)
@@ -93,7 +93,7 @@ def inputs(
     value_columns: int = COLUMNS,
     seed: int = 0,
 ) -> list[torch.Tensor]:
-    """Query, key, value and the sinks of the heads."""
+    """Return query, key, value and the sinks of the heads."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (batch, heads, queries, COLUMNS),
@@ -105,17 +105,17 @@ def inputs(
 
 
 def by(kernel, query, key, value, bands, pairs, **more):
-    """A kernel's answer to a call of these bands."""
+    """Run a kernel on these bands."""
     return kernel(query, key, value, Call(bands, pairs, **{"scale": 0.3, **more}))
 
 
 def dense(query, key, value, call, places=None):
-    """By plain operations from positions alone, which a test compares with loops over keys."""
+    """Compute the result in plain operations from positions; a test compares them with loops."""
     return plain.attend(query, key, value, call, places or Places.following(call, query, key))
 
 
 def oracle(tensors, bands, pairs, temperature=None, dtype=torch.float64, **options):
-    """That in float64; the sinks are the fourth tensor, if any."""
+    """Compute the reference in float64; the sinks are the fourth tensor, if any."""
     query, key, value, *sinks = (x.to(dtype) for x in tensors)
     options["temperature"] = None if temperature is None else temperature.to(dtype)
     options["sinks"] = sinks[0] if sinks else None
@@ -123,7 +123,7 @@ def oracle(tensors, bands, pairs, temperature=None, dtype=torch.float64, **optio
 
 
 def compare(run, tensors, bands, pairs, forward=1e-5, backward=1e-4, **options):
-    """Output and gradients of a kernel against the oracle's."""
+    """Compare a kernel's output and gradients with the reference."""
     ours = [x.clone().requires_grad_() for x in tensors]
     exact = [x.double().requires_grad_() for x in tensors]
     out = by(run, *ours[:3], bands, pairs, sinks=ours[3] if len(ours) > 3 else None, **options)

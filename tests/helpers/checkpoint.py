@@ -17,7 +17,7 @@ TRAINED = 128
 
 
 def save_checkpoint(folder: Path, **overrides: object) -> Path:
-    """Trained, so to say, on 128 tokens; one token per digit."""
+    """Save a model with a nominal trained length of 128; one token per digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -49,13 +49,13 @@ def save_checkpoint(folder: Path, **overrides: object) -> Path:
 
 
 def save_texts(path: Path) -> Path:
-    """Five documents of some 400 words each: the default text is tokenized for seconds."""
+    """Write five documents of about 400 words; tokenizing the default text takes seconds."""
     books = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5, 7, 11, 13)]
     path.write_text("\n".join(json.dumps({"text": book}) for book in books), encoding="utf-8")
     return path
 
 
 def written(words: int, seed: float) -> str:
-    """A text that does not repeat itself: random words of five letters."""
+    """Return text without repetition: random words of five letters."""
     rng = random.Random(f"written:{seed}")
     return " ".join("".join(rng.choices(string.ascii_lowercase, k=5)) for _ in range(words))

@@ -1,4 +1,4 @@
-"""The papers' effective distances: query m, key n <= m; None where nothing is seen."""
+"""Effective distances from the papers: query m, key n <= m; None if masked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def self_extend(m: int, n: int, window: int, group: int) -> float:
 def jet_long(
     m: int, n: int, window: int, step: int, factor: float = 4, kept: Sequence[float] | None = None
 ) -> float | list[float]:
-    """As a text that ends with the query is read; groups grow up to the factor."""
+    """As in reading a text that ends with the query; groups grow up to the factor."""
     group = min(-(-(m + 1) // step), math.ceil(factor))
     if kept is None:
         return m - n if m - n <= window else m // group - n // group
@@ -58,7 +58,7 @@ def unturned(m: int, n: int) -> float:
 
 
 def dpe(m: int, n: int, window: int, scales: Sequence[int], groups: Any = None) -> list[float]:
-    """Of every group of pairs."""
+    """Distances of each group of pairs."""
     return [self_extend(m, n, window, group) for group in scales]
 
 
@@ -95,9 +95,9 @@ EVERY = {**FORMULAS, "unturned": unturned}
 
 
 def formula(name: str, tokens: torch.Tensor, **constants: Any) -> torch.Tensor:
-    """Effective distance between every two of ``tokens`` (positions); infinite where unseen.
+    """Return effective distances between ``tokens`` (positions); infinite if masked.
 
-    With a last axis for those methods that give groups of pairs distances of their own.
+    The last axis is for methods that use different distances for groups of pairs.
     """
     of_groups = constants.get("scales") or constants.get("kept")
     shape = (len(tokens), len(tokens), *([len(of_groups)] if of_groups else []))

@@ -1,4 +1,4 @@
-"""One of the two gloo processes of test_distributed.py: compares itself with a single one.
+"""One of two gloo processes of test_distributed.py; compares results with a single process.
 
 Run by: torchrun --nproc_per_node 2 tests/helpers/distributed_worker.py
 """
@@ -29,7 +29,7 @@ METHODS = {
 
 
 def adapted(model: torch.nn.Module) -> torch.nn.Module:
-    """LoRA whose both halves get gradients, and two kinds of modules trained as a whole."""
+    """Add LoRA with gradients for both matrices, and two kinds of fully trained modules."""
     torch.manual_seed(1)
     lora = LoraConfig(
         r=4,
@@ -46,7 +46,7 @@ def patched(method: str, model: torch.nn.Module | None = None) -> torch.nn.Modul
 
 
 def rows(of: slice) -> torch.Tensor:
-    """Of four rows, two and a half times as long as the model was trained on."""
+    """Return some of four rows of tokens, 2.5 times as long as the trained length."""
     return torch.randint(3, 128, (4, 160), generator=torch.Generator().manual_seed(2))[of]
 
 
@@ -55,7 +55,7 @@ def mine() -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients of every trained parameter, whole, by its name without wrappers."""
+    """Return full gradients of all trained parameters, by name without wrappers."""
     model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss.backward()
     found = {}
     for name, parameter in model.named_parameters():
@@ -67,7 +67,7 @@ def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tens
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    """Equal but for the order of float32 sums: 1e-5 of the largest value."""
+    """Assert equality up to the order of float32 sums: 1e-5 of the largest value."""
     assert found.keys() == expected.keys(), what
     for name, value in expected.items():
         error = (found[name] - value).abs().max() / value.abs().max()
@@ -87,14 +87,14 @@ def shard(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fsdp2() -> None:
-    """Sharded before or after the patch, with and without gradient checkpointing."""
+    """Check sharding before and after the patch, with and without gradient checkpointing."""
     for method in METHODS:
         whole = adapted(patched(method))
         expected = gradients(whole, rows(slice(4)))
         for order in ("patch first", "shard first", "checkpointing"):
             if order == "shard first":
                 sharded = shard(adapted(tiny_llama()))
-                if method != "yarn":  # it runs the model once when it is put in force
+                if method != "yarn":  # the patch runs the model once
                     with pytest.raises(rope_ext.UnsupportedModelError, match="before fully_shard"):
                         patched(method, sharded)
                     continue
@@ -110,7 +110,7 @@ def fsdp2() -> None:
 
 
 def meta() -> None:
-    """Patched and sharded without memory, materialised, and only then given its weights."""
+    """Check patching and sharding on the meta device before loading weights."""
     whole = patched("yarn")
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny_llama().config)
@@ -124,7 +124,7 @@ def meta() -> None:
 
 
 def ulysses() -> None:
-    """Ranks share a sequence: a fixed frequency method is exact, and others are not."""
+    """Check that fixed frequency methods are exact under Ulysses, and that others are not."""
     if importlib.util.find_spec("deepspeed") is None:
         return
     os.environ["DS_ACCELERATOR"] = "cpu"

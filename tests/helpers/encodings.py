@@ -1,4 +1,4 @@
-"""Encodings as their papers have them: dense, in float64, on a model that is not patched."""
+"""Reference encodings, as in the papers: dense, in float64, on an unpatched model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.positions import Family, Seen, by_formula
 
 Learned = dict[str, torch.Tensor]
 Made = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Logits, and what is added to the values of single pairs of tokens."""
+"""Logits, and additions to the values for pairs of tokens."""
 
 
 # --- what is added to the logits -----------------------------------------------------------------
@@ -82,7 +82,7 @@ def fire(s: Seen, threshold: float = 20.0, prefix: str = "") -> torch.Tensor:
 
 
 def dape(s: Seen) -> Made:
-    """The network of version 1, for one pair of query and key at a time."""
+    """The version 1 network, for one pair of query and key at a time."""
     biased = kerple_log(s)
     return biased + _network(s, torch.cat((s.logits, biased - s.logits), 1))
 
@@ -110,7 +110,7 @@ def dape_v2(s: Seen) -> Made:
     both, adapted = torch.cat((s.logits, biased - s.logits), 1), torch.zeros_like(s.logits)
     for at in range(s.logits.shape[2]):
         seen = torch.nonzero(s.visible[0, 0, at]).flatten()
-        # One hidden key follows, as in all rows of a training sequence but the last.
+        # One masked key follows, as in all rows of a training sequence except the last.
         x = F.leaky_relu(F.conv1d(F.pad(both[:, :, at, seen], (0, 1)), *first, padding=1))
         adapted[:, :, at, seen] = F.conv1d(x, *second, padding=1)[..., :-1]
     return biased + adapted
@@ -176,7 +176,7 @@ def through_keys(s: Seen) -> Made:
 
 
 def key_projection(module: nn.Module) -> torch.Tensor:
-    """The rows of the keys in the weights of an attention layer, also where these are fused."""
+    """Return the key rows in an attention layer's weights, also if fused."""
     if hasattr(module, "k_proj"):
         return module.k_proj.weight
     config, size = module.config, module.head_size if hasattr(module, "head_size") else None
@@ -215,7 +215,7 @@ def drope(s: Seen) -> Made:
 
 
 def repo(s: Seen, shifted: bool = False) -> Made:
-    """Places by the network of the layer, one for each key head; without one the token's number."""
+    """Positions from the layer's network, per key head; without a network, the token's index."""
     z = s.places.double().mT
     if s.learned:
         gate, content, position = (s.learned[n] for n in ("gate", "content", "position"))
@@ -232,7 +232,7 @@ def repo_shifted(s: Seen) -> Made:
 
 
 def swan(s: Seen) -> Made:
-    """Every second layer rotates nothing, the others see a window of 7 tokens."""
+    """Every second layer does not rotate, the others have a window of 7 tokens."""
     if s.module.layer_idx % 2 == 0:
         return s.logits * ((s.places + 1).double().log() / math.log(LENGTH)).clamp(min=1)
     apart = s.apart.double()[..., None] * s.theta
@@ -240,12 +240,12 @@ def swan(s: Seen) -> Made:
     return turned.masked_fill(s.apart >= 7, -1e30)
 
 
-# --- what is done in front of the layers ---------------------------------------------------------
+# --- changes to the input of layers --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The hidden states of one row at positions, what is learned, and the size of what is added."""
+    """Hidden states of one row at positions, learned parameters, and the size of the addition."""
 
     x: torch.Tensor
     t: torch.Tensor
@@ -262,7 +262,7 @@ def sinusoid(t: torch.Tensor, columns: int, base: float = 10000.0) -> torch.Tens
 
 
 def path(learned: Learned, tokens: int, step: float) -> torch.Tensor:
-    """The classical Runge-Kutta method, one step a token, written out in columns."""
+    """The classical Runge-Kutta method, one step per token, for each column."""
     w1, b1, w2, b2 = (learned[f"{a}_{b}"] for a in ("first", "second") for b in ("weight", "bias"))
 
     def f(tau: float, p: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,7 @@ def recursion(learned: Learned, tokens: int) -> torch.Tensor:
 
 
 def hierarchical(e: Entered) -> torch.Tensor:
-    """Su's u, of which p is made again."""
+    """Su's u, from which p is computed."""
     u = (e.learned["table"] - 0.4 * e.learned["table"][0]) / 0.6
     return e.x + 0.4 * u[e.t // 16] + 0.6 * u[e.t % 16]
 
@@ -351,7 +351,7 @@ ALL: dict[str, Encoding] = {
         (-1, None),
     ),
     "through keys": Encoding("transformer_xl", through_keys, {"projection": "key"}),
-    "xpos": Encoding("xpos", xpos, {"scale_base": 16}),  # 70 queries at most are turned together
+    "xpos": Encoding("xpos", xpos, {"scale_base": 16}),  # at most 70 queries are rotated together
     "3d_rpe": Encoding("3d_rpe", rpe_3d, {"chunk": 20, "base": 2.0}),
     "repo": Encoding("repo", repo),
     "repo shifted": Encoding("repo", repo_shifted, {"positions": "shifted"}),
@@ -406,20 +406,20 @@ ALL: dict[str, Encoding] = {
 
 
 def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What a patch learns, by the name in the model."""
+    """Return the learned parameters of a patch, by name in the model."""
     return {n: p for n, p in model.named_parameters() if ".rope_ext_" in n}
 
 
 @torch.no_grad()
 def randomized(model: nn.Module) -> nn.Module:
-    """Every parameter of the patch is different, and so large that it matters."""
+    """Make all parameters of the patch different, and large enough to matter."""
     generator = torch.Generator().manual_seed(5)
     for key, parameter in parameters(model).items():
         drawn, name = torch.randn(parameter.shape, generator=generator), key.split(".")[-1]
         if name in ("r1", "r2"):
             drawn = drawn.abs().clamp(0.01, 1.5)  # between the bounds of KERPLE
         elif name in ("c", "multiplier"):
-            drawn = parameter * (1 + 0.2 * drawn)  # about where they begin
+            drawn = parameter * (1 + 0.2 * drawn)  # near their initial values
         elif name == "fire_multiplier":
             drawn.fill_(0.03)  # denominators change after 15 tokens
         elif "rope_ext_positions" in key:  # up to some tens of tokens in either direction
@@ -434,7 +434,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def of_layer(learned: Learned, number: int | None) -> Learned:
-    """What one layer has, and what all share, by its short name, in float64."""
+    """Return parameters of one layer and shared ones, by short name, in float64."""
     own = {n: p for n, p in learned.items() if f".layers.{number}." in n or ".layers." not in n}
     return {n.split(".")[-1]: p.double() for n, p in own.items() if "rope_ext_input" not in n}
 

@@ -1,4 +1,4 @@
-"""Small models and patches that the tests of all engines share."""
+"""Small models and patches shared by the tests of all engines."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def built(family: str) -> Any:
     torch.manual_seed(0)
     model = BUILD[family]().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # which begin as zeros: they would be loaded unseen
+        if name.endswith("bias"):  # initialized to zero, which would hide loading errors
             torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 
 def prompts(length: int) -> list[list[int]]:
-    """Within the trained length, beyond it, and up to the last token that leaves room for one."""
+    """Return prompts within and beyond the trained length, up to one token below the limit."""
     return [ids[:n].tolist() for n in (50, 3 * LENGTH, length - 1)]
 
 

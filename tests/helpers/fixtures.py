@@ -1,4 +1,4 @@
-"""A tiny Llama trained (so to say) on 128 tokens, documents to train it on, and small pictures."""
+"""A tiny Llama with a nominal trained length of 128, training documents, and small plots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve documents of some 350 tokens, one a line, in a file."""
+    """Write twelve documents of about 350 tokens, one per line, to a file."""
     rng = random.Random(0)
     lines = [json.dumps({"text": " ".join(rng.choices(WORDS, k=100))}) for _ in range(12)]
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
@@ -32,7 +32,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No data of an earlier test."""
+    """Use a new cache folder, without data of earlier tests."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

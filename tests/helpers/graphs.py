@@ -1,4 +1,4 @@
-"""What is compiled whole: its caches, its configuration, and how many graphs there are."""
+"""Helpers for full-graph compilation: caches, configuration, and the number of graphs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Runs of recipes/finetune.py in processes that accelerate takes for ones with a GPU each.
+"""Runs recipes/finetune.py in processes that accelerate treats as having a GPU each.
 
-On CPUs accelerate makes plain data parallelism of every launch file, whatever it says. Here it goes
-the way of GPUs; nothing is made up but that they are there. A run that would keep its gradients
-whole on every device while they are accumulated is refused. DeepSpeed is told that there are
-several processes, of which accelerate knows one where it sees no GPU, and is kept from compiling
-C++, a minute's work: to exchange tensors it takes gloo then. transformers is told that the GPUs
-have bfloat16.
+On CPUs, accelerate runs every launch file as plain data parallelism. Here it follows the GPU code
+path; only the presence of GPUs is simulated. A run that would keep unsharded gradients on every
+device during accumulation raises an error. DeepSpeed gets the number of processes, since accelerate
+counts one without GPUs, and does not compile C++, which takes a minute: it exchanges tensors with
+gloo instead. transformers is told that the GPUs support bfloat16.
 
 Run by: accelerate launch --config_file FILE --num_processes 2 tests/helpers/launched.py RUNS,
 where RUNS is a JSON file with the command lines of the runs.

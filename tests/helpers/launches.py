@@ -1,4 +1,4 @@
-"""Recipes with a tiny model, started as the headers of the launch files say."""
+"""Runs recipes with a tiny model, with the commands in the headers of the launch files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def settings(folder: Path, name: str, processes: int, **more: object) -> list[str]:
-    """A run of three steps of four rows, into ``folder / name``."""
+    """Return settings of a run of three steps with four rows, into ``folder / name``."""
     values = {
         "model": folder / "model",
         "dataset": folder / "text.txt",
@@ -50,7 +50,7 @@ def launch(file: str, folder: Path, *command: object) -> None:
 
 
 def log(folder: Path) -> torch.Tensor:
-    """Loss and norm of the gradient of each step, ``[3, 2]``."""
+    """Return loss and gradient norm of each step, ``[3, 2]``."""
     state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
     logs = [(e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]
     return torch.tensor(logs, dtype=torch.float64)

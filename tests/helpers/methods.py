@@ -29,7 +29,7 @@ from rope_ext.methods import (
 
 
 def full(factor: float, rope: Rope) -> dict[str, Any]:
-    """Options of a dynamic method fixed at its full extended context."""
+    """Return options of a dynamic method fixed at its full extended length."""
     return {"factor": factor, "length": PI(factor=factor).target_length(rope)}
 
 
@@ -38,7 +38,7 @@ def table(factor: float, rope: Rope) -> list[float]:
     return torch.linspace(1, factor, rope.dim // 2, dtype=torch.float64).tolist()
 
 
-# Every method, and every option that changes its formula, none adapting to the sequence.
+# Every method, and every option that changes its formula, none dynamic.
 VARIANTS: dict[str, Callable[[float, Rope], FrequencyMethod]] = {
     "yarn": lambda s, rope: YaRN(factor=s),
     "yarn-untruncated": lambda s, rope: YaRN(factor=s, truncate=False),

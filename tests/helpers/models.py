@@ -1,4 +1,4 @@
-"""Tiny random models, trained (so to say) on 64 tokens."""
+"""Tiny random models with a nominal trained length of 64."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 LENGTH = 64
-# Models as they were built, and the state of the random numbers behind them: a copy takes half
-# of the time.
+# Models as built, and the random state after building them: copying takes half of
+# the time.
 _BUILT: dict[str, tuple[LlamaForCausalLM, torch.Tensor]] = {}
 
 
@@ -51,7 +51,7 @@ def tiny_llama(**overrides: object) -> LlamaForCausalLM:
 
 
 def several_axes() -> Qwen2VLTextModel:
-    """A decoder whose positions have three axes."""
+    """Return a decoder with three position axes."""
     torch.manual_seed(0)
     config = Qwen2VLTextConfig(
         vocab_size=128,
@@ -87,7 +87,7 @@ AttentionMaskInterface.register(
 
 @contextmanager
 def attending_by(model: nn.Module, function: Callable) -> Iterator[nn.Module]:
-    """``model`` with this attention function, which gets a mask of what each query sees."""
+    """Run ``model`` with this attention function, which gets a mask of visible keys."""
     _functions.append(function)
     try:
         with attending(model, "given"):

@@ -15,15 +15,15 @@ import torch
 
 @dataclass
 class Fake:
-    """What it was asked, and how it answers.
+    """Recorded requests, and how to respond.
 
     Args:
-        model: that answers greedily.
+        model: model that answers greedily.
         tokenizer: its tokenizer.
-        faults: HTTP statuses of the next requests, in order; 0: it answers.
-        logprobs: whether it returns those of the prompt.
-        spoils: what is made of the next answers, in order; text is sent as HTML.
-        models: what it says of the models that it serves.
+        faults: HTTP statuses of the next requests, in order; 0: a normal response.
+        logprobs: whether to return log-probabilities of the prompt.
+        spoils: changes to the next responses, in order; text is sent as HTML.
+        models: response to requests for the list of models.
     """
 
     model: Any
@@ -85,7 +85,7 @@ class Fake:
 
 @contextmanager
 def serving(fake: Fake) -> Iterator[str]:
-    """The address of ``fake``, on this machine."""
+    """Serve ``fake`` on this machine; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,8 +1,8 @@
-"""bitsandbytes' two ways with 4-bit weights on a CPU, chosen by the test and not by the machine.
+"""Selects one of bitsandbytes' two code paths for 4-bit weights on CPUs, on any machine.
 
-Where a CPU multiplies bfloat16 (avx512_bf16), bitsandbytes lays the weights of a layer out anew at
-its first forward without gradients, rounds their constants to bfloat16, and turns all that back,
-with its rounding, when the model is saved. Elsewhere the weights stay as they are.
+If a CPU supports bfloat16 products (avx512_bf16), bitsandbytes repacks a layer's weights in its
+first forward without gradients, rounds their constants to bfloat16, and reverts all but the
+rounding, when the model is saved. Otherwise the weights are unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Patch = Any  # (object, name, value) -> None, as pytest's monkeypatch.setattr
 
 
 def use(packed: bool, patch: Patch = setattr) -> None:
-    """Take one way on every machine; the product of packed weights is computed by torch."""
+    """Force one code path on every machine; torch computes products with packed weights."""
     patch(bitsandbytes.nn.modules, "has_avx512bf16", lambda: packed)
     if packed:
         patch(bitsandbytes.functional, "gemv_4bit", product)

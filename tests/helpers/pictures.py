@@ -1,4 +1,4 @@
-"""Pictures of reports, small: they take half a second each in full. test_cli.py draws them so."""
+"""Small plots for reports, since full-size ones take half a second each; test_cli.py uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models under position methods: the methods, families, caches, and the attention of the papers."""
+"""Models under position methods: methods, families, caches, and reference attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {  # small enough that every band matters w
     "string": {"shift": 11, "window": 3},
     "lm_infinite": {"window": 9, "sinks": 3},
 }
-WIDE: dict[str, dict[str, Any]] = {  # nothing is far, so nothing changes, if trained on TOLD
+WIDE: dict[str, dict[str, Any]] = {  # nothing changes at a trained length of TOLD
     "rerope": {"window": 999, "log_n": False},
     "leaky_rerope": {"window": 999, "k": 3.0, "log_n": False},
     "self_extend": {"window": 999, "group": 3, "published": True},
@@ -57,7 +57,7 @@ _BUILT: dict[str, nn.Module] = {}  # a copy takes half of the time
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model and how its layers rotate, as read in transformers' own code.
+    """A tiny model and how its layers rotate, according to transformers' code.
 
     ``mapped``: layers whose positions change, None for all; ``neighbours``: pairs are next to
     each other, not half a rotation apart.
@@ -100,7 +100,7 @@ FAMILIES = {
     "gemma": Family("gemma"),  # multiplies its embeddings
 }
 KINDS = ["llama", "gemma2 scaled", "gpt_oss", "smollm3", "mistral windowed"]
-PACKED = [kind for kind in KINDS if kind != "gpt_oss"]  # whose code does not tell documents apart
+PACKED = [kind for kind in KINDS if kind != "gpt_oss"]  # does not separate documents
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),  # sliding layers keep their window
     "dynamic, all kept": lambda config: DynamicCache(),
@@ -130,7 +130,7 @@ def by_geometry(first: str, *others: str) -> list[tuple[str, str]]:
 
 
 def patch(model: nn.Module, name: str = "self_extend", **options: Any) -> nn.Module:
-    """By the paper: without the numbers on cosine and sine that were released with a method."""
+    """As in the paper, without the factors of cosine and sine in a method's released code."""
     paper = {"factor": 4, "attention_factor": 1, **METHODS[name]}
     return rope_ext.patch(model, name, **{**paper, **options})
 
@@ -143,14 +143,14 @@ def logits(model: nn.Module, ids: torch.Tensor | None, **kwargs: Any) -> torch.T
 def decoded(
     model: nn.Module, ids: torch.Tensor, steps: list[int], cache: Cache | None = None
 ) -> torch.Tensor:
-    """Logits of ``ids`` fed in pieces of those sizes through one cache."""
+    """Return logits of ``ids``, fed through one cache in pieces of these sizes."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     pieces = ids.split(steps, dim=1)
     return torch.cat([logits(model, piece, past_key_values=cache) for piece in pieces], 1)
 
 
 def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, attention mask, and positions counted from each row's first token."""
+    """Return tokens, attention mask, and positions counted from each row's first token."""
     mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     return pad_sequence(rows, True, padding_side=side), mask, positions
@@ -162,12 +162,12 @@ def gradients(model: nn.Module, ids: torch.Tensor, **given: Any) -> list[torch.T
     return [p.grad.clone() for n, p in model.named_parameters() if "proj" in n]
 
 
-# --- the paper's distances, put into an unpatched model ------------------------------------------
+# --- the paper's distances, in an unpatched model ------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the formula of an encoding is given of one attention layer, in float64.
+    """Arguments of an encoding's formula for one attention layer, in float64.
 
     Args:
         module: the layer.
@@ -197,13 +197,13 @@ class Seen:
     learned: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def turned(self, factor: torch.Tensor) -> torch.Tensor:
-        """Logits where every pair of columns is multiplied, ``[rows, heads, i, j, pairs]``."""
+        """Return logits per pair of columns, ``[rows, heads, i, j, pairs]``."""
         return self.scale * self.products(self.query, self.key, factor)
 
 
 @dataclass(frozen=True)
 class ByFormula:
-    """Attention over the effective distance of every single pair, dense, in float64.
+    """Reference attention with effective distances of every pair, dense, in float64.
 
     Args:
         family: how its layers rotate.
@@ -268,14 +268,14 @@ class ByFormula:
         return out.transpose(1, 2).to(value.dtype), weights
 
     def _parts(self, x: torch.Tensor, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pairs of columns as complex numbers, and the other columns."""
+        """Return pairs of columns as complex numbers, and the other columns."""
         first, second = slice(0, pairs), slice(pairs, 2 * pairs)
         if self.family.neighbours:
             first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
         return torch.complex(x[..., first], x[..., second]), x[..., 2 * pairs :]
 
     def _back(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        """Before the model turned it."""
+        """Return ``x`` without the model's rotation."""
         z, rest = self._parts(x, turn.shape[-1])
         z = z * turn
         both = (z.real, z.imag)

@@ -1,8 +1,8 @@
-"""Runs presses of kvpress on patched models, and says what they made of them.
+"""Runs kvpress presses on patched models, and reports the results.
 
 Run by: python tests/helpers/presses.py FOLDER, which holds kvpress, installed without dependencies.
-A process of its own, because kvpress wraps every attention function of transformers as it is
-imported. What it reads and transformers has dropped, ``cache_position``, is passed on by the model.
+A separate process, because kvpress wraps all attention functions of transformers on import.
+The model passes on ``cache_position``, which kvpress reads and transformers has dropped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def presses() -> dict[str, Callable[[], Any]]:
 
 @torch.no_grad()
 def pressed(model: Any, press: Any) -> list[torch.Tensor]:
-    """Scores of every layer, and logits of the next token over what is left of the cache."""
+    """Return each layer's scores, and next-token logits with the remaining cache."""
     scorer, found = getattr(press, "press", press), []
     score = scorer.score
 
@@ -65,7 +65,7 @@ def pressed(model: Any, press: Any) -> list[torch.Tensor]:
 
 
 def apart(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """The largest difference, of the largest number."""
+    """Return the largest difference, relative to the largest number."""
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(one, other, strict=True))
 
 
@@ -78,7 +78,7 @@ def refusal(model: Any, press: Any) -> str:
 
 
 def by_the_page() -> list[int]:
-    """Keys left in every layer by the example on the page, run on a small checkpoint."""
+    """Return the keys left in every layer by the example in the docs, on a small checkpoint."""
     page = (ROOT / "docs" / "engines" / "beside.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(import rope_ext\nimport torch\n.*?)```", page, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:

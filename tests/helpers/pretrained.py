@@ -1,4 +1,4 @@
-"""The pretrained checkpoints; a test that needs one is skipped where it cannot be downloaded."""
+"""Pretrained checkpoints; tests that need one are skipped if it cannot be downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every patched model, whatever the patch: asserted of a tiny one."""
+"""Invariants of all patched models, asserted for a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.positions import CACHES, EXACT, NEW, decoded, logits, padded
 def decodes_as_it_reads(
     model: nn.Module, cache: str, ids: torch.Tensor, steps: tuple[int, ...]
 ) -> None:
-    """Pieces of those sizes through a cache of :data:`CACHES` give the logits of the whole."""
+    """Assert that pieces of these sizes through a cache of :data:`CACHES` give the full logits."""
     whole = logits(model, ids)
     found = decoded(model, ids, list(steps), CACHES[cache](model.config))
     torch.testing.assert_close(found, whole, **EXACT)
@@ -28,7 +28,7 @@ def decodes_as_it_reads(
 def rows_are_as_alone(
     model: nn.Module, side: str, ids: torch.Tensor, with_positions: bool = False
 ) -> None:
-    """Padded rows of 90, 61 and 1 tokens have the logits and gradients that they have alone."""
+    """Assert that padded rows of 90, 61 and 1 tokens have the same logits and gradients as alone."""
     rows = [ids[0], ids[1, :61], ids[0, 3:4]]
     batch, mask, positions = padded(rows, side)
     given = {"position_ids": positions} if with_positions else {}
@@ -51,7 +51,7 @@ def pieces_of_rows_are_as_alone(
     cache: Cache,
     with_positions: bool = True,
 ) -> None:
-    """Padded rows, in pieces of those sizes through ``cache``, have the logits they have alone."""
+    """Assert that padded rows, in pieces through ``cache``, have the same logits as alone."""
     tokens, mask, positions = padded(rows, side)
     said, done = [], 0
     for step in steps:
@@ -67,7 +67,7 @@ def pieces_of_rows_are_as_alone(
 
 
 def documents_are_apart(model: nn.Module, row: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    """Documents of those sizes in one row have the logits that they have alone."""
+    """Assert that documents of these sizes in one row have the same logits as alone."""
     positions = torch.cat([torch.arange(size) for size in sizes])[None]
     packed = logits(model, row, position_ids=positions, use_cache=False)
     alone = [logits(model, part) for part in row.split(list(sizes), 1)]
@@ -75,7 +75,7 @@ def documents_are_apart(model: nn.Module, row: torch.Tensor, sizes: tuple[int, .
 
 
 def sees_nothing_later(model: nn.Module, ids: torch.Tensor) -> None:
-    """Tokens from 60 on change no logit before."""
+    """Assert that tokens from 60 on change no earlier logits."""
     other = ids.clone()
     other[:, 60:] = other[:, 60:].flip(1)
     both = [logits(model, given)[:, :60] for given in (ids, other)]
@@ -83,7 +83,7 @@ def sees_nothing_later(model: nn.Module, ids: torch.Tensor) -> None:
 
 
 def generates_as_it_recomputes(model: nn.Module, prompt: torch.Tensor, **more: Any) -> None:
-    """What is generated with a cache is what is generated without."""
+    """Assert that generation is the same with and without a cache."""
     cached = model.generate(prompt, **NEW | more)
     more.pop("cache_implementation", None)
     assert torch.equal(cached, model.generate(prompt, **NEW | more, use_cache=False))
@@ -92,7 +92,7 @@ def generates_as_it_recomputes(model: nn.Module, prompt: torch.Tensor, **more: A
 def is_saved_and_taken_out(
     model: nn.Module, patch: Callable[[nn.Module], nn.Module], ids: torch.Tensor, folder: Path
 ) -> None:
-    """Patched, a model is reloaded as it is, and unpatched to what it was, bit for bit."""
+    """Assert that saving and unpatching restore a model bit for bit."""
     model.save_pretrained(folder)  # which writes into the configuration
     before, plain = snapshot(model), logits(model, ids)
     want = logits(patch(model), ids)
@@ -104,7 +104,7 @@ def is_saved_and_taken_out(
 
 
 def learns(model: nn.Module, learned: dict[str, nn.Parameter], ids: torch.Tensor) -> None:
-    """Three steps lower the loss and move all that is learned; what was kept of it follows."""
+    """Assert that three steps lower the loss and change all parameters, and update caches."""
     before = {key: value.clone() for key, value in learned.items()}
     first, losses = logits(model.eval(), ids), []
     optimizer = torch.optim.Adam(learned.values(), lr=1e-3)
@@ -120,7 +120,7 @@ def learns(model: nn.Module, learned: dict[str, nn.Parameter], ids: torch.Tensor
 
 
 def checkpointing_changes_nothing(make: Callable[[], nn.Module], ids: torch.Tensor) -> None:
-    """Gradients of a patched model are the same with gradient checkpointing."""
+    """Assert that gradients of a patched model are the same with gradient checkpointing."""
     found = []
     for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         model = make().train()
@@ -140,10 +140,10 @@ def an_adapter_trains_it_along(
     ids: torch.Tensor,
     folder: Path,
 ) -> None:
-    """An adapter has what an encoding learned and is loaded with it.
+    """Assert that an adapter saves and loads an encoding's parameters.
 
     Args:
-        base: a model that is not patched.
+        base: an unpatched model.
         patch: patches it.
         modules: of the encoding, which the adapter saves.
         ids: for the logits.

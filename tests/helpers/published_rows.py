@@ -1,4 +1,4 @@
-"""Rows in the schemas of published benchmarks, made up: one small data set for each."""
+"""Synthetic rows in the schemas of published benchmarks: one small data set for each."""
 
 from __future__ import annotations
 

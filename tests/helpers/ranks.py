@@ -1,4 +1,4 @@
-"""Evaluations in several processes each, some of which die on the way; all is imported once.
+"""Runs evaluations in several processes, some of which are killed; imports modules once.
 
 Run by: python tests/helpers/ranks.py RUNS, where RUNS is a JSON file with a list of
 ``[processes, who dies, after how many lines of its log, the words of rope-ext eval]``: a rank, or
@@ -24,7 +24,7 @@ from tests.helpers import pictures
 
 
 def dying(lines: int) -> None:
-    """Leave half a line in the log after so many, and then be killed."""
+    """Leave half a line in the log after a number of lines, and then be killed."""
     whole, calls = cases.Outcome.to_line, []
 
     def line(outcome: cases.Outcome) -> bytes:

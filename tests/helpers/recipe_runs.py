@@ -1,4 +1,4 @@
-"""Settings of a small run of recipes/finetune.py, and what it has logged."""
+"""Settings and logs of a small run of recipes/finetune.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 
 def arguments(checkpoint: Path, texts: Path, output: Path, **more: object) -> list[str]:
-    """A run of two steps with PoSE; settings of None are left out."""
+    """Return settings of two steps with PoSE; settings of None are left out."""
     values = {
         "model": checkpoint,
         "dataset": texts,
@@ -34,6 +34,6 @@ def arguments(checkpoint: Path, texts: Path, output: Path, **more: object) -> li
 
 
 def history(folder: Path) -> list[tuple[int, float, float]]:
-    """Step, loss and norm of the gradient, as a checkpoint tells them."""
+    """Return step, loss and gradient norm from a checkpoint."""
     state = json.loads((folder / "trainer_state.json").read_text())
     return [(e["step"], e["loss"], e["grad_norm"]) for e in state["log_history"] if "loss" in e]

@@ -1,4 +1,4 @@
-"""Patches of every method with options that have to survive saving."""
+"""Patches of every method, with options that must survive saving."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are o
 
 @torch.no_grad()
 def decoded(model, ids: torch.Tensor, steps: list[int], cache=None, **kwargs) -> torch.Tensor:
-    """Logits of ``ids`` fed in pieces of those sizes through one cache."""
+    """Return logits of ``ids``, fed through one cache in pieces of these sizes."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     pieces = [
         model(piece, past_key_values=cache, use_cache=True, **kwargs).logits

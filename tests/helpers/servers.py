@@ -1,4 +1,4 @@
-"""Servers as processes."""
+"""Starts servers in processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT = 500  # seconds
 
 @contextmanager
 def running(words: Sequence[str], log: Path, **environment: str) -> Iterator[str]:
-    """The address of a server that is ready, started by ``words`` and a free ``--port``."""
+    """Start a server with ``words`` and a free ``--port``; yields its address when ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens depend on what stands beside them, and one that costs nothing."""
+"""Tokenizers whose tokens depend on the context, and a very fast one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def merging(start: bool = True) -> PreTrainedTokenizerFast:
 
 @cache
 def spacing(start: bool = True) -> PreTrainedTokenizerFast:
-    """Puts a space before whatever it is given, as SentencePiece does; each digit alone."""
+    """Adds a leading space, like SentencePiece; splits digits."""
     made = Tokenizer(bpe.BPE(unk_token="<unk>", fuse_unk=True))
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -73,7 +73,7 @@ def _wrapped(made: Tokenizer, start: bool) -> PreTrainedTokenizerFast:
 
 
 class Characters:
-    """A token for every so many characters: for long prompts in no time."""
+    """One token for a fixed number of characters: fast for long prompts."""
 
     chat_template = None
 

@@ -17,5 +17,5 @@ def parse(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a file, in the order of ``ast.walk``."""
+    """Return all nodes of a file, in the order of ``ast.walk``."""
     return tuple(ast.walk(parse(path)))

@@ -1,10 +1,10 @@
-"""Commands that are stopped by signals while they measure; all is imported once.
+"""Runs commands and stops them with signals while they measure; imports modules once.
 
 Run by: python tests/helpers/stopped.py RUNS, where RUNS is a JSON file with a list of
 ``[program, words, signals, ignored]``: rope-ext or a module, its arguments, the names of the
-signals to send, in order, and of those that its parent ignores, as nohup does. Each is sent its
-signals once it has begun to measure, which then takes for ever. Prints JSON: of each run the exit
-status, as of a shell, and standard error.
+signals to send, in order, and of those that its parent ignores, like nohup. Signals are sent
+once it has started to measure, which then never ends. Prints each run's exit status, as in a
+shell, and standard error, as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rope_ext.cli import app
 
 
 def measuring(beginning: int) -> None:
-    """Let what measures tell that it has begun, and never end."""
+    """Replace measuring by a function that reports its start and never ends."""
 
     def never(*args: object, **options: object) -> None:
         os.write(beginning, b".")
@@ -38,13 +38,13 @@ def measuring(beginning: int) -> None:
 def stopped(
     module: str, words: list[str], signals: list[str], ignored: list[str]
 ) -> tuple[int, str]:
-    """The exit status of one run, and what it wrote to standard error."""
+    """Return the exit status of one run, and its standard error."""
     begun, beginning = os.pipe()
     told, telling = os.pipe()
     process = os.fork()
     if process == 0:
         os.dup2(telling, 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` of a shell ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by `&` in a shell
         for name in ("SIGHUP", "SIGTERM"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         for name in ignored:
@@ -61,7 +61,7 @@ def stopped(
         os._exit(status)
     os.close(beginning)
     os.close(telling)
-    if os.read(begun, 1):  # else it has ended before
+    if os.read(begun, 1):  # otherwise it has already ended
         for name in signals:
             os.kill(process, getattr(signal, name))
     with os.fdopen(told, "rb") as errors:

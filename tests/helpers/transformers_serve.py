@@ -1,4 +1,4 @@
-"""``transformers serve`` as a process, and folders for it."""
+"""Runs ``transformers serve`` in a process, and writes folders for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext
 from tests.helpers.checkpoint import save_checkpoint
 
-TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # the command's own
+TRANSFORMERS = "from transformers.cli.transformers import main; main()"  # as the installed command
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def saved(folder: Path, method: str | None, **options: Any) -> Path:
-    """A tiny checkpoint under a method, with a template for chats."""
+    """Save a tiny checkpoint under a method, with a chat template."""
     save_checkpoint(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -29,7 +29,7 @@ def saved(folder: Path, method: str | None, **options: Any) -> Path:
 
 
 def command(folder: Path) -> list[str]:
-    """The command on the page."""
+    """Return the command in the docs."""
     page = Path(__file__).parents[2] / "docs" / "engines" / "beside.md"
     words = re.search(r"\$ transformers (serve .*)", page.read_text(encoding="utf-8"))[1]
     given = [str(folder) if word == "FOLDER" else word for word in words.split()]

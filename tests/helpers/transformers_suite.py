@@ -1,4 +1,4 @@
-"""transformers' own ModelTesterMixin on models that are extended as soon as they are built.
+"""Runs transformers' ModelTesterMixin on models that are patched when they are built.
 
 The mixin comes from the source distribution of the transformers that is installed (the wheel has
 no tests), fetched once from PyPI. That one has the tests of models, but not those of generation
@@ -33,7 +33,7 @@ CACHE = Path(__file__).parents[2] / "runs" / "transformers"
 PACKAGE = "tests_of_transformers"
 FACTOR = 4
 
-# Configuration, models, and what the configuration needs beside the sizes of Tester. A family
+# Configuration, models, and configuration fields in addition to the sizes of Tester. A family
 # whose layers all slide cannot be extended, so of gemma's two layers one does not.
 FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "llama": ("LlamaConfig", ("LlamaModel", "LlamaForCausalLM"), {}),
@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 
 class Tester:
-    """What the mixin asks for a configuration and inputs."""
+    """The model tester required by the mixin: configuration and inputs."""
 
     is_training = True
     batch_size, seq_length = 3, 7
@@ -77,11 +77,11 @@ class Tester:
 
 
 def run(family: str, method: str | None) -> dict[str, str | None]:
-    """What each test raised that was not skipped; None: nothing.
+    """Return the error of each test that was not skipped; None: it passed.
 
     Args:
-        family: of ``FAMILIES``.
-        method: that extends every model; None: none.
+        family: one of ``FAMILIES``.
+        method: method for every model; None: no patch.
     """
     common, base = _mixin()
     models = tuple(getattr(transformers, name) for name in FAMILIES[family][1])
@@ -106,7 +106,7 @@ def run(family: str, method: str | None) -> dict[str, str | None]:
 
 @functools.cache
 def _mixin() -> tuple[types.ModuleType, tuple[type, ...]]:
-    """The module of the installed transformers' tests of models, and the classes of its tests."""
+    """Import the model tests of the installed transformers; returns module and classes."""
     folder = CACHE / transformers.__version__
     if not folder.exists():
         _fetch(transformers.__version__, folder)
@@ -118,7 +118,7 @@ def _mixin() -> tuple[types.ModuleType, tuple[type, ...]]:
     _module(f"{PACKAGE}.exporters.test_export").ExportTesterMixin = type("Export", (), {})
     with pytest.MonkeyPatch.context() as context:
         context.setenv("TRANSFORMERS_TEST_DEVICE", "cpu")
-        context.setattr(pytest.mark, "_config", None)  # its marks are not declared here
+        context.setattr(pytest.mark, "_config", None)  # hides warnings about undeclared marks
         common = importlib.import_module(f"{PACKAGE}.test_modeling_common")
     return common, (common.ModelTesterMixin, generation)
 
@@ -129,7 +129,7 @@ def _module(name: str) -> Any:
 
 
 def _fetch(version: str, folder: Path) -> None:
-    """Put the tests into ``folder``, all at once: another worker may be at it too."""
+    """Write the tests to ``folder`` atomically, since another worker may do the same."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as own:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", own]
@@ -150,16 +150,16 @@ def _fetch(version: str, folder: Path) -> None:
 
 @contextmanager
 def _extended(models: tuple[type[PreTrainedModel], ...], method: str | None) -> Iterator[None]:
-    """Under it every model is patched when it is built, and comes back with its patch."""
+    """Inside the block, models are patched when built, and reloaded with their patch."""
     if method is None:
         yield
         return
-    building: list[Any] = []  # a part of a model, or one that is being loaded, is not patched
+    building: list[Any] = []  # do not patch parts of models, or models being loaded
 
     def builder(build: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(build)
         def __init__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-            if not building:  # models that share a configuration are refused
+            if not building:  # models that share a configuration cannot be patched
                 args, kwargs = copy.deepcopy((args, kwargs))
             building.append(self)
             try:

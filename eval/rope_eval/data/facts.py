@@ -1,4 +1,4 @@
-"""Made-up facts in the format of SQuAD and HotpotQA, which no model has seen in training.
+"""Synthetic facts in the format of SQuAD and HotpotQA, which no model has seen in training.
 
 Every town, its people and its river occur in the documents about it alone; numbers and names are
 random, so a question can only be answered from its document.
@@ -46,7 +46,7 @@ HOPS = (
 
 @cache
 def _towns(count: int) -> list[dict[str, str]]:
-    """Towns, with all that is said about them: names that are all different, and numbers."""
+    """Return towns with their facts: distinct names, and numbers."""
     rng, names = random.Random("towns"), dict[str, None]()
 
     def name(end: str = "") -> str:
@@ -66,7 +66,7 @@ def _towns(count: int) -> list[dict[str, str]]:
 
 
 def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
-    """An article of one paragraph and one question per town, in the format of SQuAD 2.0."""
+    """Return an article of one paragraph and one question per town, in the format of SQuAD 2.0."""
     data = []
     for index, town in enumerate(_towns(articles)):
         question, answer = QUESTIONS[index % len(QUESTIONS)]
@@ -77,7 +77,7 @@ def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
 
 
 def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
-    """Questions that need two of ten documents, in the format of HotpotQA's distractor setting."""
+    """Return questions that need two of ten documents, in HotpotQA's distractor format."""
     rng, towns, data = random.Random("people"), _towns(questions), []
 
     def documents(town: dict[str, str]) -> list[tuple[str, list[str]]]:

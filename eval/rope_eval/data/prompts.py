@@ -22,7 +22,7 @@ Ids = TypeVar("Ids", bound=Sequence[int])
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """``text`` as tokens, without special tokens."""
+    """Tokenize ``text``, without special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -32,9 +32,9 @@ def joined(*parts: Iterable[int]) -> array:
 
 
 def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
-    """How many of the last ``count`` tokens are blank before the first one that is not.
+    """Count the blank tokens at the start of the last ``count`` tokens.
 
-    Where digits stand alone, the space before an answer is a token of its own.
+    If digits are separate tokens, the space before an answer is, too.
     """
     return next(n for n in range(count) if tokenizer.decode([ids[n - count]]).strip())
 
@@ -43,9 +43,9 @@ def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
 class Frame:
     """The template around the content of a prompt.
 
-    A base model gets as ``head`` the beginning-of-sequence token that its tokenizer adds, once. A
-    chat model gets its template ``around`` the content, which contains that token, and the answer
-    begins after the question, in the assistant's turn.
+    For a base model, ``head`` is the beginning-of-sequence token that its tokenizer adds, once. For
+    a chat model, ``around`` is the template, which contains that token; the answer starts after the
+    question, in the assistant's turn.
     """
 
     tokenizer: Any
@@ -54,7 +54,7 @@ class Frame:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:
-        """The frame of a tokenizer; ``auto`` uses a chat template if there is one."""
+        """Return the frame of a tokenizer; ``auto`` uses a chat template if there is one."""
         template = getattr(tokenizer, "chat_template", None)
         if chat == "yes" and not template:
             raise OptionError("this tokenizer has no chat template; give --chat no")
@@ -70,11 +70,11 @@ class Frame:
     def whole(
         self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
     ) -> tuple[array, int]:
-        """A prompt, tokenized in one piece.
+        """Build a prompt, tokenized in one piece.
 
         Args:
-            content: of the user's turn, with the question at its end.
-            lead: begins the answer, such as ``" The pass key is"``.
+            content: the user's turn, with the question at its end.
+            lead: start of the answer, such as ``" The pass key is"``.
             answer: follows after a space; ``""`` for a prompt that the model continues.
             keep_space: keep the space at the start of ``lead`` even if the template ends in a line
                 break or a space, as RULER does.
@@ -85,7 +85,7 @@ class Frame:
         """
         if self.around is not None:
             before, after = self.around
-            # After a line break or a space of the template an answer begins without another one.
+            # After a line break or space in the template, the answer starts without a space.
             lead = lead.lstrip() if after[-1:].isspace() and not keep_space else lead
             content = before + content + after
         given = encode(self.tokenizer, content + lead)
@@ -100,7 +100,7 @@ class Frame:
 
 
 def beginning(tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that the tokenizer adds before a text: the beginning-of-sequence token or none."""
+    """Return the tokens that the tokenizer adds before text: one bos token or none."""
     plain = encode(tokenizer, "a")
     special = tokenizer("a", verbose=False)["input_ids"]
     return tuple(special[: special.index(plain[0])]) if plain[0] in special else ()
@@ -109,10 +109,10 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
 def longest(
     build: Callable[[int], Ids], budget: int, least: int = 0, most: int | None = None
 ) -> tuple[int, Ids]:
-    """The longest prompt that fits, shorter than ``budget`` by less than an average part.
+    """Find the longest prompt that fits, less than an average part below ``budget``.
 
-    ``build`` makes a prompt of so many parts, from ``least`` to ``most``; it is called a few times,
-    for any length.
+    ``build`` creates a prompt from a number of parts, from ``least`` to ``most``; it is called a
+    few times, for any length.
 
     Returns:
         The number of parts, and the prompt, which is too long if even the smallest does not fit.
@@ -129,7 +129,7 @@ def longest(
         turn += 1
         tried = build(guess)
         if guess - low >= 32 and len(tried) <= len(ids):
-            break  # a tokenizer that makes the same of more
+            break  # more parts, same tokens
         tokens = max(0.01, (len(tried) - first) / (guess - least))
         if len(tried) <= budget:
             low, ids = guess, tried

@@ -13,9 +13,9 @@ from rope_ext.errors import MeasureError, first_line
 
 @dataclass(frozen=True)
 class Row:
-    """One row; what reads a field raises MeasureError if it is missing or has another type.
+    """One row; reading a field raises MeasureError if it is missing or has the wrong type.
 
-    ``where`` is the file and row number, and ``option`` the one that named the file, for errors.
+    ``where`` (file and row number) and ``option`` (which named the file) are used in errors.
     """
 
     data: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Row:
         return Row(value, f"{self.where}, {name}", self.option)
 
     def wrong(self, name: str, wanted: str) -> MeasureError:
-        """The error for a field with another type than ``wanted``."""
+        """Return the error for a field that is not of the type ``wanted``."""
         shown = repr(self.data[name])
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return MeasureError(
@@ -79,7 +79,7 @@ class Row:
 
 
 def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
-    """All rows of a data set.
+    """Read all rows of a data set.
 
     Args:
         source: a file: ``.json`` (a list, an object with the list in ``data``, or one row with a
@@ -128,7 +128,7 @@ def _json(path: Path, option: str) -> list[Any]:
             f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
             f"published"
         ) from None
-    except (OSError, ValueError) as error:  # the latter: not UTF-8, or no name of a file
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a file name
         reason = getattr(error, "strerror", None) or first_line(error)
         raise MeasureError(
             f"cannot read {path} ({reason}); give {option} a file, or hf:ID/CONFIG:SPLIT"
@@ -156,7 +156,7 @@ def _load(source: str, option: str, *what: Any, most: int | None = None, **how: 
 
 
 def load_datasets() -> Any:
-    """The package ``datasets``, without progress bars."""
+    """Import ``datasets``, without progress bars."""
     try:
         import datasets
     except ImportError:

@@ -1,4 +1,4 @@
-"""Text from your files and data sets, or from Python itself, and words for prompts."""
+"""Reads text from files and data sets, or from Python itself, and words for prompts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
 
 
 def _documents(source: str, most: int) -> list[str]:
-    if not source:  # a path would make the folder it stands in of it
+    if not source:  # Path("") is the current folder
         raise MeasureError("the name of a text is empty; give --text a file, folder or hf:ID")
     if source.startswith("hf:"):
         documents = list(map(_field, read_rows(source, "--text", most)))
@@ -70,7 +70,7 @@ def _documents(source: str, most: int) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The documents in one file; some may be blank."""
+    """Return the documents in one file; some may be blank."""
     if path.suffix in (".json", ".jsonl", ".parquet"):
         return list(map(_field, read_rows(str(path), "--text")))
     try:
@@ -85,18 +85,18 @@ def _lines(path: Path) -> list[str]:
 
 
 def _field(row: Row) -> str:
-    """The text of a row; empty where it is null."""
+    """Return the text of a row; empty if it is null."""
     return row.text("text") if row.data.get("text", "missing") is not None else ""
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text with their punctuation; blank lines end one, too."""
+    """Split text into sentences with their punctuation; blank lines also end a sentence."""
     flat = [re.sub(r"\s+", " ", part).strip() for part in re.split(r"\n\s*\n", text)]
     return [s for part in flat for s in re.split(r"(?<=[.!?])\s+", part) if s]
 
 
 def python_documentation() -> str:
-    """Prose that comes with Python: the topics of ``help()``, without markup.
+    """Return prose from Python's documentation: the topics of ``help()``, without markup.
 
     If a distribution does not include them, docstrings of the standard library are used instead.
     """
@@ -111,7 +111,7 @@ def python_documentation() -> str:
 
 @cache
 def library_words() -> tuple[str, ...]:
-    """Lower-case words in Python's library and documentation, in alphabetical order."""
+    """Return lower-case words in Python's library and documentation, in alphabetical order."""
     found: set[str] = set()
     for text in (python_documentation(), *python_library("train")):
         found.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))
@@ -124,12 +124,12 @@ ADJECTIVES, NOUNS = (tuple(part.split()) for part in _LISTS)
 
 @cache
 def pairs() -> tuple[str, ...]:
-    """Every adjective with every noun, as ``adjective-noun``, like RULER's keys."""
+    """Return all pairs ``adjective-noun``, like RULER's keys."""
     return tuple(f"{one}-{other}" for one, other in product(ADJECTIVES, NOUNS))
 
 
 def many_words(count: int, rng: random.Random) -> list[str]:
-    """``count`` different words in random order: those in Python's library, then made-up ones."""
+    """Return ``count`` different words in random order: Python's, then synthetic ones."""
     ordinary = library_words()
     words = dict.fromkeys(rng.sample(ordinary, min(count, len(ordinary))))
     while len(words) < count:  # ends: there are millions

@@ -27,14 +27,14 @@ from rope_ext.patching import patched
 
 HEADER = b'{"program": "rope_ext", "log": "evidence", "format": 1}\n'
 BUCKET = 512
-"""Tokens whose losses are averaged in a line."""
+"""Number of tokens whose losses are averaged in a line."""
 FIRST = (
     *("unpatched", "yarn", "rerope", "self_extend", "dual_chunk", "ntk", "llama3", "string"),
     *("dynamic_yarn", "leaky_rerope", "pi", "lampe", "dpe", "mrrope", "dynamic_ntk"),
 )
-"""In this order; then the other methods."""
+"""Methods to measure first, in this order."""
 NEEDS_TABLE = ("longrope", "longrope2")
-"""Their tables have to be searched first."""
+"""Left out, since their tables have to be searched first."""
 STRING = {"factor": 1.98}
 """The largest factor that it can have by default, just below 2."""
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -51,7 +51,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("self_extend", {"window": 0.5}),
     ("jet_long", {"temperature": "log_n"}),
 )
-"""Settings beside the defaults; a ``window`` is a share of the trained length."""
+"""Settings in addition to the defaults; a ``window`` is a share of the trained length."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class Cell:
 class Measurement:
     """A run over the cells of one model.
 
-    A line counts if its digest of what was asked is that of these questions.
+    A line counts if its digest matches these questions.
 
     Args:
-        name: of the model, for the lines.
-        model: loaded, not patched.
+        name: name of the model, for the lines.
+        model: a loaded, unpatched model.
         questions: its documents and prompts.
-        trained: tokens.
+        trained: trained length, tokens.
         output: file of JSON lines.
-        until: ``time.monotonic()`` after which no cell begins.
+        until: ``time.monotonic()`` after which no cell starts.
         methods: the only ones to measure; all if empty.
     """
 
@@ -154,13 +154,13 @@ class Measurement:
     def _plan(self) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
         """Methods, their options, and the cells to measure under them, the most valuable first.
 
-        Patching takes a second: what one method has to do is done together.
+        Patching takes a second, so cells of one method are measured together.
         """
         trained, names = self.trained, [*self.questions.documents]
         double, quadruple = 2 * trained, 4 * trained
         longest = min(map(len, self.questions.documents.values()))
         phases: list[tuple[int, int, list[str], tuple[int, ...]] | None] = []
-        if longest < quadruple:  # each forward is long, too
+        if longest < quadruple:  # each forward is long
             phases += [(2, trained // 4, names[:2], ()), (2, double, names[:2], ())]
         phases.append((2, double, names[:4], (3 * trained // 2, double)))
         if longest >= quadruple:
@@ -196,12 +196,12 @@ class Measurement:
         dynamic = method == "lampe" or (
             method != "unpatched" and build_method(method, **options).is_dynamic
         )
-        if length > self.trained and dynamic:  # one forward has the losses of one length alone
+        if length > self.trained and dynamic:  # one forward only has the losses of one length
             shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
-            if factor == 2 and method == "lampe":  # it changes short texts, too
+            if factor == 2 and method == "lampe":  # it also changes short texts
                 shares = (1, *shares)
             lengths = [round(share * self.trained) for share in shares]
-        most = int(factor * self.trained) // BUCKET * BUCKET  # string does not reach 2 times quite
+        most = int(factor * self.trained) // BUCKET * BUCKET  # STRING reaches almost 2x
         return [
             Cell(method, options, "loss", min(each, most), document)
             for document in documents
@@ -218,7 +218,7 @@ class Measurement:
         ]
 
     def _warm_up(self, length: int) -> None:
-        """Compile and fill caches before anything is timed."""
+        """Compile and fill caches before timing."""
         ids = next(iter(self.questions.documents.values()))[: length // 8]
         score(self.model, [ids.tolist()], 1)
 

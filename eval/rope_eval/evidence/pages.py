@@ -1,4 +1,4 @@
-"""What the evidence says: tables for the pages, a picture, and the numbers behind ``recommend``.
+"""Writes evidence as tables in the docs, a plot, and data for ``recommend``.
 
 Intervals are 95 % over documents, of the differences to another row on the same documents
 (``rope_eval.reports.intervals.mean_interval``; none below four documents); for prompts they are
@@ -33,7 +33,7 @@ from rope_ext.methods import build_method
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
 SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
-"""Positions behind each column, in trained lengths: up to the length that names it."""
+"""Positions of each column, in trained lengths: up to the length that names it."""
 FRONT = {
     "unpatched": "",
     "yarn": "serving with other engines, fine-tuning",
@@ -41,7 +41,7 @@ FRONT = {
     "self_extend": "retrieval, without training",
     "rerope": "texts of any length, without training",
 }
-"""Rows of the front page, and what to choose each for."""
+"""Rows of the front page, and when to choose each."""
 DRAWN = ("unpatched", "yarn", "self_extend")
 
 
@@ -70,7 +70,7 @@ class Evidence:
     def of(
         self, task: str, method: str, options: Mapping[str, Any] | None = None, factor: float = 2
     ) -> list[Mapping[str, Any]]:
-        """The lines of a method with these options besides the factor, or with its defaults."""
+        """Return the lines of a method with these options (besides factor), or its defaults."""
 
         def same(line: Mapping[str, Any]) -> bool:
             given = line["options"]
@@ -87,7 +87,7 @@ class Evidence:
         return [name for name in names if any(self.losses(name, span) for span in SPANS)]
 
     def complete(self) -> list[str]:
-        """Those that were measured on as many documents as the unpatched model."""
+        """Return methods that were measured on as many documents as the unpatched model."""
         counts = {span: len(self.losses("unpatched", span)) for span in SPANS}
         return [
             name
@@ -96,7 +96,7 @@ class Evidence:
         ]
 
     def cost(self, method: str) -> str:
-        """Change of perplexity within the trained length, against the unpatched model."""
+        """Return the change of perplexity within the trained length, against no patch."""
         span = "1x" if self.losses(method, "1x") else "0.25x"
         return self.change(self.losses(method, span), self.losses("unpatched", span))
 
@@ -120,7 +120,7 @@ class Evidence:
             if line["length"] < 0.98 * end or (by_length and line["length"] > end):
                 continue
             part = line["losses"][begin // BUCKET : last // BUCKET]
-            # The shortest forward that reaches so far: each document once.
+            # The shortest forward that reaches this far: each document once.
             if line["document"] not in found or line["length"] == last:
                 found[line["document"]] = sum(part) / len(part)
         return found
@@ -151,7 +151,7 @@ class Evidence:
     def seconds(self, method: str) -> float | None:
         """Median seconds of one forward of the longest length under factor 2, with its loss.
 
-        None on a CPU, where other processes take part of the time.
+        None on a CPU, where other processes affect the time.
         """
         found = sorted(
             line["seconds"]
@@ -170,7 +170,7 @@ def _depends_on_length(method: str) -> bool:
 def table(evidence: Evidence) -> str:
     """Perplexity by position, the cost within the trained length, and prompts answered.
 
-    Methods that were measured on some of the documents alone are in ``behind``.
+    Methods that were measured only on some documents are in ``behind``.
     """
     spans = [span for span in SPANS if evidence.losses("unpatched", span)]
     head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans)]
@@ -203,7 +203,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def short(evidence: Evidence) -> str:
-    """The table of the front page: four methods, what to choose them for, and their price."""
+    """Return the front page's table: four methods, when to choose them, and their cost."""
     head = ["method", "choose it for", f"perplexity at {2 * evidence.trained:,}"]
     head += ["passkeys", "cost at short lengths", "GPU time"]
     rows = [head]
@@ -221,7 +221,7 @@ def short(evidence: Evidence) -> str:
 
 
 def conditions(evidence: Evidence) -> str:
-    """Where the numbers are from."""
+    """Describe how the numbers were measured."""
     line = evidence.lines[0]
     count = len(evidence.losses("unpatched", "0.25x"))
     return (
@@ -232,7 +232,7 @@ def conditions(evidence: Evidence) -> str:
 
 
 def behind(evidence: Evidence) -> str:
-    """Methods that are clearly behind at 1.5 times the length: measured no further."""
+    """Return methods that are clearly behind at 1.5 times the length, and not measured further."""
     rows = [["method", "within the length", "against yarn at 1.5x"]]
     yarn = evidence.losses("yarn", "1.5x")
     for name in evidence.rows():
@@ -271,7 +271,7 @@ def variants(evidence: Evidence) -> str:
 
 
 def summary(evidence: Evidence) -> dict[str, Any]:
-    """The numbers behind ``recommend``: plain data, one entry for each method."""
+    """Return data for ``recommend``: one entry for each method."""
     methods: dict[str, dict[str, Any]] = {}
     span = "1x" if evidence.losses("unpatched", "1x") else "0.25x"
     unpatched = evidence.losses("unpatched", span)

@@ -1,6 +1,6 @@
-"""What is asked of a checkpoint: its documents and prompts as tokens, in one file.
+"""A checkpoint's documents and prompts as tokens, in one file.
 
-The file is all that measuring needs besides the weights, so a machine without a network can do it.
+Measuring needs only this file and the weights, and so no network access.
 Documents are manuals: long English text that pip can download anywhere. Each is the manual in the
 source release of one package, its chapters joined in the order of their names. Their licenses allow
 redistribution.
@@ -107,7 +107,7 @@ MANUALS = tuple(
 
 
 class Prompt(NamedTuple):
-    """A prompt: tokens, how many of the last are the answer, and the place of the needle."""
+    """A prompt: tokens, number of answer tokens at the end, and position of the needle."""
 
     ids: np.ndarray
     count: int
@@ -116,7 +116,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Questions:
-    """Documents and prompts as tokens of one model.
+    """Documents and prompts as tokens for one model.
 
     Args:
         documents: token ids by name, each as long as the longest text that is measured.
@@ -139,7 +139,7 @@ class Questions:
 
     @classmethod
     def read(cls, path: Path) -> Questions:
-        """Read what :func:`write` wrote."""
+        """Read a file from :func:`write`."""
         with np.load(path) as file:
             index = json.loads(str(file["index"]))
             documents = {name: file[name] for name in index["documents"]}
@@ -167,7 +167,7 @@ def write(
     bos = beginning(tokenizer)
     arrays: dict[str, np.ndarray] = {}
     for manual, text in zip(MANUALS, texts, strict=True):
-        # Six characters a token are more than any of the manuals has.
+        # No manual has six characters per token.
         ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]
         arrays[manual.package] = np.array(ids, dtype=np.uint32)
     index: dict[str, Any] = {"documents": list(arrays), "prompts": []}
@@ -214,9 +214,9 @@ def hide(
     lead: str,
     answer: str,
 ) -> tuple[Sequence[int], int, float]:
-    """The beginning of the hay with the needle in it; tokens, those of the answer, the depth.
+    """Build the start of the hay with the needle; returns tokens, answer tokens and depth.
 
-    At most ``length`` tokens and hardly fewer.
+    At most ``length`` tokens, and only slightly fewer.
     """
     spelled = encode(frame.tokenizer, f" {answer}")
     most, count = length - len(spelled), length // 3

@@ -36,7 +36,7 @@ from rope_ext.rotary.sites import text_config, text_decoder
 from rope_ext.saving.drafts import may_replace
 from rope_ext.saving.folder import model_of
 
-_CHARACTERS = 150  # characters in a line of the legend
+_CHARACTERS = 150  # maximum characters in a legend line
 _ROTATING = ("frequency", "position", "rotation")
 _POINTS = 4096  # points of a line by distance; more would not be visible
 _MARKS = 12  # markers on a line
@@ -46,7 +46,7 @@ _MET: dict[str, Any] = {"color": "#dfe8dc", "linewidth": 0, "zorder": 0}
 _THIN: dict[str, Any] = {"color": "#777777", "linewidth": 0.8, "zorder": 0}
 
 Lines = Mapping[str, Method]
-"""The methods by legend label; the first is the unpatched model, RoPE as trained."""
+"""Methods by legend label; the first is the unpatched model, RoPE as trained."""
 
 
 def spectrum(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
@@ -169,7 +169,7 @@ def bias_at(
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    ``distance`` has whole numbers below ``length``, float64, ``[n]``; ``learned`` are trained
+    ``distance`` contains integers below ``length``, as float64, ``[n]``; ``learned`` are trained
     parameters, and None initializes them with seed 0.
 
     Raises:
@@ -205,7 +205,7 @@ def bias_at(
 
 
 def _by_pair(used: torch.Tensor) -> torch.Tensor:
-    """Distances with a dimension for pairs, ``[n, 1 or pairs]``; NaN for hidden tokens."""
+    """Return distances with a dimension for pairs, ``[n, 1 or pairs]``; NaN for masked tokens."""
     return used if used.ndim == 2 else used.unsqueeze(-1)
 
 
@@ -231,7 +231,7 @@ def _gap(values: torch.Tensor) -> str:
 
 
 def _nearby(length: int) -> tuple[torch.Tensor, list[int], list[float]]:
-    """All distances, the sizes of their bins, and where each bin is drawn."""
+    """Return all distances, the sizes of their bins, and the position of each bin."""
     end = math.log2(max(length - 1, 1))
     distance = torch.logspace(0, end, _POINTS, 2, dtype=torch.float64).round().unique()
     # Fast pairs oscillate every few tokens, so raw lines would hide each other.
@@ -263,9 +263,9 @@ KINDS: dict[str, tuple[Callable[..., None], tuple[str, ...], str]] = {
     "decay": (decay, (), "long-range decay, q\u00b7k of vectors of ones"),
     "distances": (distances, ("position",), "effective distances"),
 }
-"""What draws each kind of plot, the kinds of methods that it can show (none: all), its title."""
+"""For each kind of plot: its function, supported kinds of methods (none: all), and title."""
 _MARK = "rope-ext plot"
-"""In the metadata of every plot, which may be replaced."""
+"""Marks, in its metadata, a plot that may be overwritten."""
 
 
 def draw(
@@ -283,7 +283,7 @@ def draw(
     Args:
         kind: ``spectrum``: the frequencies; ``angles``: the largest angles, compared with those
             seen in training; ``decay``: q.k by distance, and the initial biases of encodings (seed
-            0); ``distances``: those that position methods use in place of the true ones.
+            0); ``distances``: those that position methods use instead of the true ones.
         model: an unpatched model, which is not changed, or a configuration, folder or Hub ID; no
             weights are read.
         shown: frequency methods for ``spectrum``, position methods for ``distances``; encodings

@@ -1,4 +1,4 @@
-"""Shared by all plots: the check for matplotlib, styles, and the mark of the trained length.
+"""Shared by all plots: the matplotlib check, styles, and the marker of the trained length.
 
 matplotlib (the ``eval`` extra) is imported only when a plot is drawn.
 """
@@ -79,7 +79,7 @@ def log_axis(axes: Any) -> None:
 
 
 def style_of(index: int) -> dict[str, Any]:
-    """Color, dashes and marker of the line with this index."""
+    """Return color, dashes and marker of the line with this index."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],

@@ -1,1 +1,1 @@
-"""What is printed and written about a run. Nothing here changes an outcome."""
+"""Prints and writes reports. Nothing here changes an outcome."""

@@ -1,4 +1,4 @@
-"""What a report concludes: a sentence for every model, and the commands to go on with."""
+"""Conclusions of a report: a sentence for every model, and next commands."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from rope_ext.methods import reach
 from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
-"""Options of a comparison that decides more than the default; one that does not ends there."""
+"""Options of a larger comparison, suggested if the default is inconclusive."""
 Words = list[str]
 
 
 def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """The engines that can serve a model under each of its methods, by label; no weights are read.
+    """Return the engines that can serve each method of a model, by label; reads no weights.
 
-    There are none for a family without a causal language model, or one that refuses the method.
+    There are none if a family has no causal language model or does not support the method.
     """
     found: dict[str, tuple[str, ...]] = {}
     with suppress(RopeExtError):
         model = model_of(systems[0].model)
         for system in systems:
             if built(system.method, system.options).replaces_attention:
-                continue  # no engine computes its layers
+                continue  # no engine supports its layers
             with suppress(RopeExtError), under(model, system.method, system.options, *arguments):
                 found[system.label] = engines_for(model)
     return found
@@ -46,13 +46,13 @@ def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str,
 
 @dataclass(frozen=True)
 class Advice(Results):
-    """Results, and what to conclude."""
+    """Results with conclusions."""
 
     @cached_property
     def recommendations(self) -> list[str]:
-        """What to conclude for each model.
+        """Conclusions for each model.
 
-        What training changed, where ``before`` and ``adapter`` are measured; elsewhere, given
+        The change by training if ``before`` and ``adapter`` are measured; otherwise, given
         perplexity and passkeys, which method to use (see :class:`Recommendation`).
         """
         if self.trainings:
@@ -61,7 +61,7 @@ class Advice(Results):
 
     @property
     def next_commands(self) -> list[Words]:
-        """What to type next: of an adapter, or by model."""
+        """Next commands: for an adapter, or by model."""
         settings = self.plan.settings
         if settings.servers:
             return []
@@ -71,7 +71,7 @@ class Advice(Results):
 
     @property
     def optional_commands(self) -> list[Words]:
-        """What may be typed before: where the next command trains, the calibration of a method."""
+        """Optional previous commands: if the next command trains, the calibration of a method."""
         settings = self.plan.settings
         if not (self._trains and self._advice):
             return []
@@ -79,7 +79,7 @@ class Advice(Results):
 
     @property
     def reading(self) -> list[str]:
-        """How the recommendation relates to the tables, and its rule for a low cost."""
+        """Explain how the recommendation relates to the tables, and its rule for a low cost."""
         if not self.recommendations or self.trainings:
             return []
         return [
@@ -92,7 +92,7 @@ class Advice(Results):
 
     @cached_property
     def _advice(self) -> list[tuple[str, Words]]:
-        """For each model, which method to use, and what to type next."""
+        """Each model's recommended method and next command."""
         settings = self.plan.settings
         names = {task.name for task in self.plan.tasks}
         if settings.servers or not names >= {"perplexity", "passkey"}:
@@ -105,14 +105,14 @@ class Advice(Results):
                 engines = engines_of(patched, (settings.compose, settings.trained_length))
                 table = {s.label: scores[s.name] for s in ours}
                 found = Recommendation(table, ours[0].trained, engines)
-                words = command_words("describe", model)  # no method mends broken weights
+                words = command_words("describe", model)  # no method repairs broken weights
                 if not found.broken:
                     words = self._next(model, ours[0].trained, found.choice)
                 advice.append((_of(ours[0], str(found)), words))
         return advice
 
     def _next(self, model: str, trained: int, choice: Evidence | None) -> Words:
-        """The command to go on with: train, calibrate or merge what helps, or measure more."""
+        """Return the next command: train, calibrate or merge what helps, or measure more."""
         settings = self.plan.settings
         if choice is not None and settings.adapter:
             return self._merging
@@ -123,7 +123,7 @@ class Advice(Results):
             method = next(s.method for s in ours if s.label == choice.name)
             if settings.compose != "raise":
                 return self._calibrating(model, method)
-            engine = next(iter(choice.engines), "transformers")  # a calibration cannot raise
+            engine = next(iter(choice.engines), "transformers")  # calibrate cannot raise
             patch = {"method": method, "factor": settings.factor, "compose": "raise"}
             return command_words("export", model, **patch, engine=engine)
         tasks, longest = self.plan.tasks, max(settings.lengths)
@@ -135,7 +135,7 @@ class Advice(Results):
 
     @property
     def _trains(self) -> bool:
-        """Whether the next command trains: a recipe cannot raise the factor of a checkpoint."""
+        """Whether the next command trains: recipes cannot raise a checkpoint's factor."""
         settings = self.plan.settings
         return settings.finetune and settings.compose != "raise" and settings.adapter is None
 
@@ -145,7 +145,7 @@ class Advice(Results):
         return ["python", "recipes/merge.py", adapter, "--output", unused("merged")]
 
     def _after(self, model: str) -> Words:
-        """The command after tasks that recommend nothing."""
+        """Return the command after tasks without a recommendation."""
         lengths = self.plan.settings.lengths
         if all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
@@ -153,7 +153,7 @@ class Advice(Results):
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
-        """The command that measures the same methods by perplexity and passkeys."""
+        """Return the command that measures the same methods by perplexity and passkeys."""
         settings = self.plan.settings
         return self._command(
             "compare",
@@ -177,7 +177,7 @@ class Advice(Results):
         return self._command("calibrate", model, "calibrated", method=method, **given)
 
     def _command(self, name: str, model: str, output: str, **options: Any) -> Words:
-        """A command that measures the same model on the same text, into a folder of its own."""
+        """Return a command that measures the same model and text, with a new output folder."""
         own = next(_model_of(system) for system in self.plan.systems if system.model == model)
         output = unused("-".join([output, *filter(None, own.split("/"))]))
         same = ("dtype", "device", "trained_length", "compose")
@@ -196,16 +196,16 @@ class Advice(Results):
 
     @property
     def _texts(self) -> Sequence[Path | str]:
-        """``--text`` as it was given."""
+        """``--text`` as passed."""
         return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
 
 
 def _model_of(system: System) -> str:
-    """What its name has before the method where there are several models; else nothing."""
+    """Return the part of the name before the method if there are several models, else ``""``."""
     return system.name.removesuffix(system.label).strip()
 
 
 def _of(unpatched: System, sentence: str) -> str:
-    """The sentence about a model, with its name where there are several."""
+    """Return the sentence about a model, with its name if there are several."""
     name = _model_of(unpatched)
     return f"{name}: {sentence}" if name else sentence

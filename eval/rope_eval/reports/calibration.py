@@ -1,4 +1,4 @@
-"""Results of a calibration, as text, a picture, and JSON that can be loaded again."""
+"""Results of a calibration, as text, a plot, and JSON that can be loaded again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rope_ext.errors import MeasureError
 from rope_ext.methods import Method
 
 SCALAR = "attention_factor"
-"""The option that every calibration tries first, and that pictures show."""
+"""The option that every calibration tries first, and that plots show."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """What is minimized: the loss of the text plus that of the answers."""
+        """The objective: the loss of the text plus that of the answers."""
         return self.far + (self.answers or 0.0)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A number under the published default and under the proposal, in nats or as a share.
+    """A score of the published default and of the proposal, in nats or as a share.
 
     ``low`` and ``high`` are the 99 % interval of the paired difference.
     """
@@ -86,11 +86,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found for one method.
+    """The result for one method.
 
-    ``proposed`` is the best on the half that selects, where ``tried`` has the scores of all, those
-    of the published default first. ``judged`` are its changes on the other half, by the names of
-    :class:`Trial`, and ``reasons`` say why the published default stays; empty: it does not.
+    ``proposed`` is the best on the selection half; ``tried`` has all scores on that half, the
+    published default's first. ``judged`` are its changes on the other half, by the field names of
+    :class:`Trial`, and ``reasons`` explain why the published default is kept; empty: it is not.
     """
 
     published: Method
@@ -134,7 +134,7 @@ class Calibration:
 
     @property
     def best(self) -> Choice:
-        """Of the method that is best on the half that chooses."""
+        """The choice for the best method on the selection half."""
         return min(self.choices, key=lambda choice: choice.trial.score)
 
     @property
@@ -144,20 +144,20 @@ class Calibration:
 
     @property
     def call(self) -> str:
-        """The call that makes the patch."""
+        """The call that applies the patch."""
         method = self.method
         return f"rope_ext.patch({', '.join(['model', repr(method.name), *option_texts(method)])})"
 
     @property
     def sentence(self) -> str:
-        """What to do, and why, on the half of the data that did not choose."""
+        """What to do, and why, from the half of the data not used for selection."""
         best = self.best
         if best.reasons:
             return f"Keep the published default: {self.call}; {' and '.join(best.reasons)}."
         return f"{self.call}: {', '.join(self._said(best))}."
 
     def _said(self, choice: Choice) -> Iterator[str]:
-        """The numbers of a proposal beside those of the published default."""
+        """Format the scores of a proposal next to those of the published default."""
         judged, changed = choice.judged, choice.proposed != choice.published
 
         def loss(name: str) -> str:
@@ -208,16 +208,16 @@ class Calibration:
             draw(self.choices, self.trained_length, self.target_length, target)
 
     def to_json(self) -> str:
-        """All of it; :meth:`load` reads it from a file."""
+        """Return everything as JSON; :meth:`load` reads it from a file."""
         data = {"program": "rope_ext", NAME: FORMAT, "sentence": self.sentence, **_plain(self)}
         return json.dumps({**data, "method": _plain(self.method)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read the file, or the one in that folder.
+        """Read a calibration file, or the one in a folder.
 
         Raises:
-            MeasureError: there is none, or it is not what a calibration of this version wrote.
+            MeasureError: it does not exist, or this version's calibration did not write it.
         """
         text = read(path)
         try:
@@ -225,7 +225,7 @@ class Calibration:
             given = {field.name: data[field.name] for field in fields(cls)}
             choices = tuple(map(_choice, given["choices"]))
             made = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
-            str(made)  # every number is one
+            str(made)  # check that numbers are numbers
             return made
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise MeasureError(f"{path}: {unreadable(error)}") from None
@@ -248,19 +248,19 @@ def _plain(data: Any) -> Any:
 
 
 def perplexity(loss: float) -> str:
-    """Of a mean loss in nats per token."""
-    return f"{math.exp(min(loss, 700)):.4g}"  # beyond it, a float is not enough
+    """Return the perplexity of a mean loss in nats per token."""
+    return f"{math.exp(min(loss, 700)):.4g}"  # larger ones overflow a float
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of some numbers."""
+    """Return the mean of some numbers."""
     return sum(values) / len(values)
 
 
 def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | BinaryIO) -> None:
     """Save a PNG with perplexity and, if measured, retrieval below it.
 
-    A line has the candidates of a method that differ in the attention factor alone.
+    A line connects candidates of a method that differ only in the attention factor.
     """
     panels = 1 + all(t.found_beyond is not None for choice in choices for t in choice.tried)
     figure = figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * panels)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
 MIN_DOCUMENTS = 4
-"""Fewer documents, or pairs of prompts, get no interval."""
+"""Minimum number of documents, or pairs of prompts, for an interval."""
 
 Interval = tuple[float, float]
 Sample = tuple[ArrayLike, ArrayLike | None]
@@ -24,9 +24,9 @@ Sample = tuple[ArrayLike, ArrayLike | None]
 def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE) -> Interval:
     """Exact (Clopper-Pearson) interval of a rate: (low, high), both within [0, 1].
 
-    It covers the true rate at least as often as ``confidence`` says, whatever the rate and the
-    number of trials. If trials can succeed in part, ``successes`` is the sum of the shares; the
-    interval is then too wide, because a share never varies more than a coin of the same mean.
+    Its coverage is at least ``confidence``, for any rate and number of trials. If trials can
+    partially succeed, ``successes`` is the sum of the shares; the interval is then conservative,
+    because a share never has a higher variance than a binary outcome with the same mean.
 
     Clopper and Pearson 1934, Biometrika 26 (4).
     """
@@ -41,7 +41,7 @@ def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE)
 def mean_interval(
     values: Sequence[float], weights: Sequence[float] | None = None, confidence: float = CONFIDENCE
 ) -> Interval | None:
-    """Interval of the mean of ``values``, as :func:`sum_interval` of one sample."""
+    """Return the interval of the mean of ``values``: :func:`sum_interval` of one sample."""
     return sum_interval([(values, weights)], confidence)
 
 
@@ -49,9 +49,9 @@ def sum_interval(
     samples: Sequence[tuple[Sequence[float], Sequence[float] | None]],
     confidence: float = CONFIDENCE,
 ) -> Interval | None:
-    """Interval of the sum of the (weighted) means of independent samples, if they are enough.
+    """Return the interval of the sum of the (weighted) means of independent samples.
 
-    None if one has fewer than ``MIN_DOCUMENTS``.
+    Returns None if a sample has fewer than ``MIN_DOCUMENTS``.
 
     Student's t, extended on the side to which the values are skewed: a few documents of a skewed
     distribution rarely show its tail, and Student's interval alone misses the mean too often. The
@@ -71,7 +71,7 @@ def sum_interval(
 def sum_ends(
     samples: Sequence[Sample], confidence: float = CONFIDENCE
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Low and high ends ``[...]`` of many intervals, each as :func:`sum_interval` has it."""
+    """Return low and high ends ``[...]`` of many intervals, as in :func:`sum_interval`."""
     value, variance, third, freedom = map(np.array, zip(*map(_moments, samples), strict=True))
     total = variance.sum(0)
     some = np.where(total > 0, total, 1)  # of equal values, the interval is their mean
@@ -86,17 +86,17 @@ def sum_ends(
 
 
 def _moments(sample: Sample) -> tuple[np.ndarray, ...]:
-    """A weighted mean, variance and third moment of its error, and degrees of freedom."""
+    """Return a weighted mean, variance and third moment of its error, and degrees of freedom."""
     data = np.asarray(sample[0], dtype=np.float64)
     share = np.ones_like(data) if sample[1] is None else np.asarray(sample[1], dtype=np.float64)
     share = share / share.sum(-1, keepdims=True)
-    # Kish's effective number: how many documents of equal weight would say as much.
+    # Kish's effective number: documents of equal weight with the same precision.
     number = 1 / (share**2).sum(-1)
     value = (share * data).sum(-1)
     error = data - value[..., None]
     biased = (share * error**2).sum(-1)
     variance = biased * number / np.maximum(number - 1, 1)
-    # The usual correction of the skewness of small samples; it has no value below three.
+    # The usual skewness correction for small samples; undefined below three.
     n = np.maximum(number, 3)
     skewness = (share * error**3).sum(-1) / np.where(biased > 0, biased, 1) ** 1.5
     skewness = skewness * np.sqrt(n * (n - 1)) / (n - 2)
@@ -107,12 +107,12 @@ def _moments(sample: Sample) -> tuple[np.ndarray, ...]:
 def paired_rates(
     one: Sequence[float], other: Sequence[float], confidence: float = CONFIDENCE
 ) -> Interval | None:
-    """Interval of the difference of two rates on the same trials; None below ``MIN_DOCUMENTS``.
+    """Return the interval of the difference of two rates on the same trials.
 
-    Each trial has a share found from 0 to 1. Student's t over the differences of the trials and two
-    more, one of +1 and one of -1. These two keep the width where all differences are alike, as the
-    two successes and two failures of Agresti and Coull do for one rate. Of right and wrong answers,
-    zero is left out only if the exact McNemar test agrees.
+    None below ``MIN_DOCUMENTS``. Each trial has a share found from 0 to 1. Student's t over the
+    trials' differences and two more, +1 and -1. They keep the width positive if all differences
+    are equal, like the two successes and two failures of Agresti and Coull for one rate. For binary
+    answers, zero is excluded only if the exact McNemar test agrees.
 
     After Agresti and Min 2005, Statistics in Medicine 24 (5); McNemar 1947, Psychometrika 12 (2).
     """
@@ -125,7 +125,7 @@ def paired_rates(
 def paired_ends(
     one: ArrayLike, other: ArrayLike, confidence: float = CONFIDENCE
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Low and high ends ``[...]`` of many intervals, each as :func:`paired_rates` has it."""
+    """Return low and high ends ``[...]`` of many intervals, as in :func:`paired_rates`."""
     one, other = (np.asarray(values, dtype=np.float64) for values in (one, other))
     gaps = one - other
     count = gaps.shape[-1] + 2
@@ -140,7 +140,7 @@ def paired_ends(
 
 
 def mcnemar(one: ArrayLike, other: ArrayLike) -> np.ndarray:
-    """Two-sided p of the exact McNemar test, of the trials that only one of two systems answers."""
+    """Return the two-sided p of the exact McNemar test, for trials that only one system answers."""
     from scipy.special import bdtr
 
     one, other = np.asarray(one), np.asarray(other)

@@ -1,4 +1,4 @@
-"""Tables, and one HTML file that needs nothing beside it: sentences, tables, pictures."""
+"""Tables, and a self-contained HTML page with text, tables and plots."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BOLD = "Bold: the 95 % interval excludes zero, and the difference is at least 0.5 (% or points)."
-"""What ``Cell.clear`` means to a reader; on every page with such a cell."""
+"""Explains ``Cell.clear`` on every page with such a cell."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table; ``clear`` where an interval excludes that nothing is there.
+    """A table cell; ``clear`` if an interval excludes zero.
 
-    What stands ``below`` the text is smaller, and then that is what is clear or not.
+    The text ``below`` is smaller; if there is one, ``clear`` applies to it.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Of a table."""
+    """A table row."""
 
     cells: tuple[Cell, ...]
     unpatched: bool = False
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """In plain data, for the terminal, Markdown and HTML alike, and what follows from it."""
+    """A table as plain data, with output for the terminal, Markdown and HTML."""
 
     title: str
     header: tuple[str, ...]
@@ -45,7 +45,7 @@ class Table:
     sentences: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """The table in GitHub's Markdown."""
+        """Return the table in GitHub Markdown."""
         lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]
         lines += [f"| {' | '.join(cell.markdown() for cell in row.cells)} |" for row in self.rows]
         return "\n".join(lines)
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG and what it shows."""
+    """A PNG and its description."""
 
     alt: str
     content: bytes
@@ -81,7 +81,7 @@ def render(
     settings: str,
     essentials: Sequence[str] = (),
 ) -> str:
-    """The page; what is given is text, not HTML. ``settings`` are folded away."""
+    """Build the page; arguments are text, not HTML. ``settings`` are collapsed."""
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

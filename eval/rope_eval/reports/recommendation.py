@@ -1,15 +1,15 @@
-"""Which method to use, judged from perplexity and passkeys: the decision, then its words.
+"""Recommends a method from perplexity and passkeys: the decision, then its text.
 
-The rule, which ``docs/evaluate.md`` repeats:
+The rule, also in ``docs/evaluate.md``:
 
-1. A difference is clear where its interval on the very same cases excludes zero and it is at least
-   ``SMALLEST_EFFECT``. All intervals of one recommendation are those of Bonferroni, 95 % together
-   for as many methods as there are, so that equal methods are recommended in 5 % of cases at most.
+1. A difference is clear if its interval on identical cases excludes zero and it is at least
+   ``SMALLEST_EFFECT``. The intervals of a recommendation are Bonferroni-corrected, 95 % together
+   for all methods, so that equal methods are recommended in at most 5 % of cases.
 2. Passkeys count only if the unpatched model finds at least half of them within the trained length.
-   A model that does not find them there shows nothing by finding or losing a few.
-3. The best of some methods: those that clearly find fewer passkeys beyond the trained length than
-   the one that finds most drop out; of the rest, the lowest mean log perplexity there wins.
-4. It helps if, beyond the trained length, it is clearly better than the unpatched model in
+   If a model does not find them there, finding or losing a few has no meaning.
+3. The best of several methods: those that clearly find fewer passkeys beyond the trained length
+   than the best one drop out; of the rest, the lowest mean log perplexity there wins.
+4. A method helps if, beyond the trained length, it is clearly better than the unpatched model in
    perplexity or passkeys, and clearly worse in neither.
 5. Three are named: the best of all, the best of those that cost at most 5 % within the trained
    length, judged by the upper end of the interval, and the best of those that an engine can serve.
@@ -48,7 +48,7 @@ length of a method that "costs little"."""
 
 @dataclass(frozen=True)
 class Scores:
-    """Everything measured for one method.
+    """All measurements of one method.
 
     ``losses`` are means of every document (nats per token) and ``passes`` 1 or 0 for every passkey
     trial, by length; ``weights`` the tokens behind each document, equal if empty.
@@ -59,17 +59,17 @@ class Scores:
     weights: list[float] = field(default_factory=list)
 
     def passes_at(self, lengths: Sequence[int]) -> list[float]:
-        """The trials of these lengths."""
+        """Return the trials of these lengths."""
         return [x for length in lengths for x in self.passes.get(length, ())]
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
-        """Mean loss over these lengths, document by document."""
+        """Return each document's mean loss over these lengths."""
         rows = zip(*(self.losses[length] for length in lengths), strict=True)
         return [math.fsum(row) / len(row) for row in rows]
 
 
 def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str, Scores]:
-    """Perplexity and passkeys by system, of outcomes by (task, system, length)."""
+    """Collect perplexity and passkeys by system, from outcomes by (task, system, length)."""
     scores: dict[str, Scores] = defaultdict(Scores)
     for (task, system, length), group in places.items():
         score = scores[system]
@@ -82,7 +82,7 @@ def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one method; differences are from the unpatched model, on the same cases.
+    """Results of one method; differences are from the unpatched model, on the same cases.
 
     ``loss`` and ``found`` are beyond the trained length; ``cost``, the relative rise of perplexity,
     and ``lost``, the share of passkeys, within it (None: not measured, or passkeys do not count).
@@ -100,30 +100,30 @@ class Evidence:
     engines: tuple[str, ...]
 
     def costs_at_most(self, rise: float | None) -> bool:
-        """Whether a rise of perplexity is at most ``MAX_COST``, and no more passkeys are lost."""
+        """Whether perplexity rises, and passkeys drop, by at most ``MAX_COST``."""
         loses = self.lost is not None and is_clear(self.lost) and self.lost.value > MAX_COST
         return rise is not None and rise <= MAX_COST and not loses
 
     @property
     def cheap(self) -> bool:
-        """Whether it surely costs little within the trained length."""
+        """Whether it certainly costs little within the trained length."""
         return self.costs_at_most(self.cost and self.cost.high)
 
     @property
     def maybe_cheap(self) -> bool:
-        """Whether it may cost little, or more."""
+        """Whether it is unclear if it costs little."""
         return not self.cheap and self.costs_at_most(self.cost and self.cost.value)
 
 
 class Pick(NamedTuple):
-    """The best of some methods, and those that cannot be told apart from it."""
+    """The best of several methods, and those that are not significantly different."""
 
     best: Evidence
     rivals: Sequence[Evidence]
 
 
 class Recommendation:
-    """Which method to use; ``print`` it for its words. The rule is that of this module.
+    """A recommended method; ``print`` it for its text. See this module for the rule.
 
     ``scores`` are by method, the unpatched model under ``"none"``, and ``engines`` those that can
     serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of all,
@@ -155,12 +155,12 @@ class Recommendation:
 
     @property
     def broken(self) -> bool:
-        """Whether the unpatched model has a loss that is NaN or infinite where it was trained."""
+        """Whether the unpatched model's loss within its trained length is NaN or infinite."""
         return not all(map(math.isfinite, self.scores[UNPATCHED].losses_at(self.within)))
 
     @property
     def choice(self) -> Evidence | None:
-        """The method to go on with, of those that help: served and cheap before the rest."""
+        """The method to continue with, of those that help: served and cheap ones first."""
         picks = [pick.best for pick in (self.cheap, self.served, self.beyond) if pick]
         helping = [best for best in picks if best.helps]
         both = [best for best in helping if best.cheap and best.engines]
@@ -169,7 +169,7 @@ class Recommendation:
     def _lower(self, one: str, other: str) -> bool:
         """Whether the perplexity of ``one`` is clearly lower beyond the trained length."""
         a, b = (self.scores[name].losses_at(self.far) for name in (one, other))
-        if not all(map(math.isfinite, b)):  # there is no difference to infinity
+        if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
         gap = loss_difference(a, b, self.weights, self.confidence)
         return gap is not None and is_clear(gap) and gap.value < 0
@@ -203,7 +203,7 @@ class Recommendation:
         )
 
     def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
-        """The best of these."""
+        """Return the best of these methods."""
         if not methods:
             return None
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)

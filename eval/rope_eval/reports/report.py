@@ -1,4 +1,4 @@
-"""A report: printed, and written as JSON, CSV, Markdown, pictures and a page with all of it."""
+"""Prints reports, and writes them as JSON, CSV, Markdown, plots and an HTML page."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from rope_ext.command.terminal import wide_console
 
 @dataclass(frozen=True)
 class Report(Advice):
-    """A run, and what follows from it."""
+    """A run and its report."""
 
     @cached_property
     def sections(self) -> list[Section]:
-        """What the page shows; the first sentence of each defines its numbers."""
+        """Sections of the page; the first sentence of each defines its numbers."""
         return list(tables.sections(self))
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the results should know."""
+        """Notes for readers of the results."""
         return [*self.plan.notes, *self.warnings]
 
     @property
     def title(self) -> str:
-        """Of the page and the pictures."""
+        """Title of the page and the plots."""
         return f"{self._names}: {', '.join(section.name for section in self.sections)}"
 
     @property
@@ -53,7 +53,7 @@ class Report(Advice):
 
     @cached_property
     def essentials(self) -> list[str]:
-        """What anyone who quotes a number must quote with it: settings, tasks, versions."""
+        """Conditions to quote with every number: settings, tasks, versions."""
         settings, identity = self.plan.settings, next(iter(self.plan.identities.values()))
         if settings.url is not None:
             rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
@@ -86,7 +86,7 @@ class Report(Advice):
         ]
 
     def print(self) -> None:
-        """Print the tables, their definitions and the recommendation; a file gets long lines."""
+        """Print the tables, their definitions and the recommendation; without wrapping in files."""
         console = wide_console(80)
         for section in self.sections:
             table = _rich(section.name, section.tables[0])
@@ -103,7 +103,7 @@ class Report(Advice):
             console.print(part, style=style, highlight=False, markup=False)
 
     def write(self) -> list[Path]:
-        """Write JSON, CSV, Markdown, pictures and the page; returns their paths."""
+        """Write JSON, CSV, Markdown, plots and the page; returns their paths."""
         pictures = list(self._draw())
         texts = (dump(self.to_json()), self._csv(), self.markdown(), self.page(pictures))
         contents = {
@@ -113,7 +113,7 @@ class Report(Advice):
         return self.plan.folder.write(contents)
 
     def markdown(self) -> str:
-        """All tables, to paste into a model card."""
+        """Return all tables in Markdown, to paste into a model card."""
         parts = []
         for section in self.sections:
             definition = f"{section.sentences[0]}."
@@ -124,7 +124,7 @@ class Report(Advice):
         return "\n\n".join(parts) + "\n"
 
     def page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
-        """One HTML file with pictures, of which the first word names their section."""
+        """Build one HTML file with plots, whose names start with that of their section."""
         told = f"Intervals are 95 %. All methods get the same texts and prompts. {BOLD}"
         sections = [
             Section(
@@ -147,7 +147,7 @@ class Report(Advice):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything about the run as plain data, less the single cases, which the log has."""
+        """Return the run as plain data, without single cases, which are in the log."""
         plan = self.plan
         named = ("name", "model", "method", "adapted", "label", "options")
         return {
@@ -220,7 +220,7 @@ class Report(Advice):
         return file.getvalue()
 
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
-        """(task or suite, name, PNG) of every picture."""
+        """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
         lengths, rates = self.plan.lengths, []
         for task in self.plan.tasks:
@@ -264,7 +264,7 @@ def _rich(name: str, table: Table) -> RichTable:
 
 
 def _rows(names: Sequence[str], estimates: Mapping[Any, Estimate | None]) -> list[dict[str, Any]]:
-    """The estimates, each with the parts of its key under these names."""
+    """Return the estimates, each with the parts of its key under these names."""
     return [
         {**dict(zip(names, key, strict=True)), **_numbers(value)}
         for key, value in estimates.items()
@@ -273,12 +273,12 @@ def _rows(names: Sequence[str], estimates: Mapping[Any, Estimate | None]) -> lis
 
 
 def _numbers(value: Estimate) -> dict[str, float | None]:
-    """JSON has no infinity."""
+    """Replace infinity, which JSON does not have."""
     return {k: None if v == math.inf else v for k, v in asdict(value).items()}
 
 
 def task_options(task: Task) -> dict[str, Any]:
-    """What can be set of a task, such as windows, trials and depths, by the name of the field."""
+    """Return a task's settings, such as windows, trials and depths, by field name."""
     return {one.name: getattr(task, one.name) for one in option_fields(type(task))}
 
 
@@ -286,12 +286,12 @@ _UNSET = (None, False, (), [], "")
 
 
 def _short(value: Any) -> str:
-    """An option of a task in a sentence."""
+    """Format an option of a task for a sentence."""
     return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _plain(value: Any) -> Any:
-    """A value in a cell of a CSV file: a list or several options as JSON."""
+    """Format a value for a CSV cell: lists and dicts as JSON."""
     if isinstance(value, (Mapping, tuple, list)):
         return json.dumps(value, default=str)
     return value

@@ -1,7 +1,7 @@
-"""What follows from outcomes in numbers: the rows that tables, pictures and sentences share.
+"""Computes numbers from outcomes, shared by tables, plots and text.
 
-What a training changed is called lower or higher only where it is clear (``is_clear``), and
-otherwise "cannot tell".
+A change by training is called lower or higher only if it is clear (``is_clear``), and otherwise
+"cannot tell".
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rope_eval.tasks.passkey import MIN_FOUND
 from rope_ext.command.method_options import UNPATCHED
 
 EFFECTIVE = 0.856
-"""Llama-2-7B's own RULER average at 4k, which the paper takes for "the length works"."""
+"""Llama-2-7B's RULER average at 4k, the paper's threshold for an effective length."""
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 def grouped(values: Sequence[V], key: Callable[[V], K]) -> dict[K, list[V]]:
-    """The values by key, in the order of the first of each."""
+    """Group values by key, in order of first appearance."""
     groups: dict[K, list[V]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
@@ -53,7 +53,7 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class Training:
-    """One model unpatched, under the method ``before`` training, and ``after`` it.
+    """One model unpatched, with the method ``before`` training, and ``after`` it.
 
     ``places`` has the outcomes by (task, system, length).
     """
@@ -66,7 +66,7 @@ class Training:
     places: Mapping[tuple[str, str, int], Sequence[Outcome]]
 
     def change(self, task: Task, lengths: Sequence[int]) -> Estimate | None:
-        """How much training raised a perplexity (relative) or a rate, over these lengths."""
+        """Return how much training raised perplexity (relative) or a rate, over these lengths."""
         after, before = (
             [o for n in lengths for o in self.places[task.name, system.name, n]]
             for system in (self.after, self.before)
@@ -74,7 +74,7 @@ class Training:
         return difference(after, before, task.kind)
 
     def table(self) -> Table:
-        """Three systems and the change, one column for each task and length."""
+        """Build a table of three systems and the change, one column per task and length."""
         places = [(task, length) for task in self.tasks for length in self.lengths]
         rows = []
         for system in (self.unpatched, self.before, self.after):
@@ -88,7 +88,7 @@ class Training:
         return Table("", header, tuple(rows))
 
     def sentence(self) -> str:
-        """What training changed beyond the trained length, and within it."""
+        """Describe what training changed beyond and within the trained length."""
         trained, parts = self.after.trained, {}
         parts[f"beyond {trained} tokens"] = [n for n in self.lengths if n > trained]
         for length in [n for n in self.lengths if n <= trained][-1:]:
@@ -113,7 +113,7 @@ def _said(task: Task, gap: Estimate | None) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """A plan, the outcome of every case of every system, and the numbers."""
+    """A plan, the outcome of every case of every system, and derived numbers."""
 
     plan: Plan
     outcomes: Sequence[Outcome]
@@ -125,7 +125,7 @@ class Results:
 
     @cached_property
     def estimates(self) -> dict[tuple[str, str, int], Estimate]:
-        """By (task, system, length)."""
+        """Estimates by (task, system, length)."""
         return {
             place: estimate(self.places[place], task.kind)
             for task in self.plan.tasks
@@ -136,20 +136,20 @@ class Results:
 
     @cached_property
     def by_depth(self) -> dict[tuple[str, str, int, int | None], Estimate]:
-        """Rates by (task, system, length, depth bin), where there are bins."""
+        """Rates by (task, system, length, depth bin), for tasks with bins."""
         binned = [outcome for outcome in self.outcomes if outcome.bin is not None]
         cells = grouped(binned, lambda o: (o.task, o.system, o.length, o.bin))
         return {place: estimate(group, "rate") for place, group in cells.items()}
 
     @cached_property
     def suites(self) -> Mapping[str, list[Task]]:
-        """Tasks that are averaged, by the name of the suite."""
+        """Tasks to average, by suite name."""
         return grouped([t for t in self.plan.tasks if t.suite], lambda task: str(task.suite))
 
     def average(self, suite: str, system: str, length: int) -> Estimate:
-        """Mean over the tasks of a suite, each counting alike, as RULER has it.
+        """Mean over the tasks of a suite, with equal weights, as in RULER.
 
-        Its interval is that of all prompts together, somewhat wide where tasks differ.
+        The interval pools all prompts, and is somewhat wide if tasks differ.
         """
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
@@ -157,9 +157,9 @@ class Results:
         return Estimate(mean, *rate_interval(min(mean * count, count), count), count)
 
     def threshold(self, suite: str) -> str | None:
-        """What the longest length at ``EFFECTIVE`` is called; None where a suite has none.
+        """Return the name of the longest length at ``EFFECTIVE``; None if a suite has none.
 
-        It is an effective length where all tasks of RULER are measured, over which it is defined.
+        It is the effective length if all of RULER's tasks are measured, over which it is defined.
         """
         size = self.suites[suite][0].suite_size
         if size is None:
@@ -168,7 +168,7 @@ class Results:
         return "effective length" if whole else f"{EFFECTIVE:.1%} up to"
 
     def holds_up_to(self, suite: str, system: str) -> int | None:
-        """The longest length up to which the suite's average stays at ``EFFECTIVE`` or above."""
+        """Return the longest length up to which the suite's average is at least ``EFFECTIVE``."""
         effective = None
         for length in self.plan.lengths:
             if self.average(suite, system, length).value < EFFECTIVE:
@@ -177,7 +177,7 @@ class Results:
         return effective
 
     def reference(self, system: System) -> int | None:
-        """The longest length within the trained one: where the cost of a method is read off."""
+        """The longest length within the trained length, where a method's cost is measured."""
         within = [length for length in self.plan.lengths if length <= system.trained]
         return within[-1] if within else None
 
@@ -188,7 +188,7 @@ class Results:
 
     @cached_property
     def costs(self) -> dict[tuple[str, str], Estimate | None]:
-        """By (task, system) at the reference length, against the unpatched model: + is worse."""
+        """Cost by (task, system) at the reference length, against no patch: + is worse."""
         costs = {}
         for task in self.plan.tasks:
             for system in self.plan.systems:
@@ -203,9 +203,9 @@ class Results:
 
     @cached_property
     def differences(self) -> dict[tuple[str, str, str], Estimate]:
-        """By (task, one, other): how much one is above the other on identical cases.
+        """Differences by (task, one, other): one minus other on identical cases.
 
-        All lengths beyond the trained one together, or all lengths where none is.
+        Over all lengths beyond the trained one, or over all lengths if there are none.
         """
         found = {}
         for task in self.plan.tasks:
@@ -223,7 +223,7 @@ class Results:
 
     @cached_property
     def trainings(self) -> list[Training]:
-        """One for each model that is measured before and after the training of an adapter."""
+        """One entry for each model measured before and after training an adapter."""
         plan = self.plan
         return [
             Training(self.unpatched(before), before, after, plan.tasks, plan.lengths, self.places)
@@ -255,7 +255,7 @@ class Results:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What the results themselves say against their use."""
+        """Warnings about the results."""
         low, led, notes = [], [], []
         for system in self.plan.systems:
             length = self.reference(system)

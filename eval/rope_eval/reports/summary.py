@@ -1,4 +1,4 @@
-"""From outcomes to estimates with intervals, and to differences on the same cases."""
+"""Computes estimates with intervals from outcomes, and differences on the same cases."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TOO_FEW_PROMPTS = "too few prompts"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its 95 % interval, and the count of trials or documents behind it.
+    """A number, its 95 % interval, and the number of trials or documents.
 
-    ``low`` and ``high`` are None if there are too few for an interval, which ``note`` says.
+    ``low`` and ``high`` are None if there are too few for an interval; see ``note``.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Estimate:
 def estimate_perplexity(
     losses: Sequence[float], weights: Sequence[float] | None = None
 ) -> Estimate:
-    """Perplexity of documents with these mean losses (nats per token), weighted by their tokens."""
+    """Compute the perplexity of documents with these mean losses (nats), weighted by tokens."""
     mean = weighted_mean(losses, weights)
     if not math.isfinite(mean):
         return Estimate(math.inf, math.inf, math.inf, len(losses))
@@ -46,20 +46,20 @@ def estimate_perplexity(
 
 
 def estimate_rate(passes: Sequence[float]) -> Estimate:
-    """Mean share of answers found, with its exact interval."""
+    """Compute the mean share of answers found, with its exact interval."""
     total = min(math.fsum(passes), len(passes))
     return Estimate(total / len(passes), *rate_interval(total, len(passes)), len(passes))
 
 
 def estimate(outcomes: Sequence[Outcome], kind: str) -> Estimate:
-    """One cell of a table: a rate, or the perplexity over documents."""
+    """Compute one cell of a table: a rate, or the perplexity over documents."""
     if kind == "rate":
         return estimate_rate([outcome.value for outcome in outcomes])
     return estimate_perplexity(*by_document(outcomes))
 
 
 def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
-    """Mean loss of each document over all its windows, and the tokens behind it."""
+    """Return the mean loss of each document over all its windows, and its number of tokens."""
     losses: dict[int, float] = defaultdict(float)
     tokens: dict[int, int] = defaultdict(int)
     for outcome in outcomes:
@@ -69,9 +69,9 @@ def by_document(outcomes: Sequence[Outcome]) -> tuple[list[float], list[int]]:
 
 
 def difference(one: Sequence[Outcome], other: Sequence[Outcome], kind: str) -> Estimate | None:
-    """How much ``one`` is above ``other`` on the very same cases; None if they are not the same.
+    """Return ``one`` minus ``other`` on the same cases; None if the cases differ.
 
-    Of rates, the difference; of losses, the relative change of perplexity over documents.
+    For rates, the difference; for losses, the relative change of perplexity over documents.
     """
     if not one or [o.prompt for o in one] != [o.prompt for o in other]:
         return None
@@ -87,9 +87,9 @@ def loss_difference(
     weights: Sequence[float] | None = None,
     confidence: float = CONFIDENCE,
 ) -> Estimate | None:
-    """The relative change of perplexity from ``other`` to ``one``; None if a loss is infinite.
+    """Return the relative change of perplexity from ``other`` to ``one``; None if infinite.
 
-    Both are mean losses of the same documents in nats per token, with the tokens behind each.
+    Both are mean losses of the same documents in nats per token, with their numbers of tokens.
     """
     if not all(map(math.isfinite, (*one, *other))):
         return None
@@ -104,7 +104,7 @@ def loss_difference(
 def rate_difference(
     one: Sequence[float], other: Sequence[float], confidence: float = CONFIDENCE
 ) -> Estimate:
-    """The difference of two rates on the same trials."""
+    """Return the difference of two rates on the same trials."""
     gap = math.fsum(one) / len(one) - math.fsum(other) / len(other)
     ends = paired_rates(one, other, confidence)
     if ends is None:
@@ -123,22 +123,22 @@ def is_clear(gap: Estimate | None) -> bool:
 
 
 def percent(estimate: Estimate, digits: int = 0) -> str:
-    """A rate and its interval, such as ``80% [44, 97]``."""
+    """Format a rate and its interval, such as ``80% [44, 97]``."""
     return _with_ends(f"{estimate.value:.{digits}%}", estimate, lambda end: f"{100 * end:.0f}")
 
 
 def signed(estimate: Estimate) -> str:
-    """A difference of rates or a relative change, and its interval: ``+12.0 [+3.1, +21.4]``."""
+    """Format a difference of rates or relative change: ``+12.0 [+3.1, +21.4]``."""
     return _with_ends(_points(estimate.value), estimate, _points)
 
 
 def interval(estimate: Estimate) -> str:
-    """A perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
+    """Format a perplexity and its interval, such as ``7.84 [5.95, 10.6]``."""
     return _with_ends(number(estimate.value), estimate, number)
 
 
 def shown(estimate: Estimate, kind: str) -> str:
-    """A cell of a table: a perplexity or a rate."""
+    """Format a cell of a table: a perplexity or a rate."""
     return interval(estimate) if kind == "loss" else percent(estimate)
 
 
@@ -153,28 +153,28 @@ def _with_ends(value: str, estimate: Estimate, shown: Callable[[float], str]) ->
 
 
 def is_unpatched(system: str) -> bool:
-    """Whether the name of a system, ``METHOD`` or ``MODEL METHOD``, is that of no method."""
+    """Whether a system's name, ``METHOD`` or ``MODEL METHOD``, is that of an unpatched model."""
     return system.split(" ")[-1] == UNPATCHED
 
 
 def number(value: float) -> str:
-    """A positive number to three digits, or to the whole if it has more."""
+    """Round a positive number to three digits, or to an integer if it has more."""
     if not 0.001 < value < 1e6:
         return f"{value:.2e}"
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """Mean of values that count as much as their weights; equally if None."""
+    """Return the weighted mean of values; weights are equal if None."""
     weights = weights or [1.0] * len(values)
     return math.fsum(x * w for x, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats per token."""
-    return math.exp(loss) if loss < 700 else math.inf  # exp(710) is beyond float64
+    """Return the perplexity of a mean loss in nats per token."""
+    return math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows float64
 
 
 def rise(loss: float) -> float:
-    """The relative rise of a perplexity whose logarithm rises by so much."""
+    """Return the relative rise of a perplexity whose logarithm rises by this much."""
     return perplexity(loss) - 1

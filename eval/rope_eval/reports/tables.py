@@ -1,4 +1,4 @@
-"""The tables of a report: one or two for every training, suite and task."""
+"""Builds a report's tables: one or two for every training run, suite and task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rope_ext.command.method_options import UNPATCHED
 
 
 def sections(results: Results) -> Iterator[Section]:
-    """Every training, every suite, then every task; the first sentence defines the numbers."""
+    """Yield sections for training, suites and tasks; the first sentence defines the numbers."""
     for training in results.trainings:
         yield Section("before and after training", (DEFINITION,), [training.table()])
     for suite in results.suites:
@@ -54,7 +54,7 @@ def _suite_table(results: Results, suite: str) -> Table:
 
 
 def _task_table(results: Results, task: Task) -> Table:
-    """Systems down; the cost within the trained length, then all lengths across."""
+    """Build a table with systems as rows; columns: cost within the trained length, then lengths."""
     systems, lengths = results.plan.systems, results.plan.lengths
     trained = {system.trained for system in systems}
     references = sorted({n for n in map(results.reference, systems) if n is not None})
@@ -75,7 +75,7 @@ def _task_table(results: Results, task: Task) -> Table:
 
 
 def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
-    """One table per model: row less column."""
+    """Yield one table per model: row minus column."""
     gaps = results.differences
     for model in results.plan.settings.models:
         systems = [s for s in results.plan.systems if s.model == model]
@@ -100,7 +100,7 @@ def _gap(gap: Estimate | None) -> Cell:
 
 
 def _chance(count: int) -> str:
-    """How many of so many comparisons would be bold if all systems were equal."""
+    """State how many comparisons would be bold if all systems were equal."""
     return (
         f"{count} comparison{'s' * (count != 1)}: if there were no differences, about "
         f"{(1 - CONFIDENCE) * count:.2g} would be bold by chance."

@@ -1,1 +1,1 @@
-"""From settings to outcomes: what is to be measured, and measuring it."""
+"""Plans and runs measurements, from settings to outcomes."""

@@ -1,6 +1,6 @@
-"""Checks everything that can be checked without the weights, and chooses all cases.
+"""Checks everything that can be checked without weights, and chooses all cases.
 
-Batches are a function of the plan alone.
+Batches depend only on the plan.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
 
 BEFORE_TRAINING, TRAINED = ", before training", ", trained"
-"""End of the labels of an adapter's method, where it is measured without and with its weights."""
+"""Label suffix of an adapter's method if it is measured without and with the adapter's weights."""
 RESULTS, PAGE = "results.json", "report.html"
 TABLES = ("cells.csv", "table.md")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings that are checked, and all cases.
+    """Checked settings, and all cases.
 
     ``lengths`` ascend and have the trained ones, and of ``systems``, the rows of the report, the
     unpatched one comes first of each model. ``questions`` are by model and name of a task. ``chat``
-    says whether prompts use a chat template, by model; it is empty where no task has prompts.
+    says whether prompts use a chat template, by model; it is empty if no task has prompts.
     ``run`` fills ``refused``, why a model cannot take a method, by the name of the system, and
     ``harness``, the keys of what lm-evaluation-harness measured.
     """
@@ -78,12 +78,12 @@ class Plan:
         return [f"{name} is not measured: {reason}" for name, reason in self.refused.items()]
 
     def cases(self, system: System) -> Iterator[Case]:
-        """Everything that is asked of ``system``, in the order of the report."""
+        """Yield all cases for ``system``, in the order of the report."""
         for task in self.tasks:
             yield from self.questions[system.model, task.name].cases
 
     def batches(self, system: System) -> list[list[Case]]:
-        """The forwards of ``system``, longest first; rows of a batch are alike."""
+        """Return the forwards of ``system``, longest first; rows of a batch are similar."""
         groups: dict[tuple, list[Case]] = {}
         for case in sorted(self.cases(system), key=lambda case: (-case.length, -case.tokens)):
             written = case.count if case.mode == "write" else None
@@ -97,7 +97,7 @@ class Plan:
 
     @cached_property
     def folder(self) -> Folder:
-        """Where results go."""
+        """The results folder."""
         return Folder(self.settings.output)
 
     @cached_property
@@ -106,7 +106,7 @@ class Plan:
         return read_outcomes(self.folder.logs) if self.settings.resume else {}
 
     def left(self, system: System) -> list[list[Case]]:
-        """The batches of ``system`` that no earlier run has finished."""
+        """Return the batches of ``system`` that no earlier run has finished."""
         return [
             batch
             for batch in self.batches(system)
@@ -126,7 +126,7 @@ class Plan:
         for system in self.systems:
             if system.name not in self.refused:
                 keys = [*map(system.key, self.cases(system)), *self.harness.get(system.name, ())]
-                # A resumed run of more models, or of another factor, calls its rows otherwise.
+                # A resumed run with more models, or another factor, has other row names.
                 outcomes += [replace(done[key], system=system.name) for key in keys]
         return outcomes
 
@@ -183,7 +183,7 @@ def prepare(
     except RopeExtError as error:
         if lengths == asked:
             raise
-        # The trained length was our addition: do without it where a prompt does not fit.
+        # The trained length was added by us: drop it if a prompt does not fit.
         chosen, lengths = questions(asked), asked
         notes.append(f"the cost within the trained length is not measured ({error})")
     notes += [note for built in chosen.values() for note in built.notes]
@@ -196,9 +196,9 @@ def prepare(
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:
-    """The configuration of a model, and its trained length.
+    """Return the configuration of a model, and its trained length.
 
-    Of a server the tokenizer's folder may have none; its longest length then counts as trained.
+    For a server, the tokenizer's folder may have none; then the longest length counts as trained.
     """
     try:
         config = models.load_config(model)
@@ -210,7 +210,7 @@ def _read(model: str, settings: Settings) -> tuple[Any, int]:
 
 
 def _check(settings: Settings, mistakes: Mistakes) -> None:
-    """Add an OptionError for what is not valid, and a MeasureError for a device not there."""
+    """Add an OptionError for invalid settings, and a MeasureError for a missing device."""
     for name in ("batch_size", "trained_length"):
         mistakes.check(lambda name=name: require_positive(**{name: getattr(settings, name)}))
     mistakes.check(models.require_attention, settings.attn)
@@ -241,7 +241,7 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
-    """What is really asked."""
+    """Return the tasks to run."""
     if settings.url and any(task.name == "longppl" for task in tasks):
         raise OptionError(
             "longppl chooses tokens with a model in this process; leave it out with --url, or "
@@ -259,7 +259,7 @@ def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
 def _identities(
     settings: Settings, configs: Mapping[str, Any], trained: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """What the outcomes of each model depend on, besides the case and the method."""
+    """Return what a model's outcomes depend on, besides the case and the method."""
     device = models.resolve_device(settings.device)
     return {
         model: {
@@ -284,7 +284,7 @@ def _systems(
     configs: Mapping[str, Any],
     identities: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[System]:
-    """Every model without a method, and under each; every server is one system."""
+    """Yield systems: each model unpatched and with each method; each server is one system."""
     for server in settings.servers:
         model, name = settings.models[0], server.label
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
@@ -316,7 +316,7 @@ def _systems(
 def _rows(
     settings: Settings, methods: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Mapping[str, Any], bool, str]]:
-    """(method, options, whether the adapter is in use, what tells it from the same method)."""
+    """Yield (method, options, whether the adapter is used, label suffix)."""
     yield UNPATCHED, {}, False, ""
     adapted = settings.adapter is not None
     for index, (method, options) in enumerate(methods.items()):
@@ -328,7 +328,7 @@ def _rows(
 
 
 def require_free(settings: Settings) -> None:
-    """Raise MeasureError where there are results that nobody said what to do with."""
+    """Raise MeasureError if there are results, without --resume or --overwrite."""
     if Folder(settings.output).logs and not (settings.resume or settings.overwrite):
         raise MeasureError(
             f"{settings.output} holds results already; give --resume to use and complete them, "
@@ -337,7 +337,7 @@ def require_free(settings: Settings) -> None:
 
 
 def written(tasks: Sequence[Task]) -> list[str]:
-    """The files that a report of these tasks may consist of."""
+    """Return the files that a report of these tasks may consist of."""
     pictures = ["rates", *(task.name for task in tasks)]
     pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
     return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]

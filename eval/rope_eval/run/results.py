@@ -1,4 +1,4 @@
-"""What a case is worth, given losses or a text, wherever they come from."""
+"""Scores cases from losses or text, computed here or on a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rope_eval.cases import Case
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a case, without what identifies it; see ``Outcome``."""
+    """The outcome of a case without its key; see ``Outcome``."""
 
     value: float
     tokens: int
@@ -22,14 +22,14 @@ class Result:
 
 
 def tail(case: Case) -> int:
-    """Tokens at the end whose losses are needed."""
+    """Return the number of final tokens whose losses are needed."""
     if case.curve:
         return len(case.ids) - 1
     return len(case.ids) - min(case.only) if case.only else case.count + case.lead
 
 
 def loss(case: Case, losses: torch.Tensor) -> Result:
-    """Mean loss of the scored tokens; one that is not a number counts as infinite."""
+    """Return the mean loss of the scored tokens; NaN counts as infinite."""
     losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
     first = len(case.ids) - len(losses)
     scored = losses[-case.count :]
@@ -44,9 +44,9 @@ def loss(case: Case, losses: torch.Tensor) -> Result:
 
 
 def share_found(case: Case, written: str) -> float:
-    """The worth of what was written: the judge's word, or else the share of the answers in it.
+    """Score generated text with the judge, or else by the share of answers in it.
 
-    Upper and lower case count alike there (RULER, arXiv 2404.06654).
+    The latter ignores case (RULER, arXiv 2404.06654).
     """
     if case.judge is not None:
         return float(case.judge(written))

@@ -1,8 +1,7 @@
-"""Puts the cases of a plan to every system and writes each result down.
+"""Runs the cases of a plan on every system and logs each result.
 
-It loads the models and works batch by batch, the longest first. A batch that is not finished is
-done again as a whole: a run that was killed and resumed computes the very numbers of one that was
-not.
+It loads the models and runs batches, the longest first. An unfinished batch is repeated as a whole,
+so that an interrupted and resumed run computes identical numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LOG = log_name(0)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that share the work, one per device: one, unless something launched more."""
+    """The processes that share the work, one per device; one process unless launched with more."""
 
     rank: int
     count: int
@@ -49,8 +48,8 @@ class Ranks:
             return cls(0, 1, device, lambda: None)
         from accelerate import PartialState
 
-        # One process may be done long before another: the default of minutes would end the run.
-        cpu = models.resolve_device(device) == "cpu"  # where accelerate goes by what it is told
+        # A process may finish long before others: the default timeout would abort the run.
+        cpu = models.resolve_device(device) == "cpu"  # accelerate uses this setting
         state = PartialState(cpu=cpu, timeout=timedelta(days=7))
         if state.num_processes != world_size():  # each would do all of the work, into one log
             raise MeasureError(
@@ -61,16 +60,16 @@ class Ranks:
         return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
 
     def share(self, batches: Sequence[Any]) -> list[Any]:
-        """What this process does; batches are sorted by length, so that shares are alike."""
+        """Return this process's share; batches are sorted by length, so that shares are similar."""
         return list(batches[self.rank :: self.count])
 
 
 def run(
     plan: Plan, advance: Advance = lambda work: None, begin: Advance = lambda work: None
 ) -> list[Outcome] | None:
-    """Measure what is left of ``plan``; ``begin`` is told the work, ``advance`` what is done.
+    """Measure what is left of ``plan``; calls ``begin`` with the work, ``advance`` with progress.
 
-    Nobody else may be in its folder.
+    No other run may use its folder.
 
     Returns:
         All outcomes of the plan, in its order; None in every process but the first. A model that
@@ -81,11 +80,11 @@ def run(
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:
-        require_free(plan.settings)  # another run may have ended since the plan was made
-    ranks.wait()  # nobody reads the logs before the folder is ours alone
+        require_free(plan.settings)  # another run may have finished since planning
+    ranks.wait()  # read the logs only once the folder is locked
     done = dict(plan.stored)
     work = {system: ranks.share(plan.left(system)) for system in plan.systems}
-    ranks.wait()  # nobody changes the logs before everybody has read them
+    ranks.wait()  # change no logs before all processes have read them
     if ranks.rank == 0 and plan.settings.overwrite:
         plan.folder.clear()
         shutil.rmtree(plan.settings.output / HIDDEN / "harness", ignore_errors=True)
@@ -121,7 +120,7 @@ def _measure(
         if not systems:
             continue
         runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
-        for system in systems:  # what cannot be applied shows before anything is measured
+        for system in systems:  # report methods that cannot be applied before measuring
             if _refused(plan, runner, system):
                 advance(sum(map(_work, work[system])))
         for system in systems:
@@ -135,13 +134,13 @@ def _measure(
                     found = list(_harnessed(plan, runner, system, harness))
                     plan.harness[system.name] = [outcome.key for outcome in found]
                     note(found)
-        del runner  # before the next one is loaded
+        del runner  # free it before loading the next one
 
 
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
-    """What lm-evaluation-harness measures of ``system`` at every length; it keeps its answers."""
+    """Measure ``system`` with lm-evaluation-harness at every length; it caches its answers."""
     size, settings = plan.settings.batch_size, plan.settings
     for length in plan.lengths:
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
@@ -170,7 +169,7 @@ def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
 
 
 def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
-    """All outcomes of the plan; the logs of all processes become one, in that order."""
+    """Return all outcomes of the plan; merges the logs of all processes, in that order."""
     logs = plan.folder.logs
     done |= read_outcomes(logs)
     outcomes = plan.collect(done)
@@ -214,7 +213,7 @@ class Runner:
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
-        """The model under the method of a system, with its adapter or without."""
+        """Patch the model with a system's method, with or without its adapter."""
         compose, length = self.settings.compose, self.settings.trained_length
         with ExitStack() as stack:
             if self.settings.adapter and not system.adapted:
@@ -230,18 +229,18 @@ class Runner:
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
-        """The results of these batches, each after its forward."""
+        """Yield the results of these batches, each after its forward."""
         for batch in batches:
-            if system.is_dynamic:  # so that transformers' forgets the longest text that it has seen
+            if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
                 score(self.model, [[self.pad] * 2], 1, self.pad)
             yield list(zip(batch, self.measure(batch), strict=True))
 
     def measure(self, batch: Sequence[Case]) -> list[Result]:
-        """The results of these cases, in one forward if memory allows it."""
+        """Return the results of these cases, in one forward if memory allows."""
         try:
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
         except RuntimeError as error:
-            # On processors and Macs it is a plain RuntimeError.
+            # On CPUs and Macs it is a plain RuntimeError.
             plain = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
             if not isinstance(error, torch.OutOfMemoryError) and not any(
                 text in str(error) for text in plain

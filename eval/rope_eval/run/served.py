@@ -1,7 +1,7 @@
-"""Puts cases to an OpenAI-compatible server in place of a model in this process.
+"""Runs cases on an OpenAI-compatible server instead of a model in this process.
 
-Prompts are those that a model here would get, token by token: they are sent as token IDs, or in a
-form that the tokenizer reads as the same IDs.
+Prompts have the same tokens as for a local model: they are sent as token IDs, or in a form that the
+tokenizer encodes to the same IDs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rope_ext.errors import MeasureError, OptionError, first_line
 from rope_ext.saving import checkpoints as models
 
 KEY = "OPENAI_API_KEY"
-"""Environment variable with the key of the server, if it wants one."""
+"""Environment variable with the server's API key, if it requires one."""
 _ROUNDING = 1e-3  # of a log-probability of 0 in 16 bits
 
 
@@ -73,14 +73,14 @@ def require_server(settings: Settings) -> None:
 
 
 def served_identity(settings: Settings) -> dict[str, Any]:
-    """What results of a server depend on besides the case; nothing without a server."""
+    """Return what a server's results depend on besides the case; empty without a server."""
     if settings.url is None:
         return {}
     return {"url": settings.url, "served_as": settings.served_model_name, "api": settings.api}
 
 
 class UnusableAnswer(Exception):
-    """An answer with status 200 that is none, or that cannot be true."""
+    """A response with status 200 that is empty or inconsistent."""
 
 
 class Served:
@@ -99,7 +99,7 @@ class Served:
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
-        """Ask the server of this system."""
+        """Query the server of this system."""
         self.server = self.servers[system.label]
         self.others: set[str] = set()
         with self.openai.OpenAI(
@@ -113,7 +113,7 @@ class Served:
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
-        """The results of all cases, each as soon as it is there.
+        """Yield the results of all cases, each as soon as it is available.
 
         Raises:
             MeasureError: the server is gone, has too short a context or refuses all requests, at
@@ -152,11 +152,11 @@ class Served:
             )
 
     def _check_context(self, cases: Sequence[Case]) -> None:
-        """Raise MeasureError if the server says that it takes fewer tokens than a case has."""
+        """Raise MeasureError if the server reports a context shorter than a case."""
         try:
             listed = self.client.with_options(max_retries=0).models.list().data
         except (self.openai.OpenAIError, AttributeError, ValueError):
-            return  # few servers must have this list
+            return  # not all servers provide this list
         longest = max((case.tokens for case in cases), default=0)
         for model in listed or ():
             most = getattr(model, "max_model_len", None)  # vLLM and SGLang
@@ -181,7 +181,7 @@ class Served:
         return Result(float(text.strip() == wanted.strip()), case.count, text)
 
     def _written(self, ids: Sequence[int], count: int) -> str:
-        """What greedy decoding writes after these tokens, up to ``count`` tokens."""
+        """Return the greedily decoded text after these tokens, up to ``count`` tokens."""
         if self.settings.api == "chat":
             choice = self._choice("/chat/completions", ids, count, **self._messages(ids))
             text = (choice.get("message") or {}).get("content")
@@ -193,12 +193,12 @@ class Served:
         if prompt and prompt in text:
             raise UnusableAnswer("the answer repeats the prompt")
         tokens = len(encode(self.tokenizer, text))
-        if tokens > 2 * count + 16:  # a text may be read as more tokens than it was written in
+        if tokens > 2 * count + 16:  # text may be encoded to more tokens than were generated
             raise UnusableAnswer(f"{tokens} tokens are too many for an answer of {count}")
         return text
 
     def _choice(self, path: str, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
-        """The first choice of an answer that agrees with what was sent.
+        """Return the first choice of a response that is consistent with the request.
 
         Raises:
             UnusableAnswer: there is none, or the server read or wrote other numbers of tokens.
@@ -226,7 +226,7 @@ class Served:
         return choice
 
     def _losses(self, case: Case) -> torch.Tensor:
-        """Negative log likelihoods of all tokens but the first, float64, nats."""
+        """Return negative log likelihoods of all tokens except the first, float64, nats."""
         if self.settings.api == "chat":
             raise MeasureError(
                 f"{case.task} needs the log-probabilities of a prompt, which chat completions do "
@@ -251,11 +251,11 @@ class Served:
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def _prompt(self, ids: Sequence[int]) -> Any:
-        """Token IDs, or text that the server's tokenizer reads as these IDs."""
+        """Return token IDs, or text that the server's tokenizer encodes to these IDs."""
         ids = list(ids)
         if self.settings.api == "completions":
             return ids
-        start = len(beginning(self.tokenizer))  # which the server puts there itself
+        start = len(beginning(self.tokenizer))  # the server adds it
         for part in (ids[start:], ids):
             text = self._decode(part)
             if self.tokenizer(text, verbose=False)["input_ids"] == ids:
@@ -266,7 +266,7 @@ class Served:
         )
 
     def _messages(self, ids: Sequence[int]) -> dict[str, Any]:
-        """A prompt as messages, and what makes the server continue the answer that they begin."""
+        """Return a prompt as messages, and options that make the server continue their answer."""
         if self.frame.around is None:
             raise MeasureError(
                 "--api chat needs prompts in a chat template; give --chat yes and a --tokenizer "
@@ -274,7 +274,7 @@ class Served:
             )
         before, after = self.frame.around
         text = self._decode(ids).removeprefix(before)
-        # A template without a mark for the answer continues the user's turn.
+        # A template without a marker for the answer continues the user's turn.
         content, found, lead = text.rpartition(after) if after else (text, "all", "")
         messages = [{"role": "user", "content": content}]
         messages += [{"role": "assistant", "content": lead}] if lead else []

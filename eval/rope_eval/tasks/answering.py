@@ -1,7 +1,7 @@
 """Questions about documents among many others: ``qa_1`` and ``qa_2`` of RULER.
 
 The documents of a question are in random order among others from the same data set: SQuAD 2.0 or
-HotpotQA (distractor setting), read from a file of yours, or made-up facts (``facts``). If a
+HotpotQA (distractor setting), read from your file, or synthetic facts (``facts``). If a
 question has several right answers, one is enough.
 """
 
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A data set: its name, its option, how to read its rows, and made-up ones."""
+    """A data set: its name, its option, how to read its rows, and a synthetic replacement."""
 
     name: str
     option: str
@@ -60,7 +60,7 @@ class Source(NamedTuple):
 
 
 def _squad(articles: Sequence[Row]) -> tuple[list[Asked], list[str]]:
-    """Every answerable question, with the other paragraphs of its article as near ones."""
+    """Return answerable questions (distractors are from the same article), and all documents."""
     parts = [article.rows("paragraphs") for article in articles]
     documents = sorted({part.text("context") for article in parts for part in article})
     number, asked = {text: index for index, text in enumerate(documents)}, []
@@ -71,14 +71,14 @@ def _squad(articles: Sequence[Row]) -> tuple[list[Asked], list[str]]:
             for qa in part.rows("qas"):
                 if not qa.data.get("is_impossible", False):
                     answers = tuple(one.text("text") for one in qa.rows("answers"))
-                    if not answers:  # it would score nothing
+                    if not answers:  # an empty answer cannot score
                         raise qa.wrong("answers", "at least one")
                     asked.append(Asked(qa.text("question"), answers, (own,), near))
     return asked, documents
 
 
 def _hotpotqa(rows: Sequence[Row]) -> tuple[list[Asked], list[str]]:
-    """Every question, with all ten documents that come with it."""
+    """Return all questions, each with its ten documents, and all documents."""
     texts = []
     for row in rows:
         try:
@@ -99,7 +99,7 @@ HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 
 
 def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
-    """Questions and documents of a file, or made-up ones."""
+    """Read questions and documents from a file, or generate them."""
     option = f"--{source.option}"
     if path is not None:
         return source.read(read_rows(path, option))
@@ -110,7 +110,7 @@ def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
 class Answering(Prompts):
     """Question answering on one data set: the first questions of the file, as in RULER.
 
-    ``path`` is its file; None makes up questions.
+    ``path`` is its file; None generates questions.
     """
 
     tokens: int = 32

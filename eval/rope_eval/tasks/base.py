@@ -1,8 +1,8 @@
 """The base classes and the registry of tasks.
 
-A task is one file: its questions, their scores, and its options, which are the fields of a
-dataclass. :func:`option` makes a field an option of the command line, too. Tasks know nothing about
-methods, so every method gets identical questions.
+Each task is one file, with its questions, scoring and options, which are dataclass fields.
+:func:`option` also makes a field a command-line option. Tasks do not depend on methods, so every
+method gets identical questions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kind = Literal["rate", "loss"]
 
 @dataclass(frozen=True)
 class Task:
-    """Base of all tasks; a subclass sets ``name`` and ``kind``, and builds the questions.
+    """Base class of all tasks; a subclass sets ``name`` and ``kind``, and builds the questions.
 
     ``kind`` is the type of the values: ``rate`` for fractions between 0 and 1; ``loss`` for nats
     per token, shown as perplexity. Tasks with the same ``suite`` also get an average;
@@ -41,11 +41,11 @@ class Task:
     suite_size: ClassVar[int | None] = None
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """The tasks to run, if this one is a group of tasks or depends on the settings."""
+        """Return the tasks to run, if this one is a group of tasks or depends on the settings."""
         return [self]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All cases, identical for every method; ``seed`` determines everything random.
+        """Build all cases, identical for every method; ``seed`` determines everything random.
 
         Raises:
             RopeExtError: a length is too short for a question.
@@ -54,10 +54,10 @@ class Task:
 
 
 class Draw(NamedTuple):
-    """What a prompt is made from: everything random in it follows from ``number``.
+    """The random parameters of a prompt, all generated from ``number``.
 
-    ``index`` counts the prompts of a length and depth bin, and ``depth`` is the place of the
-    answer, 0 at the start and 1 at the end, drawn from its ``bin``.
+    ``index`` counts the prompts of a length and depth bin, and ``depth`` is the position of the
+    answer, from 0 (start) to 1 (end), sampled from its ``bin``.
     """
 
     index: int
@@ -69,7 +69,7 @@ class Draw(NamedTuple):
 def draws(
     name: str, lengths: Sequence[int], seed: int, trials: int, depths: int = 0
 ) -> Iterator[tuple[int, Draw]]:
-    """``trials`` draws for each length, and for each of so many depth bins if there are any."""
+    """Yield ``trials`` draws for each length, and for each depth bin if there are any."""
     for length in lengths:
         for bin in range(depths or 1):
             at = f":{depths}:{bin}" if depths else ""
@@ -81,10 +81,10 @@ def draws(
 
 @dataclass(frozen=True)
 class Prompts(Task):
-    """Base of tasks whose answers are generated; a subclass makes a prompt from a :class:`Draw`.
+    """Base class of tasks with generated answers; subclasses build a prompt from a :class:`Draw`.
 
-    There are so many ``trials`` for each length and depth bin; ``depths`` are the bins, and 0
-    places the answer anywhere. An answer has ``tokens`` at most, which are part of the length.
+    Each length and depth bin has ``trials`` prompts; ``depths`` is the number of bins, and 0 places
+    the answer anywhere. An answer has at most ``tokens`` tokens, which are part of the length.
     """
 
     name: str
@@ -99,15 +99,15 @@ class Prompts(Task):
 
     @property
     def about(self) -> str:
-        """What is measured, for a reader of the results."""
+        """Description of what is measured, for reports."""
         raise NotImplementedError
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
-        """One prompt of at most ``length`` tokens, its answer included."""
+        """Build one prompt of at most ``length`` tokens, including its answer."""
         raise NotImplementedError
 
     def notes(self, cases: Sequence[Case]) -> Iterator[str]:
-        """What else a reader should know."""
+        """Further notes for reports."""
         return iter(())
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
@@ -120,13 +120,13 @@ class Prompts(Task):
     def fill(
         self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
     ) -> tuple[int, Any]:
-        """As :func:`fill`."""
+        """Like :func:`fill`."""
         return fill(self.name, build, length, self.tokens, least, most)
 
     def case(
         self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
     ) -> Case:
-        """The prompt ``ids`` as a case whose answer is generated."""
+        """Return the prompt ``ids`` as a case whose answer is generated."""
         return Case(
             *(self.name, length, draw.number, "write", self.tokens, ids, tuple(answers)),
             depth=draw.depth,
@@ -143,7 +143,7 @@ def fill(
     least: int = 0,
     most: int | None = None,
 ) -> tuple[int, Any]:
-    """As :func:`longest`, with room for an answer of ``tokens``.
+    """Like :func:`longest`, with room for an answer of ``tokens`` tokens.
 
     Raises:
         OptionError: even the smallest prompt does not fit.
@@ -173,7 +173,7 @@ def register(cls: T) -> T:
 
 
 def unregister(cls: type[Task]) -> None:
-    """Make a task unknown again."""
+    """Remove a task from the registry."""
     del _REGISTRY[cls.name]
 
 
@@ -195,12 +195,12 @@ def from_file(path: str) -> list[str]:
 
 
 def all_tasks() -> dict[str, type[Task]]:
-    """Every registered task by name, in order of registration."""
+    """Return all registered tasks by name, in order of registration."""
     return dict(_REGISTRY)
 
 
 def chosen(names: Sequence[str]) -> list[type[Task]]:
-    """The tasks with these names, each once, in order of registration."""
+    """Return the tasks with these names, each once, in order of registration."""
     for name in names:
         if name not in _REGISTRY:
             raise _unknown(name, _REGISTRY)
@@ -216,9 +216,9 @@ def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
 def build(
     names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> list[Task | None]:
-    """Build the tasks with these names, each with those of the ``given`` options that it has.
+    """Build the tasks with these names, each with the ``given`` options that it supports.
 
-    ``mistakes`` collects errors, and a task with an error is None; without it, they are raised.
+    ``mistakes`` collects errors, and a task with an error is None; without it, errors are raised.
     """
     found = Mistakes() if mistakes is None else mistakes
     made = []
@@ -232,18 +232,18 @@ def build(
 
 
 def answer_tokens(instead_of: str | None = None) -> Any:
-    """The option for the maximum answer length, of a task with its own default or without."""
+    """Return the option for the maximum answer length, for a task with or without a default."""
     own = "; part of the length" if instead_of is None else f"; default: {instead_of}"
     return option(None, f"maximum answer length in tokens{own}", parse_length)
 
 
 def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
-    """The option for the number of samples from the task's data."""
+    """Return the option for the number of samples from a task's data."""
     return option(None, f"number of {of}, sampled at random; default: {default}")
 
 
 def named_parts(text: str, known: Iterable[str]) -> list[str]:
-    """The names in ``known`` that ``text`` contains (comma-separated, or ``all``), in its order."""
+    """Return the ``known`` names in ``text`` (comma-separated, or ``all``), in its order."""
     names, known = split(text), list(known)
     for name in names:
         if name not in known and name != "all":
@@ -252,7 +252,7 @@ def named_parts(text: str, known: Iterable[str]) -> list[str]:
 
 
 def counts(text: str, name: str) -> list[int]:
-    """The numbers of a comma-separated list, each once, in order."""
+    """Parse a comma-separated list of numbers, each once, in order."""
     found = sorted(set(parse_lengths(text, "--" + name.replace("_", "-"))))
     if not found or found[0] < 1:
         raise OptionError(f"{name}={text!r} is not valid; give numbers from 1 on, as 1,2,4")

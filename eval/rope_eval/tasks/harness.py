@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: its prompts and scores, our patches and our report.
+"""Tasks of lm-evaluation-harness: its prompts and scores, with our patches and reports.
 
     rope-ext eval MODEL --tasks longbench,babilong --method yarn --factor 4 --lengths 16k
 
@@ -55,7 +55,7 @@ class Harness(Task):
 
     @cached_property
     def manager(self) -> Any:
-        """The tasks that the harness knows."""
+        """Tasks that the harness supports."""
         try:
             from lm_eval.tasks import TaskManager
         except ImportError:
@@ -70,7 +70,7 @@ class Harness(Task):
         return f"unknown task {name!r}{guess} Tasks: {', '.join(all_tasks())}"
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Every task, with the group that it is averaged in."""
+        """Return every task, with the group in which it is averaged."""
         if settings.url is not None:
             raise OptionError(
                 "tasks of lm-evaluation-harness need the model in this process; leave them out "
@@ -83,7 +83,7 @@ class Harness(Task):
                 raise OptionError(f"{self._unknown(name)}, and those that `lm_eval ls tasks` lists")
             try:
                 found = self.manager.load([name])["tasks"]
-            except Exception as error:  # of whatever reads its data
+            except Exception as error:  # from whatever reads its data
                 raise MeasureError(
                     f"cannot read the data of {name} ({type(error).__name__}: {first_line(error)})"
                 ) from None
@@ -95,7 +95,7 @@ class Harness(Task):
 
 
 def _mean(name: str, task: Any) -> str:
-    """The first metric of a task that is averaged over its documents."""
+    """Return a task's first metric that is averaged over its documents."""
     from lm_eval.api.metrics import mean
 
     metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)
@@ -109,14 +109,14 @@ def _mean(name: str, task: Any) -> str:
 
 @dataclass(frozen=True)
 class HarnessTask(Harness):
-    """One task of the harness, which has the questions: its metric, and its group as ``suite``."""
+    """One harness task: its metric, and its group as ``suite``; the harness has the questions."""
 
     name: str = ""
     metric: str = ""
     suite: str | None = None
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """None: the harness asks its own."""
+        """Return no cases: the harness asks its own questions."""
         return Questions(
             (),
             f"mean of {self.metric} as lm-evaluation-harness computes it, exact intervals; the "
@@ -132,18 +132,18 @@ def outcomes(
     cache: Path,
     system: Any,
 ) -> Iterator[Outcome]:
-    """What the harness makes of ``tasks`` of one ``Harness``, a document each.
+    """Run ``tasks`` of one ``Harness``; yields a result for each document.
 
-    ``window`` is for its model: ``pretrained``, ``tokenizer``, ``max_length`` and ``batch_size``;
-    from the answers in the folder ``cache`` an interrupted run goes on.
+    ``window`` has its model arguments: ``pretrained``, ``tokenizer``, ``max_length`` and
+    ``batch_size``; an interrupted run resumes from the answers in the folder ``cache``.
     """
     import lm_eval
     from lm_eval.models import huggingface
 
-    harness: Any = lm_eval  # whose decorators hide its types
+    harness: Any = lm_eval  # its decorators hide types
     made: Any = huggingface
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it warns of is meant here
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings concern intended behavior
     length, tokenizer = window["max_length"], window["tokenizer"]
     tokenizer.model_max_length = max(length, tokenizer.model_max_length)
     first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")

@@ -1,7 +1,7 @@
 """Needles in a haystack: magic numbers hidden in noise, in a text, or among other needles.
 
 The wording and the variants are those of RULER (arXiv 2404.06654, section 3.1 and appendix B);
-sentences, keys and values are from Python's documentation, or from a file of yours.
+sentences, keys and values are from Python's documentation, or from your file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAD = " The special magic {values} for {query} mentioned in the provided text {
 
 Word = Literal["words", "numbers", "uuids"]
 DEPTHS = tuple(round(100 * place / 39) for place in range(40))
-"""Where RULER puts needles in a text, percent of its sentences."""
+"""RULER's needle positions in a text, percent of its sentences."""
 
 
 def make(kind: Word, rng: random.Random) -> str:
@@ -46,7 +46,7 @@ def make(kind: Word, rng: random.Random) -> str:
 
 
 def distinct(kind: Word, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
-    """``count`` more of them than are taken, none twice: those that are taken come first."""
+    """Add ``count`` random values to those ``taken``, all different; the taken ones come first."""
     found = dict.fromkeys(taken)
     count += len(found)
     if kind == "words" and count > len(pairs()):
@@ -60,13 +60,13 @@ def distinct(kind: Word, count: int, rng: random.Random, taken: Iterable[str] = 
 
 
 def boundary(pieces: Sequence[str], depth: float) -> int:
-    """The place between pieces that is nearest to this share of their characters."""
+    """Return the index between pieces that is nearest to this share of their characters."""
     ends = [0, *accumulate(map(len, pieces))]
     return min(range(len(ends)), key=lambda place: abs(ends[place] - depth * ends[-1]))
 
 
 def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int]) -> list[str]:
-    """All pieces, with each needle before the piece at its place."""
+    """Insert each needle before the piece at its index."""
     made: list[str] = []
     start = 0
     for index in sorted(range(len(needles)), key=places.__getitem__):
@@ -76,7 +76,7 @@ def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int])
 
 
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
-    """A text for a haystack and where it is from, as options of ``Needles``.
+    """Read a text for a haystack; returns the text and its source, as options of ``Needles``.
 
     RULER keeps its essays in the field ``text`` of a ``.json`` file.
     """
@@ -89,12 +89,12 @@ def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
 class Needles(Prompts):
     """The task in all variants, including ``needle`` and the ``niah`` tasks of ``ruler``.
 
-    ``haystack`` is one line repeated (``noise``), ``text`` (None: Python's documentation) from
-    ``source``, or other ``needles``, all different. ``keys`` are in it with ``values`` each, and
-    ``queries`` of them are asked for; the others are distractors. ``depths`` are those of the first
-    needle. With ``ruler``, a text is from its beginning, with needles at ``DEPTHS``, or before
-    lines that are all different; otherwise from a random sentence, with needles anywhere. A text is
-    cut after a word.
+    ``haystack`` is one repeated line (``noise``), ``text`` (None: Python's documentation) from
+    ``source``, or other ``needles``, all different. It has ``keys`` keys with ``values`` values
+    each; the prompt asks for ``queries`` of them, the others are distractors. ``depths`` apply to
+    the first needle. With ``ruler``, a text starts at its first sentence, with needles at
+    ``DEPTHS``, or before distinct lines; otherwise at a random sentence, with needles anywhere.
+    Texts end after a whole word.
     """
 
     haystack: Literal["noise", "text", "needles"] = "text"
@@ -122,7 +122,7 @@ class Needles(Prompts):
         return (python_documentation() if self.text is None else self.text).split()
 
     def _hay(self, owner: Mapping[str, str], rng: random.Random) -> Callable[[int], list[str]]:
-        """The haystack of so many lines, or of so many words; ``owner``: keys by value."""
+        """Return a function that builds a haystack of a size; ``owner``: keys by value."""
         if self.haystack == "noise":
             return lambda units: [NOISE] * units
         if self.haystack == "needles":
@@ -168,7 +168,7 @@ class Needles(Prompts):
             content = f"{INTRO.format(**words)}\n{context}{ASK.format(**words)}"
             return frame.whole(content, LEAD.format(**words), keep_space=True)[0]
 
-        # RULER's lines with a needle before them are all different: there must be as many.
+        # RULER puts needles before distinct lines, so there must be enough lines.
         least = len(needles) if self.ruler and self.haystack != "text" else 0
         _, ids = self.fill(build, length, least)
         return self.case(length, draw, ids, [one for one in values if owner[one] in asked])
@@ -176,7 +176,7 @@ class Needles(Prompts):
     def _places(
         self, count: int, depth: float | None, rng: random.Random
     ) -> Callable[[Sequence[str]], list[int]]:
-        """The line that each needle stands before, in a haystack of any size."""
+        """Return the line after each needle, for a haystack of any size."""
         seed = rng.getrandbits(64)
         if self.ruler and self.haystack == "text":
             percent = rng.sample(DEPTHS, count)
@@ -198,7 +198,7 @@ class Needle(Task):
     """Needles in a haystack that you choose: several needles, distractors, any text.
 
     The first needle is placed at all depths, the others anywhere; the score is the fraction of the
-    requested numbers in the answer. Distractors look the same and are not asked for.
+    requested numbers in the answer. Distractors look the same, but are not requested.
     """
 
     name: ClassVar[str] = "needle"
@@ -222,7 +222,7 @@ class Needle(Task):
             )
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """The needles in the text, which is read here."""
+        """Return the task with its haystack; reads the text."""
         named = len(self.haystack) == 1 and self.haystack[0] in ("noise", "needles")
         hay: dict[str, Any] = (
             {"haystack": self.haystack[0]} if named else read_haystack(self.haystack)

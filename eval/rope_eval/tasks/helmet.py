@@ -70,8 +70,8 @@ TEMPLATES = {  # and the beginning of the answer
 class Shape(NamedTuple):
     """A data set: its format and the longest answer in tokens.
 
-    ``field`` holds the label (``icl``) or the popularity of the question (``popqa``); ``icl`` has
-    so many ``labels``, and ``shots`` demonstrations at 8k, 16k, 32k, 64k and 128k.
+    ``field`` is the label (``icl``) or the popularity of the question (``popqa``); ``icl`` has
+    ``labels`` labels, and ``shots`` demonstrations at 8k, 16k, 32k, 64k and 128k.
     """
 
     format: str
@@ -97,7 +97,7 @@ SETS = {
     "icl_clinic150": Shape("icl", 20, "intent", 151, (440, 880, 1750, 3525, 7050)),
     "icl_nlu": Shape("icl", 20, "label", 68, (510, 1020, 2040, 4080, 8296)),
 }
-"""What is here, by the authors' names."""
+"""The implemented data sets, by the authors' names."""
 
 # Scores
 
@@ -105,13 +105,13 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, articles and spare blanks, as SQuAD has it."""
+    """Normalize text as in SQuAD: lower case, without punctuation, articles and extra spaces."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
 
 
 def parsed(text: str, lead: str) -> str:
-    """The line after the first ``lead``, or else the first line."""
+    """Return the line after the first ``lead``, or else the first line."""
     found = re.search(f"{lead}(.*)(?:\n|$)", text, re.IGNORECASE)
     line = found[1] if found else text.split("\n", 1)[0]
     return re.sub(f"^{re.escape(lead)}", "", line.strip(), flags=re.IGNORECASE).strip()
@@ -121,7 +121,7 @@ def parsed(text: str, lead: str) -> str:
 class Substring:
     """Scores 1 if an answer is in the text, or in the line after ``lead``, less punctuation.
 
-    ``begun`` is the beginning of the answer that the prompt already contains.
+    ``begun`` is the start of the answer, which the prompt already contains.
     """
 
     answers: tuple[str, ...]
@@ -149,7 +149,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Ndcg:
-    """NDCG@10 of the ranking in the text, as in trec_eval; an ID and a grade of every document."""
+    """Scores NDCG@10 of the ranking in the text, as in trec_eval; an ID and grade per document."""
 
     relevance: tuple[tuple[str, int], ...]
     begun: str
@@ -162,7 +162,7 @@ class Ndcg:
 
 
 def ranking(text: str) -> list[str]:
-    """The longest run of ``ID > ID > ...`` in a text, each ID at its first place."""
+    """Return the longest sequence ``ID > ID > ...`` in a text, without repeated IDs."""
     plain = re.sub(r"[\[\]:]", "", text).lower().replace("id", "")
     runs = [found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", plain)]
     if not runs:
@@ -178,18 +178,18 @@ def _gain(grades: Sequence[int]) -> float:
 # Prompts
 
 Made = tuple[dict[str, str], tuple[str, ...], "Callable[[str], float] | None"]
-"""What fills a template, the right answers, and what scores a text instead of looking for them."""
+"""Values for a template, the right answers, and a scorer to use instead of searching for them."""
 Files = Mapping[int | None, Sequence[Row]]
-"""The rows for each length; None: those for all other lengths."""
+"""Rows by length; None: rows for all other lengths."""
 
 
 @dataclass(frozen=True)
 class DataSet(Task):
     """The rows of one data set, each asked at every length.
 
-    If a prompt does not fit the length, the end of its context is left out. Shorter rows are not
-    changed. Demonstrations are sampled from ``demos``, so many ``shots`` except for ``icl``;
-    ``samples`` are the questions to ask, and None asks as many as the authors.
+    If a prompt does not fit the length, its context is truncated at the end. Shorter rows are not
+    changed. ``shots`` demonstrations are sampled from ``demos``, except for ``icl``; ``samples``
+    is the number of questions, and None asks as many as the authors.
     """
 
     name: str
@@ -222,14 +222,14 @@ class DataSet(Task):
         return Questions(cases, definition)
 
     def shown(self, length: int) -> int:
-        """Number of demonstrations; for ``icl`` as many as the benchmark shows at that length."""
+        """Number of demonstrations; for ``icl``, the benchmark's number at that length."""
         if self.shape.format != "icl":
             return self.shots
         at = {8192 * 2**number: shots for number, shots in enumerate(self.shape.shots)}
         return at.get(length) or max(1, self.shape.shots[-1] * length // 131072)
 
     def chosen(self, length: int, seed: int) -> Sequence[Row]:
-        """The rows that the authors' code draws with this seed."""
+        """Sample the same rows as the authors' code with this seed."""
         rows, kind = self.rows.get(length) or self.rows.get(None), self.shape.format
         if rows is None:
             raise OptionError(
@@ -255,10 +255,10 @@ class DataSet(Task):
     def prompt(
         self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int
     ) -> tuple[array, bool, tuple[str, ...], Any]:
-        """Tokens of a row among the ``rows`` that are asked, whether it is cut, how to score it."""
+        """Return a row's tokens, whether it is cut, and its scorer; ``rows``: all questions."""
         kind, demos = self.shape.format, self.demos.get(length) or self.demos.get(None) or ()
         template, lead = TEMPLATES[kind]
-        # Where the prompt begins the answer, the text is read with that beginning.
+        # If the prompt contains the start of the answer, it is scored with the text.
         begun = "" if frame.around is not None else lead
         if kind == "ruler":
             words, answers, judge = self._ruler(row)
@@ -285,11 +285,11 @@ class DataSet(Task):
         return ids, True, answers, judge
 
     def _drawn(self, row: Row, rows: Sequence[Row], demos: Sequence[Row]) -> list[Row]:
-        """The demonstrations of one question: the same in every run."""
+        """Return the demonstrations of one question: the same in every run."""
         kind, name = self.shape.format, _key(self.shape.format, row)
         if kind == "rank" and len(demos) > 2 * len(rows):
             left_out = {one.key(name) for one in rows}
-        else:  # too few to do without all that are asked
+        else:  # too few to exclude all questions
             left_out = {row.key(name)} if kind == "rank" or self.shape.field else set()
         others = [one for one in demos if _popular(self.shape, one)]
         others = [one for one in others if one.key(name) not in left_out]
@@ -342,7 +342,7 @@ class DataSet(Task):
         demos = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in pairs)
         words = {name: row.text(name) for name in ("context", "question")} | {"demos": demos}
         answers = tuple(row.texts("answer"))
-        # The line is looked for by these words also where the prompt has others.
+        # The line is located by these words even if the prompt uses others.
         return words, answers, Substring(answers, "corresponding value:", begun)
 
     def _qa(self, row: Row, shown: Sequence[Row], begun: str) -> Made:
@@ -366,7 +366,7 @@ class DataSet(Task):
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
-    """Where each token of a text ends, characters."""
+    """Return the end of each token in a text, in characters."""
     if not getattr(tokenizer, "is_fast", False):
         raise MeasureError(
             "this tokenizer does not say which text a token stands for, so that no context can be "
@@ -377,7 +377,7 @@ def _ends(tokenizer: Any, text: str) -> list[int]:
 
 
 def _popular(shape: Shape, row: Row) -> bool:
-    """Whether ``popqa`` has the row: what it is about is looked up less than 1000 times."""
+    """Whether ``popqa`` includes the row: its subject has fewer than 1000 page views."""
     if shape.format != "qa" or not shape.field:
         return True
     times = row.value(shape.field)
@@ -392,7 +392,7 @@ def _key(format: str, row: Row) -> str:
 
 
 def _documents(row: Row, ranked: Row | None = None) -> str:
-    """All documents; where they are to be ranked, with titles if those of ``ranked`` have them."""
+    """Format all documents; for ranking, with titles if those of ``ranked`` have them."""
     titled = ranked is None or any("title" in one for one in ranked.rows("ctxs")[:1])
     texts = []
     for one in row.rows("ctxs"):
@@ -410,18 +410,18 @@ def _grade(document: Row) -> int:
 
 
 def _order(row: Row) -> str:
-    documents = sorted(row.rows("ctxs"), key=_grade, reverse=True)  # stable, as the authors' is
+    documents = sorted(row.rows("ctxs"), key=_grade, reverse=True)  # stable, like the authors' sort
     return " > ".join(str(one.value("id")) for one in documents)
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    """Places in the order into which ``datasets`` shuffles that many rows."""
+    """Return indices in the order of a ``datasets`` shuffle of that many rows."""
     data = load_datasets().Dataset.from_dict({"place": list(range(count))})
     return list(data.shuffle(seed=seed)["place"])
 
 
 def _balanced(rows: Sequence[Row], field: str, count: int, rng: random.Random) -> list[Row]:
-    """Rounds of one row per label in random order; a label's rows repeat where they run out."""
+    """Return rounds of one row per label in random order; a label's rows repeat when exhausted."""
     by_label: dict[Any, list[Row]] = {}
     for row in rows:
         by_label.setdefault(row.key(field), []).append(row)
@@ -457,7 +457,7 @@ class Helmet(Task):
             raise OptionError(f"shots={self.shots} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """A task for each data set, read here."""
+        """Return a task for each data set; reads their files."""
         demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)
         if not data:
             raise OptionError(
@@ -477,7 +477,7 @@ class Helmet(Task):
 
 
 def _read(given: Sequence[str], option: str) -> dict[str, dict[int | None, list[Row]]]:
-    """The rows of each ``NAME=SOURCE`` and ``NAME@8k=SOURCE``, by name and length."""
+    """Read the rows of each ``NAME=SOURCE`` and ``NAME@8k=SOURCE``, by name and length."""
     found: dict[str, dict[int | None, list[Row]]] = {}
     for text in given:
         place, _, source = text.partition("=")

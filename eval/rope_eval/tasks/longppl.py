@@ -1,4 +1,4 @@
-"""LongPPL: perplexity of only those tokens that need a long context.
+"""LongPPL: perplexity of the tokens that need a long context.
 
 A token is a key token if an evaluator finds it much more likely after all of the preceding text
 than after only the last ``short`` tokens (by a factor of e^2), and then not unlikely (above e^-2).
@@ -35,15 +35,15 @@ from rope_ext.errors import MeasureError, OptionError
 
 VARIANTS = {"start": "a start token before every one", "official": "as the authors' code"}
 GAIN = 2.0
-"""Log likelihood that the long context must add, nats (alpha of the paper)."""
+"""Minimum gain in log likelihood from the long context, nats (alpha in the paper)."""
 LEAST = -2.0
-"""Log likelihood that it must lead to, nats (beta of the paper)."""
+"""Minimum log likelihood with the long context, nats (beta in the paper)."""
 
 Slice = tuple[int, int]
 
 
 def within(places: Sequence[Slice], slices: Sequence[Slice]) -> set[int]:
-    """Which of ``places`` lie in one of ``slices`` as a whole; slices that touch are one."""
+    """Return which of ``places`` are entirely inside a slice; adjacent slices are merged."""
     whole: list[Slice] = []
     for begin, end in slices:
         if whole and whole[-1][1] == begin:
@@ -60,7 +60,7 @@ def within(places: Sequence[Slice], slices: Sequence[Slice]) -> set[int]:
 
 
 def _placed(tokenizer: Any, string: str, special: bool = False) -> tuple[list[int], list[Slice]]:
-    """Tokens of a text and the characters of each; ``special``: with special tokens."""
+    """Tokenize a text, with the characters of each token; ``special``: with special tokens."""
     if not tokenizer.is_fast:
         raise OptionError(
             f"the tokenizer of {tokenizer.name_or_path} does not report which characters its "
@@ -76,10 +76,10 @@ def _placed(tokenizer: Any, string: str, special: bool = False) -> tuple[list[in
 class LongPPL(Segments):
     """Sliding-window perplexity of key tokens only.
 
-    By default a window moves by half the shortest length. The short context is up to a quarter
-    longer than given, so that one forward scores many tokens, as in the authors' code. ``opened``
+    By default, the stride is half the shortest length. The short context is up to a quarter
+    longer than specified, so that a forward scores many tokens, as in the authors' code. ``opened``
     loads the evaluator, ``who`` is its name for the results, ``reader`` its tokenizer (None: that
-    of the measured model), and ``judges_itself`` says whether it is a measured model.
+    of the measured model), and ``judges_itself`` is True if it is a measured model.
     """
 
     name: ClassVar[str] = "longppl"
@@ -104,8 +104,8 @@ class LongPPL(Segments):
         require_one_of(longppl_variant=(self.longppl_variant, tuple(VARIANTS)))
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """With its texts, and with the model that chooses the key tokens."""
-        from rope_ext.saving import checkpoints as models  # torch: not for --help
+        """Load the texts and the model that selects the key tokens."""
+        from rope_ext.saving import checkpoints as models  # not for --help: torch
 
         if self.opened is not None:
             return super().parts(settings)
@@ -144,7 +144,7 @@ class LongPPL(Segments):
             yield model
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """All windows with a key token in them. It loads and runs the evaluator."""
+        """Return all windows that contain a key token; loads and runs the evaluator."""
         if self.short_context + self.short_context // 4 >= max(lengths):
             raise OptionError(
                 f"short_context={self.short_context} is too long for lengths up to {max(lengths)}; "
@@ -194,9 +194,9 @@ class LongPPL(Segments):
         reader: Any,
         windows: Windows,
     ) -> tuple[Windows, list[set[int]]]:
-        """The windows as the measured model reads their texts, and the key tokens in each.
+        """Return windows as tokenized for the measured model, and the key tokens in each.
 
-        Both models tokenize the texts themselves.
+        Each model's own tokenizer is applied to the texts.
         """
         strings = [tokenizer.decode(list(text)) for text in windows.texts]
         bos = () if self._official else beginning(reader)
@@ -206,7 +206,7 @@ class LongPPL(Segments):
             marked = [
                 [places[key] for key in sorted(self.keys(model, bos, ids))] for ids, places in read
             ]
-        # Cut out of a document, its first and last words may become more tokens, or fewer.
+        # At the edges of an excerpt, words may become more or fewer tokens.
         most = len(windows.texts[0])
         pairs = zip(own, marked, strict=True)
         keys = [within(places[:most], slices) for (_, places), slices in pairs]
@@ -215,12 +215,12 @@ class LongPPL(Segments):
         return replace(windows, texts=tuple(tuple(ids[:most]) for ids, _ in own)), keys
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
-        """Places of the key tokens in ``text``."""
+        """Return the positions of key tokens in ``text``."""
         from rope_eval.forward import score
 
         row = [*bos, *text]
         long = score(model, [row], len(row) - 1)[0][0]
-        short = long.clone()  # at the start both contexts are the same
+        short = long.clone()  # at the start, both contexts are equal
         stride = max(1, self.short_context // 4)
         for begin in range(self.short_context + stride, len(row), stride):
             end = min(len(row), begin + stride)

@@ -32,7 +32,7 @@ TEMPLATE = (
     "Question: {question}\n\n Return only the final answer with no additional explanation or "
     "reasoning."
 )
-"""For needles that bring none."""
+"""For needles without a template of their own."""
 METRICS = ("contains", "EM", "lastline_contains", "lastline_EM")
 
 
@@ -58,8 +58,8 @@ class Gold:
 class Test(NamedTuple):
     """A needle and its question.
 
-    Both have ``{CHAR}`` where one of the ``characters`` is sampled for every prompt; it is the
-    answer then, and there are no ``answers``. The ``distractor`` looks like the needle.
+    Both may contain ``{CHAR}``, replaced by one of ``characters``, sampled for every prompt; this
+    is the answer, and ``answers`` is empty. The ``distractor`` resembles the needle.
     """
 
     needle: str
@@ -71,7 +71,7 @@ class Test(NamedTuple):
 
 
 def read_tests(source: str) -> list[Test]:
-    """All tests of a needle set: every question with all that its placeholders stand for."""
+    """Return all tests of a needle set: every question with all values of its placeholders."""
     return [test for row in read_rows(source, OPTION) for test in _tests(row)]
 
 
@@ -101,7 +101,7 @@ def _filled(text: str, values: Sequence[str]) -> str:
 
 
 class Book(NamedTuple):
-    """A text as tokens, with the places of those with a line break, and the start."""
+    """A tokenized text, with the positions of tokens with a line break, and the start."""
 
     ids: Sequence[int]
     ends: Sequence[int]
@@ -114,7 +114,7 @@ class Book(NamedTuple):
         return cls(ids, [0, *(at for at, token in enumerate(ids) if at and breaks[token])], name)
 
     def place(self, tokens: int, depth: float) -> tuple[int, int, int]:
-        """Where a span of ``tokens`` begins, where the needle is put in, and where it ends.
+        """Return the start of a span of ``tokens``, the position of the needle, and the end.
 
         The first line that ends at ``depth`` of the span or later is followed by the needle.
         """
@@ -129,7 +129,7 @@ class Book(NamedTuple):
         return start, at + 1, start + tokens
 
     def span(self, tokenizer: Any, tokens: int, depth: float, needle: str) -> str:
-        """A span of ``tokens`` with a needle on the line after ``depth``."""
+        """Build a span of ``tokens`` with a needle on the line after ``depth``."""
         start, at, end = self.place(tokens, depth)
         before = tokenizer.decode(self.ids[start:at])
         before = before[: max(before.rfind("\n"), 0)]
@@ -137,7 +137,7 @@ class Book(NamedTuple):
 
 
 def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float = 0.2) -> float:
-    """Where a distractor lies: at random, but not near the needle or the ends."""
+    """Sample a distractor's position, not near the needle or the ends."""
     drawn = rng.uniform(0, max(0, depth - 2 * free) + max(0, 1 - depth - 2 * free))
     if tokens < 500:
         return 0.7 if depth < 0.6 else 0.6 if depth > 0.75 else 0.5
@@ -170,7 +170,7 @@ class NoLiMa(Task):
         require_one_of(nolima_metric=(self.nolima_metric, METRICS))
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Itself, with the needles and the books read."""
+        """Read the needles and the books; returns the task."""
         if not self.nolima_needles:
             raise OptionError(f"no needles are given; give {OPTION} needle_set.json of NoLiMa")
         if not self.nolima_books:
@@ -191,7 +191,7 @@ class NoLiMa(Task):
         places = [(b, t, d) for b in range(len(books)) for t in range(len(tests)) for d in depths]
         if self.samples is not None and self.samples < len(places):
             places = sorted(random.Random(f"nolima:{seed}").sample(places, self.samples))
-        # A picture by depth has them all.
+        # Plots by depth show all of them.
         binned = len({depth for *_, depth in places}) == self.placements
         cases = []
         for length in lengths:

@@ -6,11 +6,11 @@ keys from 1 to 50000. ``inline`` has the same sentences, none of them cut, in on
 keys of five digits. The bundled checkpoint was trained on ``inline``.
 
 A case is scored by one teacher-forced forward: it passes if the argmax equals the key at every
-token of the key, which is exactly when greedy decoding would go on with the key. If the tokenizer
-has a separate token for the space before a digit, the space is given: a chat model that would
-rather begin with a colon has still found the key. The report counts such answers. With ``generate``
-the answer is decoded: ten tokens (``published``), or as many as the key has (``inline``), of which
-the first number counts, as in the authors' code.
+token of the key, which is exactly when greedy decoding would write the key. If the tokenizer
+has a separate token for the space before a digit, the prompt includes it: a chat model that would
+start with a colon has still found the key. The report counts such answers. With ``generate``
+the answer is decoded: ten tokens (``published``), or as many as the key has (``inline``); the
+first number counts, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
 ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
 QUESTION = ASK + LEAD
 MIN_FOUND = 0.5
-"""Share that the unpatched model must find within its trained length for passkeys to count."""
+"""Passkeys count if the unpatched model finds at least this share within its trained length."""
 
 PROMPTS = ("auto", "published", "inline")
 TRAINED_ON = "passkey_prompt"
@@ -52,7 +52,7 @@ TRAINED_ON = "passkey_prompt"
 
 
 def own_prompt(tokenizer: Any) -> str:
-    """The prompt of ``auto``: what the checkpoint says it was trained on, or ``published``."""
+    """Resolve ``auto``: the prompt that the checkpoint was trained on, or ``published``."""
     given = getattr(tokenizer, "init_kwargs", {}).get(TRAINED_ON)
     return given if given in PROMPTS else "published"
 
@@ -85,7 +85,7 @@ class PasskeyPrompts:
         self.words, self.published = words, published
 
     def minimum_length(self, digits: int | None = None) -> int:
-        """Fewest tokens that hold a prompt without any filler, answer included."""
+        """Minimum number of tokens of a prompt without filler, including the answer."""
         return len(self._whole(0, 0.0, "9" * (digits or 5))[0])
 
     def case(
@@ -97,10 +97,10 @@ class PasskeyPrompts:
         generate: bool = False,
         bin: int | None = None,
     ) -> Case:
-        """A prompt of at most ``length`` tokens with its answer, shorter by less than a sentence.
+        """Build a prompt of at most ``length`` tokens with its answer, filled to the sentence.
 
-        ``depth`` is the place of the needle, 0 the start and 1 the end; the key follows from
-        ``seed``, and has so many ``digits``, or as many as the prompt is published with.
+        ``depth`` is the position of the needle, from 0 (start) to 1 (end); ``seed`` determines the
+        key, with ``digits`` digits, or as in the published prompt.
         """
         digits = digits or (None if self.published else 5)
         rng = random.Random(f"{seed}:{length}:{depth}:{digits}")
@@ -123,7 +123,7 @@ class PasskeyPrompts:
         return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge, lead=0)
 
     def _whole(self, units: int, depth: float, key: str) -> tuple[array, int]:
-        """The prompt with so many characters of filler (``published``), or sentences."""
+        """Build the prompt with ``units`` characters of filler (``published``), or sentences."""
         cut, needle = round(depth * units), NEEDLE.format(key=key)
         if self.published:
             line = "".join(FILLER)

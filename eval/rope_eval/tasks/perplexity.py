@@ -4,11 +4,11 @@ There are five protocols for segments of text (``choose_windows``) and context l
 
 * ``ending``: the same tokens with an increasing context. The windows of all lengths end at the same
   positions and score the same last tokens: 256, or half the shortest length if that is less. Every
-  token has at least ``length`` minus that many tokens before it.
+  token has at least ``length`` minus that number of tokens before it.
 * ``sliding``: a window of ``length`` tokens moves over each segment by ``stride`` tokens. The first
   window scores all of its tokens, each later one its last ``stride``: every token of the segment is
-  scored once, at every length, with at least ``length - stride`` tokens before it, or all that
-  the segment has.
+  scored once, at every length, with at least ``length - stride`` tokens before it, or all of the
+  segment's.
 * ``start``: all of the first ``length`` tokens of each segment.
 * ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models",
   for comparison with such numbers. Windows start at every multiple of ``stride`` and score the
@@ -51,10 +51,10 @@ STRIDING = ("sliding", *HUGGINGFACE)
 
 @dataclass(frozen=True)
 class Windows:
-    """Segments of text, each as long as the longest window needs, and the document of each.
+    """Segments of text, as long as required for the longest window, and the document of each.
 
-    ``texts`` are token ids without ``bos``, which is one token or none; ``scored`` tokens at the
-    end of every window count, and documents are ``joined`` if too few were long enough.
+    ``texts`` are token ids without ``bos``, which is one token or none; the last ``scored`` tokens
+    of every window count, and documents are ``joined`` if too few were long enough.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -64,7 +64,7 @@ class Windows:
     documents: tuple[int, ...]
 
     def at(self, length: int) -> list[tuple[int, ...]]:
-        """The windows of ``length`` tokens."""
+        """Return the windows of ``length`` tokens."""
         return [self.bos + text[len(self.bos) - length :] for text in self.texts]
 
 
@@ -77,10 +77,10 @@ def choose_windows(
     seed: int,
     option: str = "--lengths",
 ) -> Windows:
-    """Up to ``count`` windows that do not overlap, spread over as many documents as possible.
+    """Choose up to ``count`` disjoint windows from as many documents as possible.
 
-    A window lies inside one document. Where that does not give ``count`` windows, all documents are
-    joined in order, with ``eos`` between them, and cut instead. ``option`` is the command-line
+    A window is inside one document. If this does not yield ``count`` windows, all documents are
+    joined in order, with ``eos`` between them, and split instead. ``option`` is the command-line
     option that sets the lengths, for errors.
 
     Raises:
@@ -106,7 +106,7 @@ def choose_windows(
 def _cut(
     documents: Sequence[Sequence[int]], size: int, rng: random.Random
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """(document, ``size`` tokens of it) in random order, one of every document before a second."""
+    """Return (document, ``size`` tokens of it) in random order, one per document first."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for number in rng.sample(range(len(documents)), len(documents)):
         ids = documents[number]
@@ -119,7 +119,7 @@ def _cut(
 
 
 def positions(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where losses are summed up: half octaves from 16 tokens on, and ``lengths`` themselves."""
+    """Positions up to which losses are summed: half octaves from 16 tokens on, and ``lengths``."""
     longest = max(lengths)
     octaves = {round(16 * 2 ** (k / 2)) for k in range(2 * longest.bit_length())}
     return tuple(sorted({edge for edge in octaves if edge < longest} | set(lengths)))
@@ -153,7 +153,7 @@ class Segments(Task):
             raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Itself, with its texts in memory, so that a mistake in them is told before others."""
+        """Read the texts, so that errors in them are reported first; returns the task."""
         self._texts  # noqa: B018
         return [self]
 
@@ -166,7 +166,7 @@ class Segments(Task):
     def choose(
         self, frame: Frame, lengths: Sequence[int], seed: int, option: str = "--lengths"
     ) -> Windows:
-        """The segments of text, as long as the longest window; see :func:`choose_windows`."""
+        """Return segments of text, as long as the longest window; see :func:`choose_windows`."""
         shortest = min(lengths)
         if shortest < 2:
             raise OptionError(
@@ -188,10 +188,10 @@ class Segments(Task):
     def slide(
         self, windows: Windows, lengths: Sequence[int], keys: Sequence[Container[int]] | None = None
     ) -> Iterator[Case]:
-        """Windows that move over each segment and score each of its tokens once.
+        """Yield windows that move over each segment and score each of its tokens once.
 
-        ``keys`` are the places of the tokens to score in each segment, and None means all; a window
-        that holds none of them is left out.
+        ``keys`` are the positions of tokens to score in each segment, and None means all; windows
+        without such tokens are left out.
         """
         bos, stride = windows.bos, self.stride or 1
         for length in lengths:
@@ -214,7 +214,7 @@ class Segments(Task):
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
     ) -> Iterator[str]:
-        """What a reader should know about the texts behind the numbers."""
+        """Yield notes on the texts, for reports."""
         if windows.joined:
             yield (
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
@@ -251,7 +251,7 @@ class Perplexity(Segments):
     def __post_init__(self) -> None:
         super().__post_init__()
         protocol = self.protocol or ("ending" if self.stride is None else "sliding")
-        object.__setattr__(self, "protocol", protocol)  # what a report shows
+        object.__setattr__(self, "protocol", protocol)  # shown in reports
         require_one_of(protocol=(protocol, PROTOCOLS))
         if protocol in STRIDING and self.stride is None:
             raise OptionError(f"--protocol {protocol} needs --stride TOKENS; give both")
@@ -307,7 +307,7 @@ class Perplexity(Segments):
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
-            # The longest windows hold all contexts: their losses make the curve by position.
+            # The longest windows cover all contexts: their losses form the curve by position.
             curve = positions(lengths) if length == lengths[-1] else ()
             for number, text in enumerate(windows.texts):
                 bos, group = windows.bos, windows.documents[number]
@@ -325,9 +325,9 @@ class Perplexity(Segments):
                 row, done = windows.bos + text, 0
                 for begin in range(0, len(row), self.stride or 1):
                     end = min(begin + length, len(row))
-                    count = end - max(done, begin + 1)  # nothing comes before the first token
-                    # The page takes one label off every window; only windows without overlap
-                    # lose one to the shift of the labels.
+                    count = end - max(done, begin + 1)  # the first token has no context
+                    # The page subtracts one label per window; only windows without overlap lose one
+                    # to the label shift.
                     weight = end - done - 1 if self.protocol == "huggingface" else 1
                     if count and weight:
                         ids = row[begin:end]

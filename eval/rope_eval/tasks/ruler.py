@@ -7,7 +7,7 @@ answers, one is enough. The effective length, defined over all 13 tasks, is the 
 which their average is at least 85.6 %.
 
 docs/evaluate.md lists the differences from the authors' code. Texts, words and
-questions come with Python or are made up here, unless you pass their files.
+questions come from Python or are generated here, unless you pass RULER's files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rope_ext.errors import OptionError
 
 SUITE, SIZE = "RULER", 13
 EXAMPLE_LAYOUT = 42
-"""Seed of where the chain stands in the example of ``vt``; 42 is RULER's default for everything."""
+"""Seed of the chain's positions in the example of ``vt``; 42 is RULER's default seed."""
 
 VT_INTRO = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -83,22 +83,22 @@ class VariableTracking(Prompts):
             text, lead, _ = asked(lines)
             return frame.whole(example + text, lead, keep_space=True)[0]
 
-        # As long as in RULER: 500 tokens with its question and the beginning of its answer.
+        # As in RULER: 500 tokens with its question and the start of its answer.
         shown, _ = longest(
             lambda lines: encode(frame.tokenizer, "".join(fixed(lines)[:2])), 500, least
         )
         if len(build(least, shown)) + self.tokens > length:
-            shown = least  # RULER's own does not fit into so short a prompt
+            shown = least  # RULER's example does not fit into such short prompts
         _, ids = self.fill(lambda lines: build(lines, shown), length, least)
         return self.case(length, draw, ids, asked(least)[2])
 
     def _writer(
         self, letters: int, rng: random.Random, layout: int | None = None
     ) -> Callable[[int], tuple[str, str, list[str]]]:
-        """Of so many lines of noise: the text and its question, the answer's lead, and the answer.
+        """Return a function of the number of noise lines: text and question, lead, and answer.
 
-        Names have so many ``letters``; ``layout`` is the seed of the lines that the chain stands
-        before, and None draws it.
+        Names have ``letters`` letters; ``layout`` is the seed of the chain's positions; None
+        samples them.
         """
         names: dict[str, None] = {}
         while len(names) <= self.hops:  # ends: 26 ** letters names
@@ -119,8 +119,8 @@ class VariableTracking(Prompts):
 
 
 class Counts(NamedTuple):
-    """How often ``cwe`` repeats the common words and all others; likewise in its example, which
-    has so many different ``words``.
+    """How often ``cwe`` repeats common words and others, also in its example, which has ``words``
+    different words.
     """
 
     often: int
@@ -134,7 +134,7 @@ class Counts(NamedTuple):
 
 MANY, FEW = Counts(30, 3, 40, (10, 3)), Counts(6, 1, 20, (3, 1))
 ROOM = 4096
-"""Tokens from which on RULER takes ``MANY``."""
+"""Length in tokens from which RULER uses ``MANY``."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class CommonWords(Prompts):
         for length in lengths:
             try:
                 part = (many if length >= ROOM else few).questions(frame, [length], seed)
-            except OptionError:  # of a tokenizer of many tokens a word
+            except OptionError:  # for tokenizers with many tokens per word
                 part = few.questions(frame, [length], seed)
                 notes.append(
                     f"{self.name} at {length} tokens repeats words {FEW}, which is easier: {MANY}, "
@@ -176,7 +176,7 @@ class CommonWords(Prompts):
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
         counts, rng = self.counts or FEW, random.Random(f"cwe:{draw.number}")
         seed = rng.getrandbits(64)
-        # An entry is a number, a full stop and a word: three tokens at least.
+        # An entry is a number, a period and a word: at least three tokens.
         most = counts.words + length // (3 * counts.others) + self.common
         words = many_words(most, rng)
         example, words = words[: counts.words], words[counts.words :]
@@ -186,7 +186,7 @@ class CommonWords(Prompts):
             random.Random(seed).shuffle(entries)
             return CWE_INTRO + _numbered(entries) + CWE_ASK
 
-        # The chat template goes around the example as well, as in RULER.
+        # The chat template also encloses the example, as in RULER.
         before, after = frame.around or ("", "")
         solved = listed(example, *counts.example) + after + CWE_LEAD
         solved += f" {_numbered(example[: self.common])}\n{before}"
@@ -221,11 +221,11 @@ class FrequentWords(Prompts):
         seed = rng.getrandbits(64)
 
         def counts(count: int) -> list[int]:
-            zeta_2 = math.pi**2 / 6  # of the exponent 2, as in RULER
+            zeta_2 = math.pi**2 / 6  # with exponent 2, as in RULER
             return [int(count / (rank**2 * zeta_2)) for rank in range(1, size + 1)]
 
         def clear(count: int) -> bool:
-            """Whether the third answer is more frequent than what follows it."""
+            """Whether the third answer is more frequent than the next word."""
             found = counts(count)
             return found[3] > found[4]
 
@@ -266,7 +266,7 @@ def made(
     haystack: Mapping[str, Any] | None = None,
     **files: str | None,
 ) -> Task:
-    """One of the tasks; arguments as of ``Ruler``, and a haystack as ``read_haystack`` gives it."""
+    """Build one of the tasks; arguments as for ``Ruler``, and a haystack from ``read_haystack``."""
     common: dict[str, Any] = {"trials": trials, "suite": SUITE, "suite_size": SIZE}
     if new_tokens is not None:
         common["tokens"] = new_tokens
@@ -285,7 +285,7 @@ class Ruler(Task):
 
     Files are those of RULER: ``PaulGrahamEssays.json`` (by default, Python's documentation),
     ``dev-v2.0.json`` of SQuAD for ``qa_1`` and ``hotpot_dev_distractor_v1.json`` of HotpotQA for
-    ``qa_2`` (by default, questions are made up).
+    ``qa_2`` (by default, questions are generated).
     """
 
     name: ClassVar[str] = "ruler"
@@ -302,7 +302,7 @@ class Ruler(Task):
     new_tokens: int | None = answer_tokens("as in RULER")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """The tasks that are named."""
+        """Return the selected tasks."""
         names = named_parts(self.ruler_tasks, TASKS)
         files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)

@@ -1,4 +1,4 @@
-"""Facts among other text, without a download: MRCR and multi-hop tracing.
+"""MRCR and multi-hop tracing: facts in other text, without downloads.
 
 ``mrcr`` asks for the n-th of several identical requests. A conversation contains 2, 4 or 8 requests
 for the same kind of text about the same topic, among others for another kind or topic; the model
@@ -36,18 +36,18 @@ from rope_ext.errors import OptionError
 
 @cache
 def documentation() -> tuple[str, ...]:
-    """The sentences of Python's documentation, less fragments and what is no prose."""
+    """Return the sentences of Python's documentation, without fragments and non-prose."""
     found = sentences(python_documentation())
     return tuple(sentence for sentence in found if 5 <= len(sentence.split()) <= 60)
 
 
 def stock(sources: Sequence[str]) -> tuple[str, ...] | None:
-    """The sentences of files, folders or data sets; None where none is given."""
+    """Return the sentences of files, folders or data sets; None if none is given."""
     return tuple(chain.from_iterable(map(sentences, read_texts(sources)))) or None
 
 
 def following(text: Sequence[str] | None, rng: random.Random) -> Iterator[str]:
-    """Sentences that follow each other, from a random one on; None: of Python's documentation."""
+    """Return consecutive sentences, from a random one on; None: from Python's documentation."""
     text = text or documentation()
     start = rng.randrange(len(text))
     return (text[at % len(text)] for at in count(start))
@@ -56,7 +56,7 @@ def following(text: Sequence[str] | None, rng: random.Random) -> Iterator[str]:
 def told(
     rng: random.Random, facts: Sequence[str], pieces: Iterator[str], joint: str
 ) -> tuple[Callable[[int], str], list[float]]:
-    """Facts in order among so many pieces of a text, and the share of these before each fact."""
+    """Return a function that inserts facts in order among pieces, and the share before each."""
     shares, made = sorted(rng.random() for _ in facts), []
 
     def text(size: int) -> str:
@@ -82,17 +82,17 @@ REPEAT = (
 
 
 def ordinal(number: int) -> str:
-    """``1st``, ``2nd``, ``3rd``, ``4th`` ..."""
+    """Format a number as ``1st``, ``2nd``, ``3rd``, ``4th`` ..."""
     ends = {1: "st", 2: "nd", 3: "rd"}
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """The similarity of the text and the answer, or 0 if the text does not begin with the prefix.
+    """Scores the similarity of text and answer, or 0 if the text does not start with the prefix.
 
-    The prefix is not compared. ``begun``: the prompt has begun the answer, so that a space may
-    follow.
+    The prefix is not compared. ``begun``: the prompt already contains the start of the answer, so
+    a space may follow.
     """
 
     answer: str
@@ -109,9 +109,9 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Conversation(Prompts):
-    """A conversation with identical requests, each with an answer of so many ``words`` at least.
+    """A conversation with identical requests, each with an answer of at least ``words`` words.
 
-    ``roomy``: the model may write eight tokens more than the answer has, instead of ``tokens``.
+    ``roomy``: the model may write eight more tokens than the answer has, instead of ``tokens``.
     """
 
     text: Sequence[str] | None = None
@@ -160,7 +160,7 @@ class Conversation(Prompts):
         return " ".join(words)
 
     def _others(self, rng: random.Random, form: str, topic: str) -> Iterator[str]:
-        """Requests for another form, another topic or both, each with its answer."""
+        """Yield requests for another form, topic or both, each with its answer."""
         for number in count():
             other = rng.choice([one for one in FORMS if one != form])
             elsewhere = rng.choice([one for one in TOPICS if one != topic])
@@ -189,7 +189,7 @@ class Mrcr(Task):
         require_positive(mrcr_words=self.mrcr_words)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """A task for each number of needles."""
+        """Return a task for each number of needles."""
         text, roomy = stock(self.haystack), self.new_tokens is None
         given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
         return [
@@ -214,7 +214,7 @@ LEAD = " Starting at {}, the number is"
 
 @dataclass(frozen=True)
 class OnlyEnd:
-    """Scores 1 if the text has the number, and none of those at the ends of other chains."""
+    """Scores 1 if the text contains the number, and no number of the other chains."""
 
     number: str
     others: tuple[str, ...]
@@ -274,7 +274,7 @@ class Hops(Task):
         require_positive(chains=self.chains)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """A task for each number of hops."""
+        """Return a task for each number of hops."""
         tokens = 32 if self.new_tokens is None else self.new_tokens
         given = (self.trials, tokens, 0, stock(self.haystack))
         return [

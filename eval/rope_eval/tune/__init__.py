@@ -1,1 +1,1 @@
-"""Options of a method found for one model: its scalars, and the tables of longrope."""
+"""Finds options of methods for one model: scalar options, and longrope tables."""

@@ -1,9 +1,9 @@
-"""Tunes the scalar options of a method for a model and a text, above all its temperature.
+"""Tunes the scalar options of a method for a model and a text, mainly its temperature.
 
 Coordinate descent over the grids that a method declares: the attention factor first, then windows,
-groups and ramps, then the attention factor again with what was found. One half of the text and of
-the prompts selects values. The other half tests them against the published default, which stays
-unless the new values are better beyond noise and cost no more than is allowed.
+groups and ramps, then the attention factor again with the values found. One half of the text and of
+the prompts selects values. The other half tests them against the published default, which is kept
+unless the new values are better beyond noise at an acceptable cost.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from rope_ext.patching import patched
 from rope_ext.rotary.sites import text_decoder
 
 LOG, RESULT, PICTURE = (f"{NAME}.{end}" for end in ("jsonl", "json", "png"))
-_STEP = 0.1  # of the attention factor, beyond its grid and around the value found before
+_STEP = 0.1  # step of the attention factor, beyond its grid and around the previous value
 _FINEST = 0.05  # smaller gaps are not halved
-_WALK = 4  # steps beyond the grid, at most
+_WALK = 4  # maximum number of steps beyond the grid
 Grid = Mapping[str, tuple[Any, ...]]
 
 
@@ -129,7 +129,7 @@ def _starts(
     methods: str | Method | Iterable[str | Method],
     given: CalibrationOptions,
 ) -> list[Method]:
-    """The published defaults, each tried on the model so that errors show early."""
+    """Return the published defaults, each tried on the model so that errors appear early."""
     asked = [methods] if isinstance(methods, (str, Method)) else list(methods)
     factor = factor_to(given.target_length, rope.length)
     starts: list[Method] = []
@@ -150,7 +150,7 @@ def _starts(
 
 
 def _grid(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
-    """The options of a method to tune and their values, the attention factor first."""
+    """Return the options of a method to tune and their values, the attention factor first."""
     grid = method.grids(rope)
     for name in options or ():
         if name not in grid:
@@ -165,7 +165,7 @@ def _grid(method: Method, rope: Rope, options: Iterable[str] | None) -> Grid:
 
 
 def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
-    """Raise MeasureError for the log of a calibration that nobody said to continue by ``cure``."""
+    """Raise MeasureError if there is a log of a calibration; ``cure`` tells how to resume it."""
     if (folder / LOG).exists() and not resume:
         raise MeasureError(
             f"{folder / LOG} already exists; give {cure} to continue it, or another {output}"
@@ -173,10 +173,10 @@ def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
 
 
 def _keep(found: Calibration, folder: Path) -> None:
-    """Write the results, with a picture if it can be drawn."""
+    """Write the results, with a plot if matplotlib is installed."""
     files = {RESULT: found.to_json().encode()}
     picture = io.BytesIO()
-    with suppress(MeasureError):  # no matplotlib: the numbers are worth more
+    with suppress(MeasureError):  # without matplotlib, write the numbers only
         found.plot(picture)
         files[PICTURE] = picture.getvalue()
     Folder(folder).write(files)
@@ -185,7 +185,7 @@ def _keep(found: Calibration, folder: Path) -> None:
 def _halves(
     tokenizer: Any, texts: Sequence[str], rope: Rope, given: CalibrationOptions
 ) -> tuple[list[Sample], list[str]]:
-    """Windows and prompts of both halves, which share no document if there are two; and notes."""
+    """Return windows and prompts of both halves, of different documents if possible; and notes."""
     cure = (
         f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
         f"samples"
@@ -210,14 +210,14 @@ def _halves(
 
 
 def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The windows of ``length`` tokens in a window, each with the beginning-of-sequence token."""
+    """Split a window into windows of ``length`` tokens, each with the start token."""
     text, step = window[len(first) :], length - len(first)
     for start in range(0, len(text) - step + 1, step):
         yield (*first, *text[start : start + step])
 
 
 def in_halves(documents: Sequence[int]) -> list[int]:
-    """0 or 1 for each window: halves of different documents, as equal as they can be."""
+    """Return 0 or 1 for each window: halves of different documents, of nearly equal size."""
     if len(set(documents)) == 1:
         return [i % 2 for i in range(len(documents))]
     halves, filled = {}, [0, 0]
@@ -234,7 +234,7 @@ def _calibrated(
     halves: Sequence[Sample],
     notes: Sequence[str],
 ) -> Calibration:
-    """Descend from every start on one half, and judge on the other."""
+    """Run the descent from every start on one half, and test on the other."""
     choices, most = [], sum(map(_most, (grid for _, grid in starts)))
     with trials.progress([(halves[0], most), (halves[1], 2 * len(starts))]):
         inside = mean(trials.scores(None, halves[1]).inside)
@@ -269,7 +269,7 @@ def _calibrated(
 
 
 def _most(grid: Grid) -> int:
-    """Measurements of a descent, at most."""
+    """Maximum number of measurements of a descent."""
     scalar = (1 + (len(grid) > 1)) * (_WALK + 2) + 2 * (len(grid) > 1) if SCALAR in grid else 0
     return 1 + sum(map(len, grid.values())) + scalar
 
@@ -288,12 +288,12 @@ class Judge:
         return self.trials.scores(method, self.half)
 
     def found(self, method: Method) -> list[list[bool]]:
-        """Which answers are found within the trained length, and at the target length."""
+        """Return which answers are found within the trained length, and at the target length."""
         scores = self.scores(method)
         return [scores.found_at(length, self.half) for length in self.lengths.values()]
 
     def trial(self, method: Method) -> Trial:
-        """The means of the scores of a method."""
+        """Return the mean scores of a method."""
         scores = self.scores(method)
         parts = (scores.answers, *self.found(method))
         means = (mean(part) if part else None for part in parts)
@@ -301,7 +301,7 @@ class Judge:
         return Trial(method, factor, mean(scores.far), mean(scores.inside), *means)
 
     def changes(self, method: Method) -> dict[str, Change]:
-        """What becomes of every score."""
+        """Return the change of every score."""
         before, after = self.before, self.scores(method)
         far = self._by_document(_less(after.far, before.far))
         answers = (_less(after.answers, before.answers), None)
@@ -323,14 +323,14 @@ class Judge:
         return {name: Change(getattr(one, name), getattr(two, name), *ends[name]) for name in ends}
 
     def _by_document(self, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
-        """The mean of each document, and how many windows it has; of few documents, the windows."""
+        """Return the mean and number of windows of each document; if there are few, use windows."""
         groups = self.half.rows.by_document(gaps)
         if len(groups) < FEWEST_SAMPLES:
             groups = [[gap] for gap in gaps]
         return [mean(group) for group in groups], [len(group) for group in groups]
 
     def objections(self, changes: Mapping[str, Change]) -> list[str]:
-        """Why a method is no replacement for the published default."""
+        """Return reasons against replacing the published default by a method."""
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
         found, limit = [], math.log1p(self.given.cost)
@@ -349,7 +349,7 @@ class Judge:
 
 
 class Descent(Judge):
-    """Coordinate descent for one method, on the half that chooses.
+    """Run coordinate descent for one method, on the half that selects.
 
     Raises:
         MeasureError: a loss of the published default is NaN or infinite.
@@ -366,7 +366,7 @@ class Descent(Judge):
         self.losses: dict[str, float] = {_key(start): self.before.loss}  # without objections
 
     def best(self, grid: Grid) -> Method:
-        """The best method that is found along these options."""
+        """Return the best method found along these options."""
         best, free = self.start, {SCALAR: None}
         for name, values in grid.items():
             best = self._along(best, name, values)
@@ -376,7 +376,7 @@ class Descent(Judge):
         return best
 
     def _along(self, best: Method, name: str, values: Sequence[Any]) -> Method:
-        """The best with another value of one option."""
+        """Return the best method with another value of one option."""
         line = {self._value(best, name): best}
 
         def add(value: Any) -> bool:
@@ -404,7 +404,7 @@ class Descent(Judge):
         return line[here()]
 
     def _made(self, method: Method, name: str, value: Any) -> Method | None:
-        """The method with that value, measured; None where it or the model refuses."""
+        """Measure the method with that value; None if it or the model does not accept the value."""
         try:
             made = replace(method, **{name: value})
             made.resolved(self.trials.rope)

@@ -1,11 +1,11 @@
-"""What ``calibrate`` and ``search`` share: what is measured, the scores of methods, and a log.
+"""Shared by ``calibrate`` and ``search``: samples, scores of methods, and the log.
 
 Windows of a text measure how well a model continues it. The answer tokens of needles measure
 whether it finds distant information: LongRoPE2 (arXiv 2502.20082, section 3.2) searches with their
 loss alone, because most other tokens hardly need a long context.
 
-A run is a function of its seed and of the logged scores: a resumed run is replayed, and what the
-log knows is not measured again.
+A run is a function of its seed and of the logged scores: a resumed run is replayed, and logged
+scores are not measured again.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
 Advance = Callable[[float], None]
-"""Told the work (:func:`cost`) of every finished forward."""
+"""Called with the work (:func:`cost`) of every finished forward."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A key hidden in ``hay``, asked for at the end: the last ``count`` of ``ids`` spell it."""
+    """A prompt for a key hidden in ``hay``: the last ``count`` of ``ids`` spell it."""
 
     hay: str
     ids: tuple[int, ...]
@@ -61,32 +61,32 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Tokens, with the answer."""
+        """Number of tokens, including the answer."""
         return len(self.ids)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Windows of a text, all of the same length, and the index of the document of each."""
+    """Windows of text with equal length, and the document index of each."""
 
     windows: tuple[tuple[int, ...], ...] = ()
     documents: tuple[int, ...] = ()
 
     def by_document(self, values: Sequence[float]) -> list[list[float]]:
-        """Values of the windows, grouped by document."""
+        """Group values of windows by document."""
         groups: dict[int, list[float]] = {}
         for document, value in zip(self.documents, values, strict=True):
             groups.setdefault(document, []).append(value)
         return list(groups.values())
 
     def some(self, numbers: Iterable[int]) -> Rows:
-        """The windows with these indices."""
+        """Return the windows with these indices."""
         kept = list(numbers)
         return Rows(tuple(self.windows[i] for i in kept), tuple(self.documents[i] for i in kept))
 
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
-    """Documents: those given, those of a file, folder or ``hf:ID``; one with line breaks is itself.
+    """Return documents: given ones, a text with line breaks, or a file, folder or ``hf:ID``.
 
     Raises:
         OptionError: it is neither.
@@ -105,9 +105,9 @@ def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
 def windows_of(
     tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int, cure: str
 ) -> Rows:
-    """``count`` windows of ``length`` tokens, from as many documents as possible.
+    """Return ``count`` windows of ``length`` tokens, from as many documents as possible.
 
-    ``cure`` says in the error which option sets the number, and how to fix it.
+    ``cure`` tells users in the error which option sets the number, and how to fix it.
 
     Raises:
         MeasureError: there are fewer, or the text repeats itself.
@@ -136,7 +136,7 @@ def windows_of(
 
 
 def repeated_share(texts: Iterable[str]) -> float:
-    """The share of spans of 50 characters that occurred before, in the same text or another.
+    """Return the share of 50-character spans that occurred before, in the same text or another.
 
     White space counts as one space. Python's library and Django's documentation have 2 to 5 %, ten
     copies of a text 90 %, and ten copies with every twentieth word changed 50 %.
@@ -147,7 +147,7 @@ def repeated_share(texts: Iterable[str]) -> float:
 
 
 def _parts(frame: Frame, hay: str, key: str) -> tuple[Sequence[int], ...]:
-    """Head, needle, question with answer, and of the latter the tokens that spell the answer."""
+    """Return head, needle, question with answer, and the number of tokens of the answer."""
     intro = encode(frame.tokenizer, INTRO) if hay == "filler" else []
     asked, count = frame.whole(ASK, LEAD, key)
     count -= blanks(frame.tokenizer, asked, count)
@@ -156,7 +156,7 @@ def _parts(frame: Frame, hay: str, key: str) -> tuple[Sequence[int], ...]:
 
 
 def shortest(tokenizer: Any, hay: str) -> int:
-    """Fewest tokens of a prompt; without a chat template, since one may hold the date."""
+    """Minimum tokens of a prompt, without chat template, since it may contain the date."""
     parts = _parts(Frame.from_tokenizer(tokenizer, "no"), hay, "9" * _DIGITS)
     return sum(map(len, parts[:3]))
 
@@ -169,10 +169,10 @@ def prompts_of(
     seed: int,
     needle: str = "number",
 ) -> tuple[Prompt, ...]:
-    """``count`` prompts of each length, alternately in filler and in the text, at all depths.
+    """Build ``count`` prompts of each length, alternately in filler and in the text, at all depths.
 
     A hay in which no prompt of the shortest length fits is left out. ``texts`` are token ids, at
-    least of the longest length; ``needle`` is ``number`` or ``word``, as of passkeys.
+    least of the longest length; ``needle`` is ``number`` or ``word``, as for passkeys.
     """
     frame, prompts = Frame.from_tokenizer(tokenizer, "no"), []
     hays = [hay for hay in HAY if count and shortest(tokenizer, hay) <= min(lengths)]
@@ -196,7 +196,7 @@ def prompts_of(
 def losses_at_end(
     model: nn.Module, windows: Sequence[Sequence[int]], scored: int, advance: Advance
 ) -> list[float]:
-    """Mean loss of the last ``scored`` tokens of every window in nats; infinite if it is NaN."""
+    """Return the mean loss of each window's last ``scored`` tokens, in nats; infinite if NaN."""
     found: list[float] = []
     for batch in _batches(model, windows, windows):
         losses, _ = score(model, batch, scored)
@@ -208,7 +208,7 @@ def losses_at_end(
 def losses_of_answers(
     model: nn.Module, prompts: Sequence[Prompt], advance: Advance
 ) -> list[tuple[float, bool]]:
-    """Mean loss of every answer in nats, and whether greedy decoding would write it."""
+    """Return the mean loss of every answer in nats, and whether greedy decoding would write it."""
     found: dict[int, tuple[float, bool]] = {}
     for length in sorted({prompt.length for prompt in prompts}):
         numbers = [i for i, prompt in enumerate(prompts) if prompt.length == length]
@@ -226,7 +226,7 @@ def losses_of_answers(
 def _batches(
     model: nn.Module, rows: Sequence[Any], windows: Sequence[Sequence[int]]
 ) -> Iterator[Sequence[Any]]:
-    """Batches of rows of one length, as large as in an evaluation; always the same together."""
+    """Yield batches of rows of one length, as large as in an evaluation; deterministic."""
     tokens = 8192 if model.device.type == "cpu" else 32768
     size = max(1, tokens // len(windows[0])) if rows else 1
     yield from (rows[start : start + size] for start in range(0, len(rows), size))
@@ -237,9 +237,9 @@ def _finite(loss: float) -> float:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Identifies a model: its configuration, and its losses on some tokens.
+    """Return an identifier of a model: its configuration, and its losses on some tokens.
 
-    In thousandths of a nat, because other numbers of threads change the last digits.
+    Losses are in thousandths of a nat, because the number of threads changes the last digits.
     """
     plain = cast(PreTrainedModel, model)
     config = cast(PreTrainedModel, unwrap(model)).config.to_dict()
@@ -258,10 +258,10 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """What methods are measured on; its ``name`` is for the log.
+    """Data to measure methods on; ``name`` is used in the log.
 
-    ``rows`` are windows of the target length, ``inside`` those of the trained length that each is
-    cut into, if they count, and ``prompts`` are of both lengths.
+    ``rows`` are windows of the target length, ``inside`` their parts of the trained length, if they
+    count, and ``prompts`` have both lengths.
     """
 
     name: str
@@ -276,7 +276,7 @@ class Sample:
 
     @property
     def tokens(self) -> list[tuple[int, ...]]:
-        """Token ids of everything that is measured, a forward of one row each."""
+        """Token ids of everything to measure, one row per forward."""
         return [*self.rows.windows, *(prompt.ids for prompt in self.prompts), *self.pieces]
 
     def __len__(self) -> int:
@@ -284,11 +284,11 @@ class Sample:
 
     @property
     def work(self) -> float:
-        """As :func:`cost`."""
+        """The total :func:`cost`."""
         return sum(cost(len(ids)) for ids in self.tokens)
 
     def within(self, trained: int) -> Sample:
-        """What the unpatched model is measured on: all that is no longer than this."""
+        """Return the part for the unpatched model: all rows up to this length."""
         prompts = tuple(prompt for prompt in self.prompts if prompt.length == trained)
         return replace(self, rows=Rows(), prompts=prompts)
 
@@ -308,37 +308,37 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """What is minimized: the mean loss of the windows plus that of the answers.
+        """The objective: the mean loss of the windows plus that of the answers.
 
-        Text alone does not tell a model that retrieves from one that does not, and answers alone
-        do not tell a model that writes well from one that only copies.
+        Text alone does not show whether a model retrieves, and answers alone do not show whether it
+        writes well or only copies.
         """
         return sum(mean(part) for part in (self.far, self.answers) if part)
 
     @property
     def finite(self) -> bool:
-        """Whether all losses are numbers."""
+        """Whether all losses are finite."""
         return all(map(math.isfinite, (*self.far, *self.inside, *self.answers)))
 
     def found_at(self, length: int, sample: Sample) -> list[bool]:
-        """Which prompts of ``length`` tokens were answered."""
+        """Return which prompts of ``length`` tokens were answered."""
         both = zip(sample.prompts, self.found, strict=True)
         return [hit for prompt, hit in both if prompt.length == length]
 
     @classmethod
     def from_json(cls, data: Mapping[str, Sequence[Any]]) -> Scores:
-        """The scores in a line of the log, which has None for infinite losses."""
+        """Parse the scores in a line of the log, with None for infinite losses."""
         read: Any = {k: tuple(math.inf if x is None else x for x in v) for k, v in data.items()}
         return cls(**read)
 
 
 class Trials:
-    """Measures methods, each once, on a model that is not patched.
+    """Measures methods on an unpatched model, each once.
 
-    ``path`` is that of the log of this ``kind`` of run, and ``settings`` are what scores depend on.
+    ``path`` is the log of this ``kind`` of run, and scores depend on ``settings``.
 
     Raises:
-        MeasureError: the log is of other settings, or cannot be read or written.
+        MeasureError: the log has other settings, or cannot be read or written.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class Trials:
         settings: Mapping[str, Any],
     ) -> None:
         self.model, self.rope, self.given = model, rope, given
-        self.forwards = 0  # of one row each, made now or before
+        self.forwards = 0  # one row each, run now or before
         self.known: dict[str, Any] = {}
         self.done: set[str] = set()
         self.log, self.advance, self.show = None, lambda work: None, lambda **changes: None
@@ -372,12 +372,12 @@ class Trials:
 
     @contextmanager
     def progress(self, samples: Sequence[tuple[Sample, int]]) -> Iterator[None]:
-        """Say how many forwards are made at most, and show the time that they take.
+        """Print the maximum number of forwards, and show progress.
 
-        ``samples`` come with the number of methods that are measured on each; the unpatched model
-        is one more.
+        ``samples`` come with the number of methods to measure on each; the unpatched model is
+        added.
         """
-        from rope_ext.command.terminal import progress, tell  # rich is not loaded with the package
+        from rope_ext.command.terminal import progress, tell  # rich is imported on demand
 
         rounds = [*samples, *((sample.within(self.rope.length), 1) for sample, _ in samples)]
         forwards = sum(len(sample) * count for sample, count in rounds)
@@ -389,7 +389,7 @@ class Trials:
             yield
 
     def scores(self, method: Method | None, sample: Sample) -> Scores:
-        """Scores of a method, or within the trained length of the unpatched model.
+        """Return the scores of a method, or those of the unpatched model within its trained length.
 
         Raises:
             RopeExtError: the model does not accept the method, or the log cannot be written.
@@ -422,10 +422,10 @@ class Trials:
         return losses_at_end(self.model, rows, scored, self.advance) if scored else []
 
     def counting(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-        """The samples with the prompts that count, and a note for each hay that does not.
+        """Return the samples with the prompts that count, and a note for each hay that does not.
 
         A hay counts if the unpatched model finds at least half of its prompts within the trained
-        length: if it cannot retrieve there, what a method misses says nothing about the method.
+        length: if it cannot retrieve there, failures do not reflect on a method.
         """
         hits: dict[str, list[bool]] = {}
         for sample in samples:
@@ -446,7 +446,7 @@ class Trials:
 
 
 def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
-    """The rotary embedding that ``model`` was trained with.
+    """Return the rotary embedding that ``model`` was trained with.
 
     Raises:
         OptionError: the target length is not beyond the trained one, or leaves nothing to score.
@@ -466,7 +466,7 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
 
 
 def read_log(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings and scores of a log.
+    """Read settings and scores of a log.
 
     Raises:
         MeasureError: it is not a log of this kind.

@@ -1,4 +1,4 @@
-"""The options of ``search`` and ``calibrate``: keywords of the function, options of the command."""
+"""Options of ``search`` and ``calibrate``, for the functions and the commands."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rope_ext.options import SlidingLayers
 
 FEWEST_PROMPTS = 16
-"""Prompts of a length, unless there are none: fewer say too little about retrieval."""
+"""Minimum number of prompts per length, unless 0: fewer say too little about retrieval."""
 FEWEST_SAMPLES = 4
-"""Windows that decide: the differences of fewer often have one sign by chance."""
+"""Minimum number of deciding windows: fewer differences often have one sign by chance."""
 CONFIDENCE = 0.99
-"""Of the intervals by which a default is replaced: many candidates are tried."""
+"""Confidence of intervals that decide on replacing a default, since many candidates are tried."""
 
 
 @dataclass(kw_only=True)
@@ -70,12 +70,12 @@ class TuneOptions:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords of :func:`rope_ext.patch`."""
+        """The keywords of :func:`rope_ext.patch`."""
         names = ("compose", "sliding_layers", "original_max_position_embeddings")
         return {name: getattr(self, name) for name in names}
 
     def _require_whole(self, **least: int) -> None:
-        """Check whole numbers against the smallest value that each may have."""
+        """Check integers against their minimum values."""
         for name, smallest in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < smallest:
@@ -87,7 +87,7 @@ class TuneOptions:
 
 @dataclass(kw_only=True)
 class SearchOptions(TuneOptions):
-    """Options of :func:`rope_ext.search`, beside those of :class:`TuneOptions`.
+    """Options of :func:`rope_ext.search`, in addition to :class:`TuneOptions`.
 
     Args:
         population: tables to start with, of each of which another is made ``iterations`` times.
@@ -151,7 +151,7 @@ class SearchOptions(TuneOptions):
 
 @dataclass(kw_only=True)
 class CalibrationOptions(TuneOptions):
-    """Options of :func:`rope_ext.calibrate`, beside those of :class:`TuneOptions`.
+    """Options of :func:`rope_ext.calibrate`, in addition to :class:`TuneOptions`.
 
     ``cost`` is the largest increase of perplexity over the published default that the upper end of
     its interval may show, within the trained length and at the target length.

@@ -1,4 +1,4 @@
-"""Finds LongRoPE's numbers for a model, one per rotary pair, by evolution.
+"""Searches LongRoPE's factors for a model, one per rotary pair, by evolution.
 
 Evolution depends only on its seed and on the losses of the tables that it tries: an interrupted
 search is replayed, and tables in its log are not measured again.
@@ -47,10 +47,10 @@ from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
 
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
-"""The numbers of start tokens that LongRoPE chooses from."""
+"""LongRoPE's candidate numbers of start tokens."""
 _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
-_BEYOND_CRITICAL = 2  # likewise, from the factor itself on, where there is a critical pair
+_BEYOND_CRITICAL = 2  # likewise, from the factor itself on, if there is a critical pair
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
 _NEAR = 0.1  # spread of the tables near those to start from, as a share of what is searched
 _FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
@@ -71,10 +71,10 @@ class Candidate(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What evolution chooses from: numbers from ``least`` to ``most``, ``starts`` and ``scales``.
+    """The search space: numbers from ``least`` to ``most``, ``starts`` and ``scales``.
 
-    Numbers are in hundredths, and those of pairs below ``critical`` follow from that of the
-    critical one.
+    Numbers are in hundredths; those of pairs below ``critical`` are computed from the critical
+    pair's.
     """
 
     most: int
@@ -84,14 +84,14 @@ class Space(NamedTuple):
     least: int = _STEPS
 
     def fitted(self, table: Iterable[float]) -> tuple[int, ...]:
-        """A table with its numbers within bounds, and those below the critical pair as of NTK."""
+        """Clip a table to the bounds, with NTK numbers below the critical pair."""
         tail = [min(max(round(n), self.least), self.most) for n in [*table][self.critical :]]
         top = tail[0] / _STEPS
         head = [round(_STEPS * top ** (i / self.critical)) for i in range(self.critical)]
         return (*head, *tail)
 
     def vector(self, one: Candidate) -> list[float]:
-        """A candidate as evolution sees it: the numbers that are searched, and its choices."""
+        """Encode a candidate for evolution: the searched numbers, and its choices."""
         return [*one.table[self.critical :], self.starts.index(one.start), one.scale or 0]
 
     def candidate(self, vector: Sequence[float]) -> Candidate:
@@ -102,7 +102,7 @@ class Space(NamedTuple):
         return Candidate(table, self.starts[round(start)], near)
 
     def bounds(self, pairs: int) -> list[tuple[float, float]]:
-        """The lowest and highest of every number in a vector."""
+        """Return the bounds of every number in a vector."""
         numbers = [(float(self.least), float(self.most))] * (pairs - self.critical)
         ends = (self.scales[0], self.scales[-1]) if self.scales else (0, 0)
         return [*numbers, (0, len(self.starts) - 1), ends]
@@ -117,7 +117,7 @@ def evolve(
     iterations: int,
     seed: int,
 ) -> None:
-    """Differential evolution from ``first`` and candidates near them.
+    """Run differential evolution from ``first`` and candidates near them.
 
     Storn and Price 1997, Journal of Global Optimization 11.
     """
@@ -139,7 +139,7 @@ def evolve(
 
 
 def _space(given: SearchOptions, factor: float) -> Space:
-    """What evolution can choose from."""
+    """Return the search space."""
     scales = () if given.attention_factor is not None else _SCALES
     most, least = (_BEYOND, 1.0) if given.critical is None else (_BEYOND_CRITICAL, factor)
     ends = round(most * factor * _STEPS), round(least * _STEPS)
@@ -147,7 +147,7 @@ def _space(given: SearchOptions, factor: float) -> Space:
 
 
 def _calibrated(start: Any) -> YaRN | None:
-    """The YaRN to start from, or the one in the file of a calibration."""
+    """Return the YaRN to start from, or the one in a calibration file."""
     if isinstance(start, (str, os.PathLike)):
         start = Calibration.load(start).method
     if start is not None and not isinstance(start, YaRN):
@@ -157,7 +157,7 @@ def _calibrated(start: Any) -> YaRN | None:
 
 
 def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMethod]:
-    """The methods to start from, YaRN as given or with every ramp that ``calibrate`` tries."""
+    """Return the methods to start from, with the given YaRN or all ramps of ``calibrate``."""
     yarn = cast("YaRN | None", given.start) or YaRN(factor=factor)
     if yarn.factor != factor:
         raise OptionError(
@@ -173,7 +173,7 @@ def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMet
 
 
 def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
-    """The tables of known methods, the best first, with their temperatures and others."""
+    """Return tables of known methods, the best first, with their own and other temperatures."""
     space = _space(given, known[0].factor)
     start, tables, own = space.starts[0], [], []
     for method in known:
@@ -189,7 +189,7 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
 
 
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
-    """The method with these numbers."""
+    """Return the method with these numbers."""
     return LongRoPE(
         factor=factor,
         long_factor=[number / _STEPS for number in one.table],
@@ -254,7 +254,7 @@ def search(
     factor = target_length / rope.length
     known = _known(given, factor, rope)
     [first, *_] = _first(given, known, rope)
-    for start in given.start_tokens:  # what cannot be patched shows before anything is measured
+    for start in given.start_tokens:  # report models that cannot be patched before measuring
         with patched(model, _method(given, first._replace(start=start), factor), **given.arguments):
             pass
     samples = _samples(tokenizer, read(text), rope, given)
@@ -273,7 +273,7 @@ def search(
 def _samples(
     tokenizer: Any, texts: Sequence[str], rope: Rope, given: SearchOptions
 ) -> list[Sample]:
-    """What ranks tables, and what decides between the best of them."""
+    """Return the samples that rank tables, and those that decide between the best."""
     count = given.samples + given.validation_samples
     cure = (
         f"samples={given.samples} and validation_samples={given.validation_samples} are needed; "
@@ -297,7 +297,7 @@ def _searched(
     samples: Sequence[Sample],
     output: Path | None,
 ) -> LongRoPE:
-    """Evolution from the tables of known methods; the best is kept in ``output``."""
+    """Run evolution from the tables of known methods; stores the best in ``output``."""
     rope, factor = trials.rope, given.target_length / trials.rope.length
     scales = FACTORS if given.attention_factor is None and given.start is None else ()
     tables = given.population * (1 + given.iterations)
@@ -353,7 +353,7 @@ def _searched(
             tables = [each for each in tried if isinstance(each, LongRoPE)]
             begun = [_method(given, each, factor) for each in first]
             groups = [sorted(part, key=tried.__getitem__)[:_FINALISTS] for part in (begun, tables)]
-            # As calibration would find it; a table has to beat it.
+            # The calibrated YaRN, which a table has to beat.
             own = _method(given, _first(given, [best_yarn()], rope)[0], factor)
             finalists = dict.fromkeys([own, *chain(*groups)])
             found[:] = [keep(validated({x: trials.scores(x, validation) for x in finalists}))]
@@ -361,10 +361,10 @@ def _searched(
 
 
 def validated(scores: Mapping[L, Scores]) -> L:
-    """The finalist to keep, by scores on windows and answers that ranked nothing.
+    """Choose a finalist, by scores on windows and answers that were not used for ranking.
 
-    It is the first one, the table of YaRN, unless the sum of both losses of another is lower beyond
-    noise (99 %, paired) and neither loss is higher. Of several such the one with the lowest sum.
+    The first one, YaRN's table, is kept unless the sum of both losses of another is lower beyond
+    noise (99 %, paired) and neither loss is higher. Among several, the lowest sum wins.
     """
     own = next(iter(scores))
 
@@ -386,7 +386,7 @@ def check_output(output: str | os.PathLike[str]) -> None:
 
     Raises:
         OptionError: its name does not end in .json.
-        MeasureError: its folder cannot be made, or what is there does not come from a search.
+        MeasureError: its folder cannot be created, or an existing file is not from a search.
     """
     output, log = Path(output), Path(output).with_suffix(".jsonl")
     if output.suffix != ".json":
@@ -401,12 +401,12 @@ def check_output(output: str | os.PathLike[str]) -> None:
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a table that say something."""
+    """Return the options of a table that differ from the defaults."""
     return {name: value for name, value in options.items() if value and name != "name"}
 
 
 def summary(output: Path) -> str:
-    """What is in the log beside ``output``, for people to read."""
+    """Summarize the log next to ``output``."""
     settings, log = read_log(output.with_suffix(".jsonl"), "search")
     both = [(json.loads(trial), Scores.from_json(scores)) for trial, scores in log.items()]
     tried = {
@@ -435,7 +435,7 @@ def summary(output: Path) -> str:
 
 
 def _numbers(scores: Scores) -> str:
-    """Perplexity and answers found, those that were measured."""
+    """Format perplexity and answers found, if measured."""
     parts = [f"{perplexity(mean(scores.far)):>8}"] if scores.far else []
     if scores.found:
         parts.append(f"{sum(scores.found):>3} of {len(scores.found)} answers")

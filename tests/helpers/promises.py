@@ -28,7 +28,7 @@ def decodes_as_it_reads(
 def rows_are_as_alone(
     model: nn.Module, side: str, ids: torch.Tensor, with_positions: bool = False
 ) -> None:
-    """Assert that padded rows of 90, 61 and 1 tokens give the logits and gradients of each alone."""
+    """Assert that padded rows of 90, 61 and 1 tokens have the logits and gradients of each."""
     rows = [ids[0], ids[1, :61], ids[0, 3:4]]
     batch, mask, positions = padded(rows, side)
     given = {"position_ids": positions} if with_positions else {}

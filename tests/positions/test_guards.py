@@ -41,7 +41,7 @@ def test_a_cache_begun_unpatched_is_refused_with_the_cure(make, model, ids) -> N
     cache = make(model.config)
     logits(model, ids[:, :50], past_key_values=cache)
     patch(model)
-    with pytest.raises(rope_ext.CacheError, match=r"begun before the model.*empty cache"):
+    with pytest.raises(rope_ext.CacheError, match=r"started before the model.*empty cache"):
         logits(model, ids[:, 50:], past_key_values=cache)
 
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", default="yarn,rerope", help="comma between")
+    parser.add_argument("--methods", default="yarn,self_extend", help="comma between")
     parser.add_argument("--length", type=int, help="tokens; default: 12288, 11264 in float32")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="for the picture")
     args = parser.parse_args(arguments)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ids, answer, _ = hide(Frame.from_tokenizer(tokenizer), length, hay, DEPTH, *needle)
     ends = range(WINDOW, length + WINDOW, WINDOW)
     print(f"\nperplexity by position, in windows of {WINDOW} tokens up to")
-    print(f"{'':10}" + "".join(f"{min(end, len(ids)):>7}" for end in ends) + "  pass key")
+    print(f"{'':11}" + "".join(f"{min(end, len(ids)):>7}" for end in ends) + "  pass key")
     axes = (figure := figure_of(7, 3.4)).subplots()
     numbers = []
     for index, method in enumerate(("unpatched", *args.methods.split(","))):
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windows = [part.mean().exp().item() for part in losses[0].split(WINDOW)]
         found = bool(hits[0, -answer:].all())
         shown = "".join(f"{value:7.1f}" for value in windows)
-        print(f"{method:10}{shown}  {'found' if found else 'not found'}", flush=True)
+        print(f"{method:11}{shown}  {'found' if found else 'not found'}", flush=True)
         numbers.append({"method": method, "perplexity": windows, "found": found})
         style = style_of(index - 1) if index else UNPATCHED_STYLE
         axes.plot(ends[: len(windows)], windows, label=method, **style)

@@ -152,10 +152,12 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         said = re.sub(r"\n {5,}", " ", said)
         helps = dict(line.strip().split(": ", 1) for line in said.splitlines())
         shown: list[inspect.Parameter] = []
+        shared: list[str] = []
         for one in inspect.signature(function, eval_str=True).parameters.values():
             kind = one.annotation
             if kind is Asked:
                 shown += inspect.signature(Asked, eval_str=True).parameters.values()
+                shared = [field.name for field in fields(Asked)]
                 continue
             if get_origin(kind) is not Annotated:
                 flags = [f"--{one.name.replace('_', '-')}"] if kind is bool else []
@@ -164,10 +166,9 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown]
 
         def run(**typed: Any) -> None:
-            given = {one.name: typed.pop(one.name) for one in fields(Asked) if asks}
-            function(*([Asked(**given)] if asks else []), **typed)
+            given = {name: typed.pop(name) for name in shared}
+            function(*([Asked(**given)] if shared else []), **typed)
 
-        asks = any(one.name == "compose" for one in parameters)
         made: Any = run
         made.__signature__ = inspect.Signature(parameters)
         made.__annotations__ = {one.name: one.annotation for one in parameters}

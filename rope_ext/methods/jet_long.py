@@ -13,6 +13,7 @@ import torch
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance, Queries
 from rope_ext.methods.kinds import Band, PositionMethod, identity
+from rope_ext.methods.longrope import check_table, table_of
 from rope_ext.methods.registry import register
 from rope_ext.methods.rope import Rope
 from rope_ext.methods.yarn import YaRN
@@ -59,9 +60,9 @@ class JetLong(PositionMethod):
         self.require_tokens("window")
         self.require_tokens("step")
         if self.kept is not None and self.kept != "yarn":
-            numbers = not isinstance(self.kept, str) and all(0 <= x <= 1 for x in self.kept)
-            self.require("kept", numbers, '"yarn", or a number from 0 to 1 for each pair')
-            self.set("kept", tuple(self.kept))  # hashable, safe from later edits
+            check_table(
+                self, "kept", 0, 1, '"yarn", or a list of numbers from 0 to 1, one per pair'
+            )
 
     @property
     def by_pair(self) -> bool:
@@ -72,11 +73,8 @@ class JetLong(PositionMethod):
         kept = self.kept
         if kept == "yarn":
             kept = tuple(YaRN(factor=self.factor).kept(rope).tolist())
-        if kept is not None:
-            pairs = rope.dim // 2
-            self.require(
-                "kept", len(kept) == pairs, f"a list of {pairs} numbers, one for each pair"
-            )
+        elif kept is not None:
+            table_of(self, "kept", rope)  # refuses another number of pairs
         return replace(self, window=window, step=self.step or rope.length, kept=kept)
 
     def bands(self) -> tuple[Band, ...]:

@@ -79,13 +79,19 @@ class LongRoPE(DynamicMethod):
         }
 
 
-def check_table(method: Method, option: str) -> None:
+def check_table(
+    method: Method,
+    option: str,
+    least: float = 1 / LARGEST,
+    most: float = LARGEST,
+    valid: str = "a list of positive numbers, one per pair",
+) -> None:
     """Convert an option to a table, or raise an OptionError."""
     table = getattr(method, option)
     listed = isinstance(table, Sequence) and not isinstance(table, str)
     numbers = tuple(map(plain_number, table)) if listed else (None,)
-    holds = all(x is not None and 1 / LARGEST <= x <= LARGEST for x in numbers)
-    method.require(option, holds, "a list of positive numbers, one per pair")
+    holds = all(x is not None and least <= x <= most for x in numbers)
+    method.require(option, holds, valid)
     method.set(option, numbers)  # hashable, safe from later edits
 
 

@@ -22,7 +22,7 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position.layers import rotated_layers
 from rope_ext.position.learned import TEMPERATURE, HeadScales, put
-from rope_ext.rotary.context import is_traced, run_eagerly
+from rope_ext.rotary.context import run
 from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import PatchTarget, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -97,10 +97,8 @@ def _attend(
     sequences = tempered.sequences
     if sequences is None:
         query = query * cast("float", tempered.temperature.constant)
-    elif torch.compiler.is_compiling() and not is_traced(sequences):
-        query = _by_position_eagerly(sequences, tempered.temperature, module, query)
     else:
-        query = _by_position(sequences, tempered.temperature, module, query)
+        query = run(sequences, _by_position, sequences, tempered.temperature, module, query)
     return own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
 
@@ -125,5 +123,4 @@ def _by_position(
     return query if scale is None else (query * scale).to(query.dtype)
 
 
-_by_position_eagerly = run_eagerly()(_by_position)
 AttentionInterface.register(NAME, _attend)

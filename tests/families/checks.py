@@ -400,12 +400,7 @@ def _maps_positions(subject: Subject) -> Iterator[Check]:
     except Exception as error:  # as for frequency methods
         yield Check("cached rerope", None, f"the unpatched model cannot: {_line(error)}")
         return
-    for method, own in (
-        ("rerope", {"window": 5}),
-        ("self_extend", {"window": 5, "group": 3}),
-        ("dual_chunk", {}),
-    ):
-        yield _decoding(subject, method, **own, **options)
+    yield _decoding(subject, "rerope", window=5, **options)
 
 
 def _takes_images(subject: Subject) -> Iterator[Check]:

@@ -200,6 +200,8 @@ CASES: dict[str, Case] = {
     **{key: encoding(key) for key in encodings.ALL},
     **OVER,
 }
+DISTINCT = [key for key in CASES if key == "yarn" or key not in methods.VARIANTS]
+"""Fixed frequencies differ in numbers only."""
 LEARNING = [
     *("t5", "kerple_log", "kerple_power", "alibi learned", "t5 offsets", "fire", "dape", "dape v2"),
     *("dape on fire", "dape on nothing", "cope", "shaw", "shaw keys", "deberta", "transformer_xl"),

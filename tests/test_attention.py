@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
@@ -91,30 +91,6 @@ def test_without_gradients_flash_is_the_same(case):
     out = by(fused, *tensors[:3], bands, pairs, **options, **sinks)
     expected = oracle(tensors, bands, pairs, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(geometries(), st.integers(1, 90), st.integers(0, 90), st.integers(0, 70))
-def test_tiles_have_each_visible_key_once_and_no_query_without_keys(geometry, queries, more, start):
-    keys = queries + more
-    found = torch.zeros(queries, keys, dtype=torch.int)
-    for tile in flash.tiles(geometry, queries, keys, start):
-        shown = torch.ones(tile.rows, tile.keys, dtype=torch.int)
-        if tile.shape != flash.WHOLE:
-            assert tile.rows == tile.keys
-            shown = shown.tril() if tile.shape == flash.CAUSAL else shown.triu()
-        assert shown.any(1).all()
-        for block in range(tile.blocks):
-            row, key = tile.row + block * tile.rows, tile.key + block * tile.keys
-            found[row : row + tile.rows, key : key + tile.keys] += shown
-    assert torch.equal(found, seen(geometry, queries, keys, start).int())
-
-
-def test_a_window_is_few_calls():
-    """Equal tiles are one call, and a far band is a triangle."""
-    assert len(flash.tiles(Distance(0, 65), 4096, 4096)) == 2
-    assert len(flash.tiles(Distance(65, None), 4096, 4096)) == 1
-    assert len(flash.tiles(ChunkGap(64, 1, 1), 4096, 4096)) == 1
 
 
 @pytest.mark.parametrize("name", ["rerope", "lm_infinite", "dual_chunk"])
@@ -260,7 +236,7 @@ def test_flex_is_the_oracle(queries, softcap, distances, keys=60):
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["leaky", "dual_chunk", "three"])
 @pytest.mark.parametrize(("queries", "keys"), [(700, 700), (300, 600), (1, 600)])
 def test_long_enough_for_many_strips(method, queries, keys):
     at = torch.arange(keys)
@@ -322,8 +298,7 @@ def naive(query, key, value, bands, pairs, positions, mask, temperature, softcap
     return out
 
 
-@pytest.mark.parametrize("pairs", LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "pairs"), zip(METHODS, cycle(LAYOUTS), strict=False))
 def test_the_oracle_is_a_loop_over_keys(method, pairs):
     query, key, value, sinks = (x.double() for x in inputs(2, 2, 1, 5, 11, 6))
     at = torch.tensor([0, 1, 2, 5, 6, 7, 8, 10, 11, 15, 16])
@@ -373,7 +348,7 @@ def test_one_band_over_everything_is_torchs_own_attention(kernel, queries):
 @pytest.mark.parametrize(
     ("dtype", "forward", "backward"), [(torch.bfloat16, 2e-2, 6e-2), (torch.float16, 2e-3, 8e-3)]
 )
-@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "lm_infinite", "string"])
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk"])
 def test_half_precision(method, dtype, forward, backward):
     """Against the oracle on the same rounded tensors; 2 to 3 units in the last place of 1."""
     at = torch.arange(400)
@@ -396,19 +371,6 @@ def test_rows_without_any_key_are_zero_and_have_no_gradient():
     for queries in (50, 1):
         query = tensors[0][:, :, :queries]
         assert (by(fused, query, *tensors[1:3], [], HALVES) == 0).all()
-
-
-def test_gradient_flows_through_the_merge_of_the_bands():
-    """Central differences in float64; without the global log-sum-exp they are 5 to 17 % off."""
-    query, key, value, sinks = (x.double().requires_grad_() for x in inputs(1, 2, 1, 7, 7))
-    at = torch.arange(7)
-    for method in ("rerope", "dual_chunk", "lm_infinite"):
-        bands = method_bands(method, 3, 8, at, at)
-
-        def run(query, key, value, sinks, bands=bands):
-            return by(fused, query, key, value, bands, HALVES, sinks=sinks)
-
-        torch.autograd.gradcheck(run, (query, key, value, sinks), fast_mode=True)
 
 
 def graph(method="rerope", queries=300):
@@ -463,28 +425,6 @@ def test_the_operator_keeps_its_promises(queries, fused):
     torch.library.opcheck(attention.operator, *asked, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
-    run, tensors = graph()
-    expected = out_and_grads(run, tensors)
-    out = checkpoint(run, *tensors, use_reentrant=reentrant)
-    out.square().sum().backward()
-    torch.testing.assert_close((out, *(x.grad for x in tensors)), expected)
-
-
-def test_autocast_casts_as_torchs_own_attention():
-    run, tensors = graph()
-    exact = out_and_grads(run, tensors)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = run(*tensors)
-    assert cast.dtype == torch.bfloat16
-    torch.testing.assert_close(cast.float(), exact[0], rtol=3e-2, atol=3e-2)
-    grads = torch.autograd.grad(cast.float().square().sum(), tensors)
-    for grad, expected in zip(grads, exact[1:], strict=True):
-        assert grad.dtype == torch.float32
-        torch.testing.assert_close(grad, expected, rtol=1e-1, atol=1e-1)
-
-
 def test_the_blocked_form_is_the_oracle():
     tensors = [x.double().requires_grad_() for x in inputs(2, 4, 2, 50, 70)]
     at = torch.cumsum(torch.randint(1, 4, (70,), generator=torch.Generator().manual_seed(0)), 0)
@@ -530,6 +470,7 @@ def test_kernels_by_name():
 
 MEMORY = """
 from functools import partial
+from itertools import cycle
 from lab.benchmarks.attention import attend
 from lab.benchmarks.measuring import peak
 run = partial(attend, "rerope", window=64)

@@ -29,7 +29,7 @@ from rope_eval.tune.search import Candidate, Space, evolve
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, written
 from tests.helpers.models import several_axes, tiny_llama
-from tests.helpers.sequences import EXACT, decoded, recomputed
+from tests.helpers.positions import EXACT, decoded, logits
 
 BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
@@ -357,5 +357,5 @@ def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(axes: int, pr
 
 def test_start_tokens_decode_as_they_are_recomputed(ids) -> None:
     model = rope_ext.patch(tiny_llama(), rope_ext.LongRoPE(start_tokens=20, **START))
-    whole = recomputed(model, ids)
+    whole = logits(model, ids, use_cache=False)
     torch.testing.assert_close(decoded(model, ids, [150] + [1] * 10), whole, **EXACT)

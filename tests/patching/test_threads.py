@@ -44,7 +44,7 @@ class Meeting:
             self.barrier.wait(timeout=2)
 
 
-@pytest.mark.parametrize("name", ["dynamic_ntk", "dynamic_yarn"])
+@pytest.mark.parametrize("name", ["dynamic_ntk", "dynamic_yarn", "rerope", "lampe"])
 def test_forwards_in_two_threads_give_what_they_give_one_after_the_other(ids, name: str) -> None:
     model = rope_ext.patch(tiny_llama(), name, factor=4)
     prompts = [ids[:1], ids[1:, :100]]

@@ -146,7 +146,7 @@ def test_what_it_cannot_have(monkeypatch) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["rerope", "lampe", "dual_chunk", "lm_infinite", "alibi"])
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_models_decode_by_it(name: str, traced: bool, ids, interpreted, request, monkeypatch):
     """Padded and unpadded, in a growing and in a static cache, one and several tokens at a time."""

@@ -18,8 +18,6 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 import rope_ext
 from rope_ext.advice.card import write_card
 from rope_ext.advice.sources import ranked, sentence
-from rope_ext.methods import Band, distances_in_use, identity
-from rope_ext.methods.geometry import Distance
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
@@ -104,26 +102,6 @@ def test_distances_in_use_under_position_methods(method: object, distances: floa
     assert (site.distances_before, site.distances_after) == (256, distances)
     new = {pair.after for pair in site.pairs if pair.rotations < 1}
     assert new == {"in distribution" if distances <= LENGTH else "out of distribution"}
-
-
-STRETCHED = Band(Distance(0, 20), lambda m: 1.5 * m, identity)  # grows with the place in the text
-
-
-@pytest.mark.parametrize(
-    "bands",
-    [
-        rope_ext.SelfExtend(factor=4, window=16, group=10).bands(),
-        rope_ext.DualChunk(factor=4, chunk=48, local=8).bands(),
-        (STRETCHED,),
-    ],
-)
-def test_the_distances_are_those_of_all_tokens_by_brute_force(bands: tuple[Band, ...]) -> None:
-    t, largest = torch.arange(200, dtype=torch.float64), 0.0
-    for band in bands:
-        query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
-        seen = band.geometry.sees(t[:, None], t[None])
-        largest = max(largest, float((query[:, None] - key[None])[seen].max()))
-    assert distances_in_use(bands, 200) == largest + 1
 
 
 def test_sliding_layers_never_leave_their_window() -> None:

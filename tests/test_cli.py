@@ -176,6 +176,17 @@ REFUSED = {
     "compare C --device abacus": "device 'abacus' cannot be used here",
     "compare C --text missing.txt": "cannot read the text missing.txt",
     "compare C --output empty.txt": "cannot write to empty.txt",
+    "compare C --adapter /none": "the directory does not exist, and",
+    "compare C --trials 0": "trials=0 is not valid",
+    "compare C --chat yes": "no chat template",
+    "compare C --text empty.txt": "the text empty.txt is empty",
+    "compare C --text hf:nobody/nothing": "cannot read hf:nobody/nothing",
+    "eval M --model M --tasks passkey --lengths 1k --method none": "a model is given twice",
+    "eval M --tasks perplexity --lengths 128 --method none --stride x": "--stride 'x' is not a num",
+    "eval M --tasks perplexity --lengths 64 --method none --min-context x": "--min-context 'x' is",
+    "eval M --tasks needle --lengths 1k --method none --new-tokens x": "--new-tokens 'x' is not a",
+    "eval M --tasks needle --lengths 1k --method none --new-tokens 0": "tokens=0 is not valid",
+    "eval M --tasks ruler --lengths 1k --method none --ruler-tasks niah": "unknown task 'niah'",
     "compare C --model nowhere/at/all": "there is no folder 'nowhere/at/all' to load from",
 }
 """M is the checkpoint, C a whole command line of `compare`, to which a wrong option is added."""

@@ -25,7 +25,6 @@ from rope_ext.methods import (
     DynamicNTK,
     DynamicYaRN,
     FrequencyMethod,
-    Llama3,
     LongRoPE,
     NTKByParts,
     PRoPE,
@@ -218,25 +217,6 @@ def test_dynamic_methods_leave_short_sequences_as_they_were(method: FrequencyMet
     for row in method.inv_freq_at(LLAMA2, lengths):
         torch.testing.assert_close(row, LLAMA2.inv_freq, rtol=1e-15, atol=0)
     assert (method.attention_scaling_at(LLAMA2, lengths) == 1).all()
-
-
-def test_llama3_equals_the_release() -> None:
-    def release(theta: float) -> float:  # apply_scaling, with its numbers
-        wavelength = 2 * math.pi / theta
-        if wavelength < 8192 / 4:
-            return theta
-        if wavelength > 8192 / 1:
-            return theta / 8
-        smooth = (8192 / wavelength - 1) / (4 - 1)
-        return (1 - smooth) * theta / 8 + smooth * theta
-
-    expected = torch.tensor([release(theta) for theta in LLAMA3.inv_freq.tolist()]).double()
-    inv_freq = Llama3().inv_freq(LLAMA3)
-    assert_same(inv_freq, expected, rtol=1e-7)
-    # 64 ln(2048 / (2 pi)) / ln(5e5) = 28.2 and 64 ln(8192 / (2 pi)) / ln(5e5) = 35.0
-    theta = LLAMA3.inv_freq
-    assert torch.equal(inv_freq[:29], theta[:29]) and torch.equal(inv_freq[35:], theta[35:] / 8)
-    assert ((theta[29:35] / 8 < inv_freq[29:35]) & (inv_freq[29:35] < theta[29:35])).all()
 
 
 def test_base_truncation_has_the_three_regions_of_the_release() -> None:

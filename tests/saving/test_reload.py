@@ -27,7 +27,6 @@ from transformers import (
 )
 
 import rope_ext
-from rope_ext.command.method_options import checked_methods
 from rope_ext.config.record import ARGUMENTS, OLDER, Record
 from rope_ext.methods import build_method
 from rope_ext.patching import current_patch
@@ -469,30 +468,6 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
     save(patched(model, "yarn"), tmp_path / "adapter")
     with pytest.raises(rope_ext.AdapterError, match="already has an adapter"):
         rope_ext.load_adapter(model, tmp_path / "adapter")
-
-
-# --- measuring an adapter ----------------------------------------------------------------------
-
-
-def test_an_adapter_is_measured_under_its_own_patch(tmp_path) -> None:
-    folder = str(tmp_path / "one")
-    save(lora(patched(tiny_llama(), "rerope on ntk")), tmp_path / "one")
-    [(name, options)] = checked_methods(["adapter"], 2.0, {}, folder).items()
-    model = rope_ext.patch(tiny_llama(), name, **options)
-    assert current_patch(model).record.same(
-        current_patch(patched(tiny_llama(), "rerope on ntk")).record
-    )
-    for given in ({"names": ["yarn"]}, {"names": ["rerope"]}):
-        with pytest.raises(rope_ext.OptionError, match="--method adapter"):
-            checked_methods(**given, factor=4.0, options={}, adapter=folder)
-    forced = checked_methods(["adapter", "yarn"], 2.0, {}, folder, force=True)
-    assert forced["yarn"] == {"factor": 2.0} and forced["rerope"] == options
-    with pytest.raises(rope_ext.OptionError, match="rerope without adapter"):
-        checked_methods(["adapter", "rerope"], 2.0, {}, folder, force=True)
-    with pytest.raises(rope_ext.OptionError, match="no --adapter is given"):
-        checked_methods(["adapter"], 4.0, {})
-    with pytest.raises(rope_ext.OptionError, match="remove the others"):
-        checked_methods(["adapter"], 4.0, {"adapter": {"window": 3}}, folder)
 
 
 # --- sequences in parts ------------------------------------------------------------------------

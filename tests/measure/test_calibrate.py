@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_eval.forward import cost
 from rope_eval.reports import calibration
-from rope_eval.tune import calibrate as module
 from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
 from rope_eval.tune.options import CalibrationOptions
@@ -117,15 +116,6 @@ def test_the_cheap_preset_says_what_it_costs_before_it_starts(
         r"at most (\d+) forwards of one row, ([\d,]+) tokens", capsys.readouterr().err
     )
     assert result.rows <= int(said[0]) and int(said[1].replace(",", "")) > TARGET
-
-
-def test_rows_come_from_different_documents_in_the_two_halves() -> None:
-    assert module.in_halves([0, 1, 2, 0, 1, 0]) == [0, 1, 1, 0, 1, 0]
-    assert module.in_halves([5, 5, 5]) == [0, 1, 0]
-    for numbers in ([0, 1, 2, 3], [0, 0, 0, 1], [2, 2, 1, 1, 0, 0, 3]):
-        placed = list(zip(numbers, module.in_halves(numbers), strict=True))
-        halves = [{n for n, half in placed if half == h} for h in (0, 1)]
-        assert all(halves) and not halves[0] & halves[1]
 
 
 # What is chosen: losses that are functions of the attention factor

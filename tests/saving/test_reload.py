@@ -33,6 +33,7 @@ from rope_ext.patching import current_patch
 from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.positions import logits
 from tests.helpers.saved_patches import PATCHES
 
 CURE = r"load with rope_ext\.from_pretrained"
@@ -41,11 +42,6 @@ CURE = r"load with rope_ext\.from_pretrained"
 def patched(model: Any, case: str) -> Any:
     name, options = PATCHES[case]
     return rope_ext.patch(model, name, **{"factor": 4, **options})
-
-
-def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids).logits
 
 
 def written(model: Any, ids: torch.Tensor) -> list[int]:

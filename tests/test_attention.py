@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from itertools import cycle
 
 import pytest
 import torch
@@ -261,55 +260,6 @@ def test_wide_bands(window):
     at = torch.arange(2400)
     bands = method_bands("rerope", window, 8, at[1400:], at)
     compare(fused, inputs(1, 1, 1, 1000, 2400), bands, HALVES)
-
-
-def naive(query, key, value, bands, pairs, positions, mask, temperature, softcap, sinks):
-    """One logit at a time, the rotation written out."""
-    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    first, second = (torch.arange(COLUMNS)[side] for side in (pairs.first, pairs.second))
-
-    def turned(x, table, at):
-        if table is None:
-            return x
-        cos, sin = (t[at if len(t) > 1 else 0].double() for t in table)
-        out = x.clone()
-        for p, (a, b) in enumerate(zip(first.tolist(), second.tolist(), strict=True)):
-            z = complex(x[a], x[b]) * complex(cos[p], sin[p])
-            out[a], out[b] = z.real, z.imag
-        return out
-
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    for b in range(query.shape[0]):
-        for h in range(heads):
-            for i, m in enumerate(positions[0].tolist()):
-                weights, total = {}, 0.0 if sinks is None else math.exp(sinks[h])
-                for j, n in enumerate(positions[1].tolist()):
-                    if mask is not None and not mask[b, 0, i, j]:
-                        continue
-                    for band in bands:
-                        if band.geometry.sees(torch.tensor(m), torch.tensor(n)):
-                            q = turned(query[b, h, i], band.query, i) * temperature[i]
-                            k = turned(key[b, h // groups, j], band.key, j)
-                            logit = 0.3 * float(q @ k)
-                            weights[j] = math.exp(softcap * math.tanh(logit / softcap))
-                for j, weight in weights.items():
-                    total_weight = total + sum(weights.values())
-                    out[b, h, i] += weight / total_weight * value[b, h // groups, j]
-    return out
-
-
-@pytest.mark.parametrize(("method", "pairs"), zip(METHODS, cycle(LAYOUTS), strict=False))
-def test_the_oracle_is_a_loop_over_keys(method, pairs):
-    query, key, value, sinks = (x.double() for x in inputs(2, 2, 1, 5, 11, 6))
-    at = torch.tensor([0, 1, 2, 5, 6, 7, 8, 10, 11, 15, 16])
-    temperature = torch.linspace(0.5, 2, 5, dtype=torch.float64)
-    mask = torch.rand(2, 1, 5, 11, generator=torch.Generator().manual_seed(0)) > 0.3
-    bands = method_bands(method, 4, count(pairs), at[-5:], at)
-    options = {"temperature": temperature, "softcap": 1.5, "sinks": sinks}
-    run = partial(dense, places=Places(at[-5:], at, mask))
-    out = by(run, query, key, value, bands, pairs, **options)
-    expected = naive(query, key, value, bands, pairs, (at[-5:], at), mask=mask, **options)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_by_hand():

@@ -116,28 +116,6 @@ def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:
     assert {row[0] for row in rows} >= {*range(50), *range(100, 150), *range(200, 250)}
 
 
-def test_a_mixture_goes_on_from_any_row() -> None:
-    def fresh() -> stream.Stream:
-        parts = [numbered(n, 20, first=1000 * n) for n in (20, 90, 40)]
-        sources = [made(part, seed=3, block=30) for part in parts]
-        return stream.Stream(sources, [0.2, 0.7, 0.1], seed=3)
-
-    whole = fresh()
-    expected = ids(iter(whole), 600)
-    for given in (597, 510):  # earlier ones are forgotten: a checkpoint is always the last
-        whole = fresh()
-        reading = iter(whole)
-        ids(reading, given + 5)
-        again = fresh()
-        again.start(json.loads(json.dumps(whole.state(given))))
-        assert ids(islice(again, given, None), 600 - given) == expected[given:]
-        ahead = iter(again)  # a resumed run that is killed again, a little later
-        ids(ahead, given + 1)
-        third = fresh()
-        third.start(json.loads(json.dumps(again.state(given + 1))))
-        assert ids(islice(third, given + 1, None), 599 - given) == expected[given + 1 :]
-
-
 # Rows that begin and end as documents do
 
 

@@ -200,7 +200,7 @@ def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_co
 # --- where tensors are made -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5", "cope", "repo"])
 def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: str) -> None:
     rope_ext.patch(model, "pi", factor=4)
     with torch.inference_mode():

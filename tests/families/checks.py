@@ -53,7 +53,7 @@ NOTHING_GAINED = (
 
 TEXT_ALONE = "checked with text alone"
 
-_DECODED = 6
+_DECODED = 4
 # Written out again: a check must not share a mistake of rope_ext.rotary.sites.
 _LOCAL = ("sliding", "chunked", "local")
 

@@ -224,7 +224,7 @@ def _prepared(
     count = None if forward.traced else forward.room - _offset(asked, layer, forward)
     if forward.regular:
         count = forward.tokens
-    if count is not None:  # a static cache has empty slots
+    if count is not None and count != key.shape[2]:  # a static cache has empty slots
         key, value = key[:, :, :count], value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:

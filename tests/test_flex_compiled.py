@@ -85,6 +85,7 @@ def test_gradients_are_those_of_the_dense_form(graphs) -> None:
 
 KIB = 1024
 A100 = Card((8, 0), 163 * KIB, True)
+H100 = Card((9, 0), 227 * KIB, True)
 RTX_3090 = Card((8, 6), 99 * KIB, True)
 T4 = Card((7, 5), 64 * KIB, True)
 NO_TRITON = Card((9, 0), 227 * KIB, False)

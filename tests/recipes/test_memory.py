@@ -47,14 +47,11 @@ def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("checkpointing", "bf16"),
     [
-        pytest.param(*both, marks=SLOW)
-        for both in ((True, True), (True, False), (False, True), (False, False))
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_is_that_of_torchs_tracker(checkpointing: bool, bf16: bool) -> None:

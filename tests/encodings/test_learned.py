@@ -116,9 +116,6 @@ def test_options_that_do_not_fit_are_refused_and_what_is_dropped_is_named(caplog
     assert "rope_ext_input.table" in caplog.text and len(learned(model)) == 4
 
 
-# --- adapters ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["kerple_log", "learned"])
 def test_what_an_adapter_trained_outlives_another_patch(name: str, ids) -> None:
     options = {"length": 128} if name == "learned" else {}
@@ -164,9 +161,6 @@ def test_an_adapter_on_keys_changes_positions_that_go_through_keys(first: str, i
     merged = model.merge_and_unload()
     assert type(merged.model.layers[0].self_attn.k_proj) is nn.Linear
     torch.testing.assert_close(logits(merged, ids), found, **EXACT)
-
-
-# --- beginnings ----------------------------------------------------------------------------------
 
 
 def test_repo_begins_as_published_or_with_the_model_itself(ids) -> None:

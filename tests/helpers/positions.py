@@ -140,9 +140,6 @@ def gradients(model: nn.Module, ids: torch.Tensor, **given: Any) -> list[torch.T
     return [p.grad.clone() for n, p in model.named_parameters() if "proj" in n]
 
 
-# --- the paper's distances, in an unpatched model ------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Seen:
     """Arguments of an encoding's formula for one attention layer, in float64.

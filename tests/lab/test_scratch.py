@@ -68,9 +68,6 @@ def dot(a: Vector, b: Vector) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-# The rotations: the angle of a pair, or what multiplies it
-
-
 def of_grape_m(positions: Positions, x: torch.Tensor, t: int, head: int) -> Vector:
     return [t * math.exp(value) for value in positions.log_theta.tolist()]
 

@@ -153,9 +153,6 @@ def test_p_rope_equals_transformers_proportional(dim: int, p: float) -> None:
     assert_same(PRoPE(factor=4, p=p).inv_freq(rope), inv_freq)
 
 
-# --- identities and published numbers ------------------------------------------------------
-
-
 def test_yarn_ramp_runs_from_pair_20_to_46_on_llama2() -> None:
     # 64 ln(4096 / (32 2 pi)) / ln(1e4) = 20.944 and 64 ln(4096 / (2 pi)) / ln(1e4) = 45.027
     kept = YaRN(factor=4).kept(LLAMA2)
@@ -254,9 +251,6 @@ def test_abf_takes_a_base_or_the_smallest_useful_one() -> None:
     torch.testing.assert_close(given_base.inv_freq(LLAMA2), Rope.geometric(5e5, 128, 1).inv_freq)
     # 0.0424 * 32768 ** 1.628, arXiv 2405.14591
     assert ABF(factor=8).new_base(LLAMA2) == pytest.approx(9.52e5, rel=1e-3)
-
-
-# --- properties of every map ---------------------------------------------------------------
 
 
 @st.composite

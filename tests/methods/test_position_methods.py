@@ -85,9 +85,6 @@ def test_every_pair_is_seen_once_at_the_distance_of_the_paper(
     torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
 
 
-# --- defaults ------------------------------------------------------------------------------------
-
-
 @pytest.mark.every
 @pytest.mark.parametrize(
     ("name", "factor", "length", "right"),
@@ -162,9 +159,6 @@ def test_the_reach_is_the_longest_text_of_trained_distances(method, length, fact
         assert length < target and method.name in str(error)
 
 
-# --- the temperature -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cls", [rope_ext.ReRoPE, rope_ext.LeakyReRoPE])
 def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
     rope = Rope.geometric(base=1e4, dim=16, length=64)
@@ -183,9 +177,6 @@ def test_published_takes_the_default_temperature_away(cls: type) -> None:
     assert cls(factor=2, published=True).query_scaling(t, LLAMA2) is None
     assert cls(factor=2, published=True) == cls(factor=2, temperature=1)
     assert cls(factor=2, published=True, temperature="log_n") == cls(factor=2, temperature="log_n")
-
-
-# --- options -------------------------------------------------------------------------------------
 
 
 UNFIT: list[tuple[str, dict[str, Any], str]] = [

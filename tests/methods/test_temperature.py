@@ -34,9 +34,6 @@ FORMULAS = {
 }
 
 
-# --- the numbers ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
     found = rope_ext.NTK(factor=4, temperature=name).query_scaling(T, ROPE)
@@ -97,9 +94,6 @@ def test_without_them_each_method_has_what_was_released_with_it(name: str) -> No
     assert method.attention_scaling(ROPE) == pytest.approx(expected, rel=1e-12)
     grows = "rerope" in name
     assert (method.query_scaling(T, ROPE) is not None) == grows
-
-
-# --- in a model ----------------------------------------------------------------------------------
 
 
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:

@@ -80,9 +80,6 @@ def test_position_options_count_from_the_length_of_the_map_beneath(model) -> Non
     assert "128 trained tokens" in said
 
 
-# --- numbers of any kind -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "factor", [10**400, 2.0**31, Decimal(4), np.bool_(True), torch.tensor(4.0)], ids=repr
 )

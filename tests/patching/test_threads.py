@@ -88,9 +88,6 @@ def test_replicas_in_threads_give_what_the_model_gives(ids) -> None:
         assert torch.equal(one, other)
 
 
-# --- patching -----------------------------------------------------------------------------------
-
-
 def test_of_threads_that_patch_one_model_one_does(ids) -> None:
     model = tiny_llama()
     before = model(ids).logits

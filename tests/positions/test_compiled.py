@@ -67,9 +67,6 @@ def test_positions_that_do_not_count_are_refused_when_the_graph_runs(tokens, ids
     assert forward_context.stack == []
 
 
-# --- with dynamo ---------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_inductor_decodes_in_one_graph(ids) -> None:
     model = patch(tiny_llama(num_hidden_layers=1), "rerope")
@@ -79,9 +76,6 @@ def test_inductor_decodes_in_one_graph(ids) -> None:
     said += [logits(compiled, ids[:, i : i + 1], past_key_values=cache) for i in range(50, 60)]
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
     assert graphs() == 1
-
-
-# --- exported ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [pytest.param("rerope", marks=pytest.mark.slow), "dual_chunk"])

@@ -16,8 +16,6 @@ from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_config, tiny_model
 from tests.helpers.models import tiny_llama
 
-# --- other rotations, put into Llama -------------------------------------------------------------
-
 
 def turned_pairs(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: list[int], second: list[int]

@@ -21,9 +21,6 @@ from tests.helpers.models import tiny_llama
 ROOT = Path(__file__).parents[2]
 
 
-# --- shards of positions --------------------------------------------------------------------
-
-
 def shards(length: int, ranks: int) -> list[torch.Tensor]:
     """Positions of each rank: contiguous, and head-tail as torch's context_parallel cuts them."""
     positions = torch.arange(length)
@@ -49,9 +46,6 @@ def test_a_shard_of_positions_gets_its_part_of_the_rotation(variant: str, precis
     for shard in shards(256, 4):
         for part, of in zip(rotation(model, shard), whole, strict=True):
             assert torch.equal(part[0], of[0, shard])
-
-
-# --- two processes --------------------------------------------------------------------------
 
 
 def torchrun(script: Path, *arguments: object) -> None:

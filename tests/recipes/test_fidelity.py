@@ -80,9 +80,6 @@ def test_the_rate_follows_the_released_curve(name: str) -> None:
             assert factor(step) == pytest.approx(curve(step, up, steps), abs=1e-12)
 
 
-# --- formulas of the released code -----------------------------------------------------------
-
-
 class Given:
     """Random numbers that are given, and between what each was asked for."""
 

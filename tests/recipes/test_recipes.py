@@ -28,9 +28,6 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
-# Data
-
-
 def test_packing_by_hand() -> None:
     documents = {"input_ids": [[1, 2, 3], [4, 5, 6, 7, 8], [9]]}
     four = data.Pack(4, masking=True)(documents)
@@ -145,9 +142,6 @@ def test_masked_documents_do_not_see_each_other(method: str) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
-# What is trained
-
-
 def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) -> None:
     recipe = settings.Recipe(train_embeddings_and_norms=True)
     whole = finetune.with_lora(model.to(torch.bfloat16), recipe)
@@ -240,9 +234,6 @@ def test_scales_of_a_temperature_have_their_own_rate(
         assert (group["lr"] == 0.3) == scale and not (scale and group["weight_decay"])
 
 
-# Chunked loss
-
-
 @pytest.mark.parametrize("count", [None, torch.tensor(200.0)])
 @pytest.mark.parametrize("lora", [False, True])
 def test_chunked_loss_is_the_plain_loss(
@@ -279,9 +270,6 @@ def test_a_weight_multiplies_the_loss_of_its_token(ids: torch.Tensor) -> None:
     ChunkedLoss(model)
     found = model(input_ids=ids, labels=ids, loss_weights=weights).loss
     torch.testing.assert_close(found, (losses * weights[:, 1:].flatten()).mean())
-
-
-# Settings
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -377,9 +365,6 @@ def test_bad_input_is_refused_before_the_weights_are_loaded(
     with pytest.raises(RopeExtError, match=f"(?s){message}"):
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     assert not (tmp_path / "run").exists()
-
-
-# Runs
 
 
 def test_a_run_and_what_it_leaves(

@@ -116,9 +116,6 @@ def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:
     assert {row[0] for row in rows} >= {*range(50), *range(100, 150), *range(200, 250)}
 
 
-# Rows that begin and end as documents do
-
-
 def test_a_mixture_has_rows_of_several_kinds(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     """Every row says where its documents begin, in one batch or another."""
     mixture = [
@@ -157,9 +154,6 @@ def test_bookending_by_hand() -> None:
     assert exact == [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 1]]
     headless = data.Bookend(4, (), (1,))({"input_ids": [[5, 6, 7, 8, 1]]})["input_ids"]
     assert headless.tolist() == [[5, 6, 7, 1]]
-
-
-# Settings of a mixture, and runs
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,6 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-# --- models ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", ["yarn", "dynamic_yarn", "dynamic_ntk growing", "rerope on ntk"])
 def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
     model = patched(AutoModelForCausalLM.from_pretrained(base), case)
@@ -168,9 +165,6 @@ def trained(model: Any) -> Any:
             if "rope_ext" in name:
                 value += torch.linspace(0, 1, value.numel()).view_as(value)
     return model
-
-
-# --- the record --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", PATCHES)
@@ -355,9 +349,6 @@ def test_a_larger_base_is_known_for_an_extension(tmp_path, ids, case: str) -> No
     assert config_of(again) == config_of(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-# --- adapters ----------------------------------------------------------------------------------
-
-
 def lora(model: Any, **changes: Any) -> PeftModel:
     """With an adapter that is not without effect."""
     config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
@@ -464,9 +455,6 @@ def test_a_folder_without_a_sidecar_is_refused(tmp_path, base: Path) -> None:
     save(patched(model, "yarn"), tmp_path / "adapter")
     with pytest.raises(rope_ext.AdapterError, match="already has an adapter"):
         rope_ext.load_adapter(model, tmp_path / "adapter")
-
-
-# --- sequences in parts ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["rerope", "dynamic_yarn", "dynamic_ntk growing"])

@@ -115,20 +115,6 @@ def test_sliding_layers_never_leave_their_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "window", "group"),
-    # (N - 1024) / (2 / 3 * 4096 - 1024): 18.6, 10.8 and 4.2; the smallest group above it
-    [(32768, 1024, 19), (19456, 1024, 11), (8192, 1024, 5)],
-)
-def test_self_extend_by_its_rule(target: int, window: int, group: int) -> None:
-    found = rope_ext.recommend(llama_2(), target)
-    methods = [found.method, *(method for method, _ in found.alternatives)]
-    [method] = [method for method in methods if method.name == "self_extend"]
-    assert (method.window, method.group) == (window, group)
-    for g, holds in ((group, True), (group - 1, False)):
-        assert (window + (target - window) / g < 2 / 3 * 4096) is holds
-
-
-@pytest.mark.parametrize(
     ("target", "finetune", "name", "reason"),
     [
         (16384, False, ranked()[0], "perplexity 7.5 at twice its length"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, flex
-from rope_ext.attention.call import Call, Pairs, Places, RotatedBand
+from rope_ext.attention.call import Call, Places, RotatedBand
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import ChunkGap, Distance, Sinks, extent
 from tests.helpers.bands import (
@@ -220,18 +219,6 @@ def check_a_bias(case, distances, learns):
         torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=2e-4)
 
 
-def test_a_bias_by_hand():
-    """Two tokens, values 0 and 1: the weight of the second is a logistic function."""
-    query = key = torch.zeros(1, 1, 2, 4)
-    value = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1).expand(1, 1, 2, 4)
-    call = Call(
-        [RotatedBand(Distance(0, None), None, None)], HALVES, 1, bias=torch.tensor([[0.5, 2.0]])
-    )
-    for kernel in (attention.attend, dense):
-        out = kernel(query, key, value, call)[0, 0, :, 0]
-        torch.testing.assert_close(out, torch.tensor([0.0, 1 / (1 + math.exp(2.0 - 0.5))]))
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(geometries(), st.integers(1, 700), st.integers(0, 700), st.integers(0, 300))
 def test_a_mask_made_of_blocks_is_the_mask_of_every_token(geometry, queries, more, start):
@@ -330,21 +317,6 @@ def test_wide_bands(window):
     at = torch.arange(2400)
     bands = method_bands("rerope", window, 8, at[1400:], at)
     compare(fused, inputs(1, 1, 1, 1000, 2400), bands, HALVES)
-
-
-def test_by_hand():
-    """Two keys; the far one is met by a quarter turn, which makes its logit that of the near."""
-    query = torch.tensor([[1.0, 0.0]]).expand(1, 1, 2, 2)
-    key = torch.tensor([[0.0, 1.0], [1.0, 0.0]])[None, None]
-    value = torch.tensor([[2.0, 0.0], [0.0, 4.0]])[None, None]
-    quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
-    bands = [RotatedBand(Distance(0, 1), None, None), RotatedBand(Distance(1, None), quarter, None)]
-    pairs = Pairs(slice(0, 1), slice(1, 2))
-    out = by(fused, query, key, value, bands, pairs, scale=1.0)
-    torch.testing.assert_close(out, torch.tensor([[[[2.0, 0.0], [1.0, 2.0]]]]))
-    sink = torch.tensor([1.0])  # a third logit of 1: two thirds are left
-    out = by(fused, query, key, value, bands, pairs, scale=1.0, sinks=sink)
-    torch.testing.assert_close(out[0, 0, 1], torch.tensor([2 / 3, 4 / 3]))
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flex", "reference"])

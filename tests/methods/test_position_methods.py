@@ -159,16 +159,6 @@ def test_the_reach_is_the_longest_text_of_trained_distances(method, length, fact
         assert length < target and method.name in str(error)
 
 
-@pytest.mark.parametrize("cls", [rope_ext.ReRoPE, rope_ext.LeakyReRoPE])
-def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
-    rope = Rope.geometric(base=1e4, dim=16, length=64)
-    t = torch.tensor([0, 1, 62, 63, 511, 4095], dtype=torch.float64)
-    found = cls(factor=4).query_scaling(t, rope)
-    right = torch.tensor([1, 1, 1, 1, 1.5, 2], dtype=torch.float64)  # 512 = 64^1.5
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    assert cls(factor=4, log_n=False).query_scaling(t, rope) is None
-
-
 @pytest.mark.parametrize("cls", [rope_ext.SelfExtend, rope_ext.DPE])
 def test_published_takes_the_default_temperature_away(cls: type) -> None:
     t = torch.tensor([0, 4095, 16777215], dtype=torch.float64)  # 4096 squared, less one

@@ -45,12 +45,6 @@ def test_llama4_is_what_transformers_computes_in_ministral3() -> None:
     torch.testing.assert_close(rope_ext.Llama4(length=LENGTH).at(T).float(), theirs)
 
 
-def test_yarn_as_a_temperature_is_the_square_of_its_attention_factor() -> None:
-    published = rope_ext.YaRN(factor=4).attention_scaling(ROPE)
-    found = rope_ext.PI(factor=4, temperature="yarn").query_scaling(T, ROPE)
-    assert (found == published**2).all()
-
-
 def test_a_temperature_comes_back_from_json() -> None:
     made = (rope_ext.LogN(scale=0.5, length=40), rope_ext.Llama4(beta=0.3), rope_ext.SSMax(scale=2))
     for one in (*made, *map(as_temperature, (1.25, "yarn"))):

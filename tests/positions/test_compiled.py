@@ -137,11 +137,3 @@ def test_a_program_counts_the_tokens_of_padded_rows(
     rows = [ids[0, :55], ids[1, :41]]
     steps = (10, 12, 28, *[1] * 5)
     pieces_of_rows_are_as_alone(model, rows, "left", steps, static(model), own_positions)
-
-
-def test_a_program_refuses_positions_that_do_not_count_one_by_one(ids, in_a_program) -> None:
-    model, cache = patch(tiny_llama(num_hidden_layers=1)), static(tiny_llama())
-    logits(model, ids[:, :20], past_key_values=cache)
-    places = torch.tensor([[20, 21, 30, 31]])
-    with pytest.raises(RuntimeError, match="count the tokens"):
-        logits(model, ids[:, 20:24], past_key_values=cache, position_ids=places)

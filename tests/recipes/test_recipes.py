@@ -150,20 +150,10 @@ def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) ->
         for name, parameter in whole.named_parameters()
         if parameter.requires_grad
     }
-    layers = [f"model.layers.{i}" for i in range(2)]
-    expected = {"model.embed_tokens.weight", "model.norm.weight"}
-    expected |= {
-        f"{layer}.{norm}_layernorm.weight"
-        for layer in layers
-        for norm in ("input", "post_attention")
-    }
-    expected |= {
-        f"{layer}.self_attn.{name}_proj.lora_{half}.default.weight"
-        for layer in layers
-        for name in "qkvo"
-        for half in "AB"
-    }
-    assert trained == expected
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{name}_proj.lora_{half}.default" for name in "qkvo" for half in "AB"]
+    expected = {f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts}
+    assert trained == expected | {"model.embed_tokens.weight", "model.norm.weight"}
     for parameter in whole.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
 

@@ -15,7 +15,6 @@ from tests.helpers.encodings import ALL, dense, parameters
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES
 
-NAMES = ("kerple_log", "kerple_power", "dape")
 LEAST = torch.tensor(0.01)
 
 

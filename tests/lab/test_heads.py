@@ -31,16 +31,6 @@ def tokens(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 256, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-def table(model: torch.nn.Module, value: float) -> torch.Tensor:
-    config = model.config
-    return torch.full((config.num_hidden_layers, config.num_attention_heads), value)
-
-
-@torch.no_grad()
-def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids, use_cache=False).logits
-
-
 def test_entropies_are_those_of_the_weights_of_transformers(model: torch.nn.Module) -> None:
     ids = tokens(TRAINED + 100)
     found = entropies(model, [ids[0].tolist()])[..., 0]

@@ -33,7 +33,6 @@ from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "checkpoints" / "tiny-512")
 SHIPPED = ROOT / "checkpoints" / "tiny-512"
 BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
 

@@ -15,7 +15,6 @@ from recipes import memory
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 344, "head_dim": 32}
 
 

@@ -225,30 +225,20 @@ def _quiet() -> Iterator[None]:
         transformers.logging.enable_progress_bar()
 
 
-def share(results: list[FamilyResult]) -> float:
-    """Supported families of all those that can be built and rotate."""
-    rotary = _rotary(results)
-    return sum(result.verdict == SUPPORTED for result in rotary) / max(1, len(rotary))
-
-
-def position_share(results: list[FamilyResult], *verdicts: str) -> float:
-    """Families that accept position methods in one of these ways, of all that rotate."""
-    rotary = _rotary(results)
-    return sum(result.positions in verdicts for result in rotary) / max(1, len(rotary))
-
-
 def totals(results: list[FamilyResult], mapping: str = "causal-LM mapping") -> str:
     """The counts, in one paragraph."""
     count = Counter(result.verdict for result in results)
-    rotary = sum(result.rotary for result in results)
+    positions = Counter(result.positions for result in _rotary(results))
+    rotary = len(_rotary(results))
+    share = count[SUPPORTED] / max(1, rotary)
     idle = sum(NOTHING_GAINED in result.remarks for result in results)
     return (
         f"{len(results)} classes in the {mapping}, of which {rotary} use RoPE and can be built: "
-        f"{count[SUPPORTED]} supported ({share(results):.1%}), {count[WINDOW_ONLY]} window only, "
+        f"{count[SUPPORTED]} supported ({share:.1%}), {count[WINDOW_ONLY]} window only, "
         f"{count[REFUSED]} refused, {count[FAILED]} failed. {idle} of the supported ones use RoPE "
         f"in sliding layers only, so the patch cannot extend their context. Position methods: "
-        f"{position_share(results, POSITIONS):.1%}, or "
-        f"{position_share(results, POSITIONS, POSITIONS_WINDOWED):.1%} with "
+        f"{positions[POSITIONS] / max(1, rotary):.1%}, or "
+        f"{(positions[POSITIONS] + positions[POSITIONS_WINDOWED]) / max(1, rotary):.1%} with "
         f'`sliding_layers="scale"`.'
     )
 

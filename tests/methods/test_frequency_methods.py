@@ -39,9 +39,6 @@ LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 LLAMA3 = Rope.geometric(base=5e5, dim=128, length=8192)
 
 
-# These keep the fastest pair, divide the slowest by the factor, and stay between the two.
-# --- against transformers ------------------------------------------------------------------
-
 HEADS = list(itertools.product((32, 64, 80, 128, 256), (1.0, 0.5, 0.25)))
 SCALES = list(itertools.product((1e4, 5e5, 1e6), (1.5, 2.0, 4.0, 8.0, 32.0), (512, 4096, 8192)))
 # Every ninth scale with each head, beginning elsewhere, so that every scale meets a head or two.
@@ -277,7 +274,6 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
 
 # Not bounded by theta / s: dynamic_ntk (its alpha exceeds s), abf and longrope (free numbers),
 # base_truncation, p_rope and clipped (zeros), resonance (rounds 2 pi to 6, faster than trained).
-# --- errors --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,6 @@ def small(name: str, value: float = 0.02) -> nn.Module:
     return model
 
 
-def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(ids, labels=ids, use_cache=False).loss
-    return torch.autograd.grad(loss, list(of_kerple(model).values()))
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
 def test_a_training_run_is_that_of_the_authors(name: str, optimizer: type, ids) -> None:

@@ -31,11 +31,7 @@ from tests.helpers.servers import running
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 ROOT = Path(__file__).parents[2]
 OF_KIND: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "default": [
-        ("ntk", {}),
-        ("abf", {"base": 1e8}),
-        ("dynamic_ntk", {"length": 4 * LENGTH}),
-    ],
+    "default": [("ntk", {}), ("abf", {"base": 1e8}), ("dynamic_ntk", {"length": 4 * LENGTH})],
     "linear": [("pi", {})],
     "llama3": [("llama3", {})],
     "longrope": [("resonance", {}), ("longrope2", {})],

@@ -373,10 +373,7 @@ def _decoding(subject: Subject, method: str, **options: Any) -> Check:
 def _maps_positions(subject: Subject) -> Iterator[Check]:
     """Position methods: nothing changes within the window; caches do what recomputing does."""
     options: dict[str, Any] = {}
-    for verdict, options in (
-        (POSITIONS, {}),
-        (POSITIONS_WINDOWED, {"sliding_layers": "scale"}),
-    ):
+    for verdict, options in ((POSITIONS, {}), (POSITIONS_WINDOWED, {"sliding_layers": "scale"})):
         try:
             with subject.patched("rerope", **options):
                 subject.positions = POSITIONS_WINDOWED if subject.scales_all else verdict

@@ -377,10 +377,7 @@ ALL: dict[str, Encoding] = {
         entered=lambda e: e.x * sinusoid(e.t, e.x.shape[-1]),
     ),
     "floater": Encoding(
-        "floater",
-        options={"hidden": 8},
-        entered=lambda e: follows(e, 0.1),
-        into=(None, None),
+        "floater", options={"hidden": 8}, entered=lambda e: follows(e, 0.1), into=(None, None)
     ),
     "first": Encoding(
         "floater",

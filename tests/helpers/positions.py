@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    Cache,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import Cache, DynamicCache, StaticCache
 
 import rope_ext
 from tests.families.zoo import tiny_model

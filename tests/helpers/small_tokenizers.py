@@ -42,11 +42,7 @@ def spacing() -> PreTrainedTokenizerFast:
     )
     made.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁\n0-9.?!,:]+|."), "isolated")
     made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     _train(made, ["<s>", "</s>", "<unk>"], initial_alphabet=["▁", "\n", *map(chr, range(33, 127))])
     return _wrapped(made)
@@ -65,10 +61,7 @@ def _wrapped(made: Tokenizer) -> PreTrainedTokenizerFast:
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token="<s>",
-        eos_token="</s>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
     )
 
 

@@ -10,14 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_ext
 from lab.benchmarks.calibration import BOX, CHECKPOINTS
-from lab.benchmarks.heads import (
-    QUERIES,
-    SCALES,
-    TRAINED,
-    by_entropy,
-    entropies,
-    scaled,
-)
+from lab.benchmarks.heads import QUERIES, SCALES, TRAINED, by_entropy, entropies, scaled
 from rope_ext.methods import build_method
 
 

@@ -200,18 +200,6 @@ def test_attention_is_the_formula(name: str) -> None:
     assert_same(positions(q, k, v, x, t), formula(name, positions, q, k, v, x))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["carope", "grape_m"])
-def test_training_begins_with_rope(name: str) -> None:
-    rotating, (q, k, v, x, t) = SCRATCH[name](SHAPE), inputs(name)
-    weights = [
-        [rope_pp_logit(rotating, q[0], k[0], x[0], 5, j, 2 * head) for j in range(6)]
-        for head in range(HEADS)
-    ]
-    want = torch.tensor(weights).softmax(-1)[:, None] @ v[0, :, :6]
-    assert_same(rotating(q, k, v, x, t)[0, :, 5], want[:, 0])
-
-
 def built(name: str, heads: int = 4) -> torch.nn.Module:
     return Size(width=32, layers=2, heads=heads).build(name, 0, 64)
 

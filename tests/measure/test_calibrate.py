@@ -157,14 +157,6 @@ def test_what_the_other_half_does_not_confirm_stays_as_it_was_published(
     assert result.sentence.startswith("Keep the published default")
 
 
-def test_noise_alone_never_replaces_the_published_default(model, tokenizer, monkeypatch) -> None:
-    for seed in range(4):
-        noise = random.Random(seed)
-        pretend(monkeypatch, lambda a, i, rng=noise: rng.gauss(2, 0.1))
-        result = found(model, tokenizer, samples=8)
-        assert result.method == rope_ext.YaRN(factor=2)
-
-
 def test_the_cost_within_the_trained_length_is_capped(model, tokenizer, monkeypatch) -> None:
     start = rope_ext.YaRN(factor=2).attention_scaling(None)  # 1.069
     pretend(monkeypatch, lambda a, i: 3 - a + i, lambda a, i: 1 + max(0, a - start))

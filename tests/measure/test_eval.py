@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from rope_eval import command
-from rope_eval.cases import Case, Outcome, read_outcomes
+from rope_eval.cases import Case, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.evaluate import evaluate
 from rope_eval.forward import score
@@ -53,10 +53,6 @@ def settings(checkpoint: Path, tmp_path: Path) -> Settings:
 
 
 TASKS = (Perplexity(BOOK, windows=3), Passkey(trials=2, depths=2))
-
-
-def values(outcomes: list[Outcome]) -> list[tuple]:
-    return [(o.system, o.task, o.length, o.bin, o.value) for o in outcomes]
 
 
 # The run
@@ -154,12 +150,6 @@ def test_resume_repeats_nothing_and_changes_nothing(
 def interrupt(now: bool) -> None:
     if now:
         raise KeyboardInterrupt
-
-
-def arguments(checkpoint: Path, output: Path, *more: object) -> list[str]:
-    words = ["--model", checkpoint, "--method", "yarn,dynamic_yarn", "--lengths", "128,256"]
-    words += ["--trials", 3, "--depths", 2, "--windows", 3, "--output", output, *more]
-    return list(map(str, words))
 
 
 class Forgetful:

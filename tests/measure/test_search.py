@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -39,21 +37,6 @@ SMALL = {"population": 8, **{"samples": 2, "validation_samples": 0, "prompts": 0
 
 
 # Evolution
-
-
-@given(
-    st.lists(st.floats(90, 510), min_size=6, max_size=6),
-    st.sampled_from((0, 2)),
-    st.floats(0, 1),
-    st.floats(95, 165),
-)
-def test_what_evolution_makes_ascends_within_its_bounds(numbers, critical, start, scale) -> None:
-    space = Space(500, (0, 4), (100, 105, 160), critical)
-    made = space.candidate([*numbers[critical:], start, scale])
-    assert len(made.table) == 6 and list(made.table) == sorted(made.table)
-    assert made.table[0] >= 100 and made.table[-1] <= 500
-    assert made.start in (0, 4) and made.scale in space.scales
-    assert space.candidate(space.vector(made)) == made
 
 
 def test_evolution_approaches_the_best_table() -> None:

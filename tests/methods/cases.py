@@ -15,15 +15,7 @@ from rope_ext.methods import FrequencyMethod, Rope
 from tests.helpers import encodings, methods
 from tests.helpers.encodings import Encoding, Made, of_layer, parameters, randomized
 from tests.helpers.models import LENGTH
-from tests.helpers.positions import (
-    FAMILIES,
-    GEOMETRIES,
-    KINDS,
-    METHODS,
-    Family,
-    Seen,
-    by_formula,
-)
+from tests.helpers.positions import FAMILIES, GEOMETRIES, KINDS, METHODS, Family, Seen, by_formula
 from tests.helpers.positions import patch as patch_positions
 
 LLAMA = FAMILIES["llama"]

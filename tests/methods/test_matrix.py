@@ -188,8 +188,7 @@ def test_decoding_in_a_static_cache_is_one_graph(key: str, ids, no_graphs) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "key",
-    ["alibi", "swan", "t5 over rerope", "alibi in one layer", "rerope in one layer", "yarn"],
+    "key", ["alibi", "swan", "t5 over rerope", "alibi in one layer", "rerope in one layer", "yarn"]
 )
 def test_prompts_and_gradients_are_one_graph(key: str, ids, no_graphs) -> None:
     model = CASES[key].patched()

@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope_ext
-from rope_ext.methods import (
-    NTK,
-    Map,
-    PositionMethod,
-    Rope,
-    build_method,
-)
+from rope_ext.methods import NTK, Map, PositionMethod, Rope, build_method
 from tests.helpers.distances import FORMULAS, formula
 
 LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)

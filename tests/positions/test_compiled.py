@@ -12,15 +12,9 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
 from rope_ext.rotary.context import forward_context
-from tests.helpers.graphs import graphs, static
+from tests.helpers.graphs import static
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    EXACT,
-    GEOMETRIES,
-    decoded,
-    logits,
-    patch,
-)
+from tests.helpers.positions import EXACT, GEOMETRIES, decoded, logits, patch
 from tests.helpers.promises import pieces_of_rows_are_as_alone
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
@@ -65,17 +59,6 @@ def test_positions_that_do_not_count_are_refused_when_the_graph_runs(tokens, ids
         with pytest.raises(RuntimeError, match="count the tokens of the attention mask"):
             logits(model, ids[:, :tokens], **given)
     assert forward_context.stack == []
-
-
-@pytest.mark.slow
-def test_inductor_decodes_in_one_graph(ids) -> None:
-    model = patch(tiny_llama(num_hidden_layers=1), "rerope")
-    right = logits(model, ids[:, :60])
-    compiled, cache = torch.compile(model, fullgraph=True), static(model)
-    said = [logits(model, ids[:, :50], past_key_values=cache)]
-    said += [logits(compiled, ids[:, i : i + 1], past_key_values=cache) for i in range(50, 60)]
-    torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
-    assert graphs() == 1
 
 
 @pytest.mark.parametrize("name", [pytest.param("rerope", marks=pytest.mark.slow), "dual_chunk"])

@@ -10,14 +10,7 @@ from torch import nn
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    EXACT,
-    FAMILIES,
-    METHODS,
-    decoded,
-    logits,
-    patch,
-)
+from tests.helpers.positions import EXACT, FAMILIES, METHODS, decoded, logits, patch
 
 
 @pytest.mark.parametrize("name", METHODS)

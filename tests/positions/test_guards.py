@@ -10,16 +10,7 @@ from transformers import DynamicCache
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    CACHES,
-    EXACT,
-    FAMILIES,
-    NEW,
-    decoded,
-    logits,
-    padded,
-    patch,
-)
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded, patch
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

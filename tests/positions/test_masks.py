@@ -34,8 +34,7 @@ def test_a_mask_function_of_another_shape_is_not_taken_for_a_plain_one() -> None
     own.__qualname__ = "packed_sequence_mask_function.<locals>.inner_mask"
     both = masking_utils.and_masks(masking_utils.causal_mask_function, own)
     either = masking_utils.or_masks(
-        masking_utils.causal_mask_function,
-        masking_utils.packed_sequence_mask_function(DOCUMENTS),
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(DOCUMENTS)
     )
     for function in (own, both, either, masking_utils.bidirectional_mask_function):
         assert not is_plain(function) and documents_of(function) is None
@@ -81,11 +80,7 @@ def test_a_bias_is_what_cannot_express_tokens_that_see_later_ones(ids) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "compiled"),
-    [
-        ("gemma3", False),
-        ("paligemma", False),
-        pytest.param("gemma3", True, marks=pytest.mark.slow),
-    ],
+    [("gemma3", False), ("paligemma", False), pytest.param("gemma3", True, marks=pytest.mark.slow)],
 )
 def test_the_tokens_of_an_image_see_each_other(kind: str, compiled: bool) -> None:
     """The mask is made around the decoder, which transformers then asks for its own."""

@@ -10,12 +10,7 @@ import torch
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    GEOMETRIES,
-    gradients,
-    logits,
-    patch,
-)
+from tests.helpers.positions import GEOMETRIES, gradients, logits, patch
 
 MASKS = ("left", "packed", "jump")
 

@@ -15,14 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_ext
 from recipes import data, finetune, settings
-from recipes.positions import (
-    CREAM,
-    MixedWindows,
-    PoSE,
-    RandomFloats,
-    ReleasedPoSE,
-    Scattered,
-)
+from recipes.positions import CREAM, MixedWindows, PoSE, RandomFloats, ReleasedPoSE, Scattered
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.recipe_runs import arguments, history
 

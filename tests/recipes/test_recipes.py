@@ -288,12 +288,7 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
 
 
-WINDOWS = {
-    "positions": "mixed_windows",
-    "pose_chunks": 0,
-    "length": 256,
-    "method": "dynamic_yarn",
-}
+WINDOWS = {"positions": "mixed_windows", "pose_chunks": 0, "length": 256, "method": "dynamic_yarn"}
 REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ({"model": None}, "--model is missing"),

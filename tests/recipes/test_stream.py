@@ -144,12 +144,7 @@ def test_bookending_by_hand() -> None:
     """B and E are 0 and 1; the documents are 10 to 14, and 20 to 26."""
     documents = {"input_ids": [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 25, 26, 1]]}
     found = data.Bookend(5, (0,), (1,))(documents)["input_ids"].tolist()
-    assert found == [
-        [0, 10, 11, 12, 1],
-        [0, 13, 14, 1, 1],
-        [0, 20, 21, 22, 1],
-        [0, 23, 24, 25, 1],
-    ]
+    assert found == [[0, 10, 11, 12, 1], [0, 13, 14, 1, 1], [0, 20, 21, 22, 1], [0, 23, 24, 25, 1]]
     exact = data.Bookend(7, (0,), (1,))(documents)["input_ids"].tolist()
     assert exact == [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 1]]
     headless = data.Bookend(4, (), (1,))({"input_ids": [[5, 6, 7, 8, 1]]})["input_ids"]

@@ -36,9 +36,6 @@ KNOWN = 14  # methods that are measured before any table, YaRN with five ramps a
 SMALL = {"population": 8, **{"samples": 2, "validation_samples": 0, "prompts": 0}}
 
 
-# Evolution
-
-
 def test_evolution_approaches_the_best_table() -> None:
     goal = torch.linspace(100, 400, 16)
     tried: list[Candidate] = []
@@ -60,9 +57,6 @@ def test_evolution_approaches_the_best_table() -> None:
 
     with pytest.raises(rope_ext.MeasureError, match="no space left"):
         evolve(first, Space(500, (0,)), full, **sizes)
-
-
-# Search
 
 
 def found(model, tokenizer, output: Path | None = None, iterations: int = 2, **changed):

@@ -92,13 +92,18 @@ def scale_softmax(
         baked = [module for module in site.baked if only is None or module in only]
         if not baked or number == 1:
             continue
-        for module in baked:
-            set_attribute(module, "scaling", cast("float", module.scaling) * number**2, changes)
+        scale_layers(baked, number**2, changes)
         notes.append(
             f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
             f"layers, where this checkpoint has its own (mscale_all_dim), not on cosine and sine"
         )
     return notes
+
+
+def scale_layers(modules: list[nn.Module], number: float, changes: Changes) -> None:
+    """Multiply the softmax scale of attention layers."""
+    for module in modules:
+        set_attribute(module, "scaling", cast("float", module.scaling) * number, changes)
 
 
 def target(

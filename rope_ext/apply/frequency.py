@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 
 from rope_ext.apply import position, raising
-from rope_ext.apply.base import Applied, require_scaling, scale_softmax, target
+from rope_ext.apply.base import Applied, require_scaling, scale_layers, scale_softmax, target
 from rope_ext.apply.rebuild import unsaved, written
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.options import Options
-from rope_ext.position import queries
+from rope_ext.position.layers import find_layouts
 from rope_ext.rotary import buffers, hooks
 from rope_ext.rotary.calls import refuse_sharded
 from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
+from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.rotary.swapping import Changes
 
 
@@ -26,53 +26,57 @@ def apply(
     place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
     """Apply a frequency method."""
-    if options.bias is not None or options.layers is not None:
+    scaled = place.scaled
+    temperature = method.tempered(scaled[0].rope)
+    constant = None if temperature is None else temperature.constant
+    tempered: list[nn.Module] = []
+    if constant is not None:
+        found = find_layouts(place.decoder, scaled, "leave temperature out")
+        rotated = {module: layout for module, layout in found.items() if layout is not None}
+        every = options.sliding_layers == "scale"
+        tempered = [module for module, layout in rotated.items() if every or not layout.local]
+        if not all(rotated[module].scales for module in tempered):
+            tempered = []
+    keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
+    if keep or options.bias or options.layers or (temperature is not None and not tempered):
         return position.apply(place, method, options, changes)
-    decoder, scaled = place.decoder, place.scaled
     length = max(site.target_length(method) for site in scaled)
     targets = {site: target(place, site, method, options) for site in scaled}
-    hooks.refuse_unused(decoder, scaled)
+    hooks.refuse_unused(place.decoder, scaled)
     growing = getattr(method, "mode", None) == "growing"
     precise = options.is_precise(length) and not (growing and options.precise == "auto")
-    keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
-    if growing and (precise or keep):
+    if growing and precise:
         raise OptionError(
             f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
-            f"precise=True or sliding_layers='keep'; use mode='fixed'"
+            f"precise=True; use mode='fixed'"
         )
-    temperature = method.tempered(scaled[0].rope)
     require_scaling(place, method)
-    expressible = not (keep or method.start_tokens)
-    saved = written(place, method, length) if expressible else unsaved(place, length)
-    if temperature is not None:  # it does not change the frequencies
-        saved = replace(unsaved(place, length), built=saved.built)
+    saved = unsaved(place, length)
+    if not method.start_tokens:
+        expressed = written(place, method, length)
+        # A temperature does not change the frequencies, but no rope_type expresses it.
+        saved = replace(saved, built=expressed.built) if tempered else expressed
     sequences = None
-    moving = temperature is not None and temperature.constant is None
-    if not growing and (method.is_dynamic or method.start_tokens or moving):
+    if not growing and (method.is_dynamic or method.start_tokens):
         sequences = Sequences(place, method, changes)
     for site, (inv_freq, scaling) in targets.items():
         if growing:
             _grow(site, method.name, saved.native, changes)
             continue
-        native = keep and site.shared
-        hooked = precise or native or sequences is not None
         values = saved.built.get(site, inv_freq.float()), scaling
         if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
             values = site.loaded, site.scaling
         buffers.write(site, *values)
-        if hooked:
-            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences, native).put(changes)
-    if keep:
-        local = hooks.local_layers(decoder, text_config(decoder).layer_types)
-        changes += [handle.remove for handle in hooks.keep_native(decoder, local)]
+        if precise or sequences is not None:
+            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
     per_sequence = method.is_dynamic and not growing and saved.native
-    notes = _notes(place, keep, precise, per_sequence)
+    notes = _notes(place, precise, per_sequence)
     notes += scale_softmax(scaled, (method,), changes)
     if options.compose == "raise":
         notes += raising.finish(place, saved.values, changes)
-    if temperature is not None:
-        include_sliding = options.sliding_layers == "scale"
-        notes += queries.install(place, temperature, sequences, include_sliding, changes)
+    if temperature is not None and constant is not None:
+        scale_layers(tempered, constant, changes)
+        notes.append(f"temperature: {temperature.formula}, in {len(tempered)} attention layers")
     return Applied(
         method=method,
         target_length=length,
@@ -100,15 +104,13 @@ def _refuse_sharded(name: str, module: nn.Module, args: tuple[Any, ...]) -> None
     refuse_sharded(name)
 
 
-def _notes(place: PatchTarget, keep: bool, precise: bool, per_sequence: bool) -> list[str]:
+def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
     notes = []
     left = [site for site in place.sites if site not in place.scaled]
     if left:
         names = ", ".join(sorted({site.layer_type or site.name for site in left}))
         notes.append(f"sliding layers: {names} see a limited window and stay as they were")
-    if keep:
-        notes.append("sliding layers: they share a rotary module and get its unpatched output")
-    elif any(site.shared for site in place.scaled):
+    if any(site.shared for site in place.scaled):
         notes.append(
             "sliding layers: they share the rotary module and are scaled along, as transformers "
             "does; sliding_layers='keep' leaves them alone"

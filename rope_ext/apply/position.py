@@ -13,7 +13,7 @@ from rope_ext.apply.rebuild import unsaved
 from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, PositionMethod
-from rope_ext.options import Options
+from rope_ext.options import Options, refuse_moving
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import buffers
 from rope_ext.rotary.calls import refuse_continuous_batching
@@ -37,14 +37,23 @@ class _Standing(RoPE):
 def apply(
     place: PatchTarget, given: PositionMethod | FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
-    """Apply a position method, or a frequency method with ``layers`` or a bias."""
+    """Apply a position method, or a frequency method whose layers or queries differ.
+
+    That is one with ``layers``, a bias, a temperature that is not a constant, or layers with a
+    window that share the rotary module and keep its trained frequencies.
+    """
     from rope_ext.position.install import Installed  # here, since it loads every kernel
 
     label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
     instead = "use a frequency method such as 'yarn'"
     if isinstance(given, FrequencyMethod):
-        options, instead = replace(options, frequency=given), f"patch with {given.name!r}"
         temperature = given.tempered(place.scaled[0].rope)
+        refuse_moving(given, "sliding_layers='keep'" if temperature is None else "a temperature")
+        options, instead = replace(options, frequency=given), f"patch with {given.name!r}"
+        if options.bias is None and options.layers is None:
+            instead = "give temperature= a number"
+            if temperature is None:
+                instead = "patch every layer, with sliding_layers='scale'"
         method: PositionMethod = _Standing(of=given, temperature=temperature)
     else:
         method = given

@@ -79,9 +79,20 @@ class Installed:
         self._short = [*map(_number, kept)] if position_map.window else []
         self.notes = self._notes(within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
-        handles = hooks.keep_native(decoder, kept)
+        handles = []
+        for module in kept:
+            names, site = calls.parameters(type(module)), rotated[module].site
+            if "position_embeddings" not in names:
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__}: {type(module).__name__} takes no "
+                    f"position_embeddings, so it cannot be kept as it was beside patched layers; "
+                    f"use sliding_layers='scale', and patch every layer"
+                )
+            hook = partial(self.keep, site, names.index("position_embeddings"))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        kept_sites = {rotated[module].site for module in kept}
         for site in sites:
-            hook = partial(self.rotate, site, bool(kept))
+            hook = partial(self.rotate, site, site in kept_sites)
             handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         handles += [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
@@ -276,10 +287,26 @@ class Installed:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
-        result = forward.embeddings(site, output)
         if native:
-            result = hooks.with_native(result, site, positions, self.map.precise)
-        return result
+            given = site.loaded, site.scaling, self.map.precise, output
+            forward.made[_native(site)] = hooks.rotation(site, positions, *given)
+        return forward.embeddings(site, output)
+
+    def keep(
+        self, site: RotarySite, place: int, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
+        """Pre-hook of an attention layer that keeps the trained rotation.
+
+        ``place`` is the index of ``position_embeddings`` among the layer's arguments.
+        """
+        native = run(self.map, self._kept, site, module, args, kwargs)
+        if "position_embeddings" in kwargs:
+            return args, {**kwargs, "position_embeddings": native}
+        return (*args[:place], native, *args[place + 1 :]), kwargs
+
+    def _kept(self, site: RotarySite, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        # By the mask, since gradient checkpointing reruns a layer when no forward is in progress.
+        return inputs.forward_of(self.map, module, args, kwargs).made[_native(site)]
 
     def _shorten(self, cache: Any) -> None:
         """Make a cache keep only what layers with a window attend to."""
@@ -317,6 +344,11 @@ def _chosen(
             f"{', '.join(map(str, sorted(known)))}, and {absent} is asked for; {choose}"
         )
     return [module for module in modules if _number(module) in wanted]
+
+
+def _native(site: RotarySite) -> tuple[str, str, str | None]:
+    """Name of the trained rotation among what a forward has made."""
+    return "native", site.name, site.layer_type
 
 
 def _number(module: nn.Module) -> int:

@@ -62,7 +62,6 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Any] = []  # ForwardContexts and calls of generate, innermost last
-        self.recomputed: Any = None  # the forward whose layers gradient checkpointing reruns
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.rotary.calls import (
     is_exporting,
     is_sharded,
@@ -173,21 +172,6 @@ class SequenceForward(ForwardContext):
                 )
         return tables[-1][0][key]
 
-    def query_scale(
-        self, temperature: Temperature, device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the factor of queries, ``[rows or 1, 1, tokens, 1]``.
-
-        For a learned temperature, return the growth that its scales multiply.
-        """
-        key = ("query_scale", device, dtype)
-        if key not in self._made:
-            assert self.positions is not None
-            t = furthest(self.counted(self.positions)).double().clamp(min=0)
-            tau = temperature.growth(t) if isinstance(temperature, SSMax) else temperature.at(t)
-            self._made[key] = tau.to(device, dtype)[:, None, :, None]
-        return self._made[key]
-
     def counted(self, positions: torch.Tensor) -> torch.Tensor:
         """Return ``positions`` relative to the first token of each sequence."""
         assert self.started is not None, "locate() comes first"
@@ -263,7 +247,7 @@ class Sequences:
     A decoder pre-hook starts a :class:`SequenceForward`, which the rotary module's hook uses.
     Continued sequences are recorded on their cache; new ones are found from positions and mask.
 
-    The frequencies of ``method`` depend on a sequence's length or a token's position.
+    The frequencies of ``method`` depend on a sequence's length, or differ for its first tokens.
     """
 
     def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
@@ -272,7 +256,7 @@ class Sequences:
         self.trained = min(site.rope.length for site in place.scaled)
         self.names, modules = parameters(type(decoder)), decoder.modules()
         self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
-        self.cure = "leave start_tokens out, and give temperature= a number"
+        self.cure = "leave start_tokens out"
         if method.is_dynamic:
             self.cure = "pass length=TOKENS to fix the frequencies"
         self.unbatched = (
@@ -288,17 +272,14 @@ class Sequences:
             generate = functools.partial(self.generate, place.model)
             wrap(place.model, "generate", generate, changes)
 
-    def current(self) -> SequenceForward | None:
-        """The forward in progress."""
-        forward = current(self)
-        if forward is None and torch._C._current_graph_task_id() != -1:
-            # Gradient checkpointing reruns a layer.
-            forward = forward_context.recomputed
-        return forward if forward is not None and forward.patch is self else None
-
     def at(self, positions: torch.Tensor) -> SequenceForward:
         """Return the forward in progress; if there is none, create one from ``positions`` alone."""
-        forward = self.current()
+        forward = current(self)
+        if forward is None and torch._C._current_graph_task_id() != -1:  # in a backward pass
+            raise UnsupportedModelError(
+                f"gradient checkpointing runs a layer with a rotary module of its own again, and "
+                f"{self.method.name} follows whole forwards; {self.cure}, or train without it"
+            )
         if forward is None:
             forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False)
             length = positions.max().reshape(1) + 1
@@ -424,9 +405,9 @@ class Sequences:
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records the sequences on the cache, which the decoder may have created."""
-        run(self, self._end, decoder, output)
+        run(self, self._end, output)
 
-    def _end(self, decoder: nn.Module, output: Any) -> None:
+    def _end(self, output: Any) -> None:
         forward: SequenceForward | None = current(self)
         if forward is None:  # an error was raised before it started
             return
@@ -436,12 +417,6 @@ class Sequences:
         for cache in (forward.cache, *caches_in(output)):
             if cache is not None and getattr(cache, NOTE, None) is not forward.started:
                 setattr(cache, NOTE, forward.started)
-        forward.mask = forward.cache = None  # autograd may keep this object alive
-        hidden = output[0]
-        trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
-        if trains and hidden.requires_grad:
-            # With gradient checkpointing, layers rerun in the backward thread.
-            hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 
     def generate(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the batch's prompt plus new tokens, then call generate."""

@@ -30,11 +30,11 @@ from rope_ext.rotary.context import (
     cache_among,
     caches_in,
     current,
-    enter,
     forget_failed_exports,
-    leave,
+    forward_context,
     run,
     run_eagerly,
+    shape_of,
 )
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -75,7 +75,7 @@ class Installed:
                 f"rotation, and none is left for the window; choose another every= or start=, or "
                 f"patch with 'nope' for no positions at all"
             )
-        self._modules, self._names = list(layouts), calls.parameters(type(decoder))
+        self._modules = list(layouts)
         self._short = [*map(_number, kept)] if position_map.window else []
         self.notes = self._notes(within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
@@ -200,12 +200,12 @@ class Installed:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
         forget_failed_exports()
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = calls.arguments(decoder, args, kwargs)
         forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
         if forward is None:
             self._begin(given)
         else:
-            enter(forward)
+            forward_context.stack.append(forward)
 
     def traceable(self) -> bool:
         """Whether a graph is being traced, and no error has to be raised eagerly."""
@@ -236,8 +236,6 @@ class Installed:
         cache = cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
-        tokens: Any = given.get("input_ids")
-        rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
         mask = given.get("attention_mask")
         if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
             mask = next(iter(mask.values()), None)
@@ -250,14 +248,14 @@ class Installed:
         elif cache is not None:
             self._shorten(cache)
         forward = PositionForward(
-            *(self.map, rows, length, filled, cache, False),
+            *(self.map, *shape_of(given), filled, cache, False),
             padding if dimensions == 2 else None,
             weights=bool(given.get("output_attentions")),
             shown=shown(padding) if dimensions == 4 else None,
         )
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
-        enter(forward)
+        forward_context.stack.append(forward)
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records metadata on caches, including one that the decoder created."""
@@ -267,7 +265,7 @@ class Installed:
         forward = current(self.map)
         if forward is None:  # an error was raised before it started
             return
-        leave(forward)
+        forward_context.stack.remove(forward)
         for cache in caches_in(output):
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)

@@ -20,9 +20,9 @@ from torch import nn
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary.calls import (
+    arguments,
     is_exporting,
     is_sharded,
-    parameters,
     refuse_continuous_batching,
     refuse_sharded,
     runs_layers_again,
@@ -34,12 +34,11 @@ from rope_ext.rotary.context import (
     cache_among,
     caches_in,
     current,
-    enter,
     forward_context,
     is_paged,
-    leave,
     run,
     run_eagerly,
+    shape_of,
 )
 from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.rotary.swapping import Changes, wrap
@@ -254,7 +253,7 @@ class Sequences:
         decoder, self.method, self.warned = place.decoder, method, False
         # Up to this length, no method changes anything.
         self.trained = min(site.rope.length for site in place.scaled)
-        self.names, modules = parameters(type(decoder)), decoder.modules()
+        modules = decoder.modules()
         self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
         self.cure = "leave start_tokens out"
         if method.is_dynamic:
@@ -300,20 +299,19 @@ class Sequences:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        traced = None
+        given, traced = arguments(decoder, args, kwargs), None
         if torch.compiler.is_compiling() and not is_exporting():
             traced = self._traced(decoder, given)
         if traced is None:
             self._begin(given)
         else:
-            enter(traced)
+            forward_context.stack.append(traced)
 
     def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
         """Create the forward for these arguments in tensors; None if tensors cannot express it."""
         if is_paged(given) or is_sharded() or runs_layers_again(decoder):
             return None
-        rows, tokens = _shape(given)
+        rows, tokens = shape_of(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
         if isinstance(filled, torch.Tensor) and not hasattr(cache, NOTE):
@@ -348,7 +346,7 @@ class Sequences:
             )
         if is_paged(given):
             raise CacheError(self.unbatched)
-        rows, tokens = _shape(given)
+        rows, tokens = shape_of(given)
         cache = cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(self, rows, tokens, filled, cache, False)
@@ -358,7 +356,7 @@ class Sequences:
         if request is not None:
             due, request.due = request.due, False
             forward.request = request if due or request.guided else None
-        enter(forward)
+        forward_context.stack.append(forward)
 
     def _request(self) -> Request | None:
         requests = (r for r in reversed(forward_context.stack) if isinstance(r, Request))
@@ -411,7 +409,7 @@ class Sequences:
         forward: SequenceForward | None = current(self)
         if forward is None:  # an error was raised before it started
             return
-        leave(forward)
+        forward_context.stack.remove(forward)
         if forward.started is None or output is None:
             return
         for cache in (forward.cache, *caches_in(output)):
@@ -426,18 +424,11 @@ class Sequences:
         if drafts and self._request() is not None:
             return original(*args, **kwargs)  # an assistant drafts for the same sequence
         request: Any = Request(self, *_room(model, given))
-        enter(request)
+        forward_context.stack.append(request)
         try:
             return original(*args, **kwargs)
         finally:
-            leave(request)
-
-
-def _shape(given: dict[str, Any]) -> tuple[int, int]:
-    """Return rows and tokens of a forward."""
-    tokens = given.get("input_ids")
-    rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    return rows, length
+            forward_context.stack.remove(request)
 
 
 def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:

@@ -62,13 +62,16 @@ class Options:
         for wrong, why in itertools.chain(self._faults(method), self._faults_of_frequency(method)):
             if wrong:
                 raise OptionError(why)
+        if not method.is_dynamic or not isinstance(method, FrequencyMethod):
+            return
         made = method.chosen_temperature
         for given, there in (
             ("bias=", self.bias is not None),
             ("layers=", self.layers is not None),
+            ("start_tokens=", bool(method.start_tokens)),
             ("a temperature by position", made is not None and made.filled(2, 2).constant is None),
         ):
-            if there and isinstance(method, FrequencyMethod):
+            if there:
                 refuse_moving(method, given)
 
     def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
@@ -155,17 +158,11 @@ class Options:
 
 
 def refuse_moving(method: FrequencyMethod, option: str) -> None:
-    """Raise OptionError if the frequencies of ``method`` depend on the sequence or the token."""
-    if method.is_dynamic:
-        raise OptionError(
-            f"{method.name} changes with the sequence, which {option} cannot follow; pass "
-            f"length=TOKENS to fix it"
-        )
-    if method.start_tokens:
-        raise OptionError(
-            f"{method.name} with start_tokens={method.start_tokens} cannot have {option}; leave "
-            f"start_tokens out"
-        )
+    """Raise OptionError for an option that needs frequencies that do not depend on the sequence."""
+    raise OptionError(
+        f"{method.name} changes with the sequence, which {option} cannot follow; pass "
+        f"length=TOKENS to fix it"
+    )
 
 
 def _bias(given: Any) -> Encoding:

@@ -38,7 +38,8 @@ def apply(
         if not all(rotated[module].scales for module in tempered):
             tempered = []
     keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
-    if keep or options.bias or options.layers or (temperature is not None and not tempered):
+    uneven = keep or method.start_tokens or options.bias or options.layers
+    if uneven or (temperature is not None and not tempered):
         return position.apply(place, method, options, changes)
     length = max(site.target_length(method) for site in scaled)
     targets = {site: target(place, site, method, options) for site in scaled}
@@ -51,13 +52,10 @@ def apply(
             f"precise=True; use mode='fixed'"
         )
     require_scaling(place, method)
-    saved = unsaved(place, length)
-    if not method.start_tokens:
-        expressed = written(place, method, length)
-        # A temperature does not change the frequencies, but no rope_type expresses it.
-        saved = replace(saved, built=expressed.built) if tempered else expressed
-    sequences = None
-    if not growing and (method.is_dynamic or method.start_tokens):
+    saved, sequences = written(place, method, length), None
+    if tempered:  # the frequencies stay the same, but no rope_type expresses it
+        saved = replace(unsaved(place, length), built=saved.built)
+    if method.is_dynamic and not growing:
         sequences = Sequences(place, method, changes)
     for site, (inv_freq, scaling) in targets.items():
         if growing:

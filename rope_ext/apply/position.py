@@ -12,7 +12,9 @@ from rope_ext.apply.base import Applied, require_scaling, scale_softmax, target
 from rope_ext.apply.rebuild import unsaved
 from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, UnsupportedModelError
-from rope_ext.methods import FrequencyMethod, PositionMethod
+from rope_ext.methods import Band, FrequencyMethod, PositionMethod
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import identity
 from rope_ext.options import Options, refuse_moving
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import buffers
@@ -25,13 +27,29 @@ _logger = logging.getLogger("rope_ext")
 
 @dataclass(frozen=True, kw_only=True)
 class _Standing(RoPE):
-    """Wraps a frequency method as a position method that leaves positions unchanged."""
+    """Wraps a frequency method as a position method that leaves positions unchanged.
+
+    Only its ``start_tokens`` get positions at which the new frequencies give the trained angles.
+    """
 
     of: FrequencyMethod
+    divisors: torch.Tensor  # trained frequencies divided by the new ones, float64, [pairs]
 
     @property
     def name(self) -> str:
         return self.of.name
+
+    @property
+    def by_pair(self) -> bool:
+        return bool(self.of.start_tokens)
+
+    def bands(self) -> tuple[Band, ...]:
+        to = self._placed if self.of.start_tokens else identity
+        return (Band(Distance(0, None), to, to),)
+
+    def _placed(self, t: torch.Tensor) -> torch.Tensor:
+        t = t.unsqueeze(-1)
+        return torch.where(t < self.of.start_tokens, t * self.divisors.to(t), t)
 
 
 def apply(
@@ -48,13 +66,20 @@ def apply(
     instead = "use a frequency method such as 'yarn'"
     if isinstance(given, FrequencyMethod):
         temperature = given.tempered(place.scaled[0].rope)
-        refuse_moving(given, "sliding_layers='keep'" if temperature is None else "a temperature")
+        if given.is_dynamic:  # with layers that share a rotary module, or a layer without a scale
+            refuse_moving(given, "sliding_layers='keep'" if temperature is None else "temperature=")
         options, instead = replace(options, frequency=given), f"patch with {given.name!r}"
         if options.bias is None and options.layers is None:
-            instead = "give temperature= a number"
-            if temperature is None:
-                instead = "patch every layer, with sliding_layers='scale'"
-        method: PositionMethod = _Standing(of=given, temperature=temperature)
+            instead = "patch every layer, with sliding_layers='scale'"
+            if given.start_tokens:
+                instead = "leave start_tokens out"
+            elif temperature is not None:
+                instead = "give temperature= a number"
+        trained = place.scaled[0].rope
+        divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(
+            1.0
+        )  # 0 / 0: no rotation
+        method: PositionMethod = _Standing(of=given, divisors=divisors, temperature=temperature)
     else:
         method = given
     decoder, under, rope = place.decoder, options.frequency, options.rope(place.scaled[0].rope)

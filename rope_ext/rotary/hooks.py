@@ -14,7 +14,7 @@ from torch import nn
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.context import run
-from rope_ext.rotary.sequences import Sequences, furthest
+from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import RotarySite, evaluating, vocabulary_of
 from rope_ext.rotary.swapping import Changes, mark_hooked
 from rope_ext.rotary.third_party import replaced
@@ -28,7 +28,7 @@ class RotaryHook:
         inv_freq: float64, ``[pairs]``; used unless frequencies depend on the sequence.
         scaling: factor of cosine and sine; used unless it depends on the sequence.
         precise: compute angles in float64; else in float32, as transformers does.
-        sequences: the sequences of the batch, if frequencies depend on them.
+        sequences: the sequences of the batch, under a dynamic method.
     """
 
     def __init__(
@@ -52,30 +52,17 @@ class RotaryHook:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         inv_freq = cached_on_device(self, "inv_freq", positions.device)
-        used: tuple[Any, Any, Any] = positions, inv_freq, self.scaling
+        used: tuple[Any, Any] = inv_freq, self.scaling
         if self.sequences is not None:
-            used = run(self.sequences, self._follow, self.sequences, *used)
-        return rotation(self.site, *used, self.precise, output)
+            used = run(self.sequences, self._follow, self.sequences, positions)
+        return rotation(self.site, positions, *used, self.precise, output)
 
     def _follow(
-        self,
-        sequences: Sequences,
-        positions: torch.Tensor,
-        inv_freq: torch.Tensor,
-        scaling: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Return positions, frequencies and scaling of the current sequences."""
-        forward, method = sequences.at(positions), sequences.method
+        self, sequences: Sequences, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return frequencies and scaling of the current sequences."""
         dtype = torch.float64 if self.precise else torch.float32
-        if method.is_dynamic:
-            inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
-        if method.start_tokens:  # the first ones keep the trained frequencies
-            positions = forward.counted(positions)
-            place = furthest(positions)
-            trained = cached_on_device(self.site, "loaded", place.device).to(dtype)
-            early = (place < method.start_tokens).unsqueeze(-1)
-            inv_freq = torch.where(early, trained, inv_freq.to(place.device, dtype))
-        return positions, inv_freq, scaling
+        return sequences.at(positions).frequencies(self.site, positions, dtype)
 
 
 @torch.no_grad()

@@ -243,17 +243,14 @@ class Sequences:
         wrap(place.model, "generate", functools.partial(self.generate, place.model), changes)
 
     def at(self, positions: torch.Tensor) -> SequenceForward:
-        """Return the forward in progress; if there is none, create one from ``positions`` alone."""
+        """Return the forward in progress, whose position ids are ``positions``."""
         forward = current(self)
-        if forward is None and torch._C._current_graph_task_id() != -1:  # in a backward pass
-            raise UnsupportedModelError(
-                f"gradient checkpointing runs a layer with a rotary module of its own again, and "
-                f"{self.method.name} follows whole forwards; {self.cure}, or train without it"
-            )
         if forward is None:
-            forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False)
-            length = positions.max().reshape(1) + 1
-            forward.started = Started(self.method, length.cpu(), 0)
+            raise UnsupportedModelError(
+                f"a rotary module was run by itself, or again by gradient checkpointing, and "
+                f"{self.method.name} follows the sequences of whole forwards; run the whole model, "
+                f"without checkpointing, or {self.cure}"
+            )
         forward.locate(positions)
         return forward
 

@@ -62,6 +62,17 @@ class Options:
         for wrong, why in itertools.chain(self._faults(method), self._faults_of_frequency(method)):
             if wrong:
                 raise OptionError(why)
+        if not method.is_dynamic or not isinstance(method, FrequencyMethod):
+            return
+        made = method.chosen_temperature
+        for given, there in (
+            ("bias=", self.bias is not None),
+            ("layers=", self.layers is not None),
+            ("start_tokens=", bool(method.start_tokens)),
+            ("a temperature by position", made is not None and made.filled(2, 2).constant is None),
+        ):
+            if there:
+                refuse_moving(method, given)
 
     def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
         """Yield conflicts of ``bias`` or ``layers`` with ``method``: whether it exists, and why."""
@@ -85,18 +96,6 @@ class Options:
             f"layers={layers!r} has no effect; leave layers out"
             + (f", and set the options every and start of {name}" if own else ""),
         )
-        given = "bias" if bias is not None else "layers" if layers is not None else None
-        if given is not None and method.kind == "frequency":
-            yield (
-                method.is_dynamic,
-                f"{name} changes with the sequence, which {given}= cannot follow; pass "
-                f"length=TOKENS to fix it",
-            )
-            yield (
-                bool(method.start_tokens),
-                f"{name} with start_tokens={method.start_tokens} cannot have {given}=; leave "
-                f"start_tokens out",
-            )
 
     def _faults_of_frequency(self, method: Method) -> Iterator[tuple[bool, str]]:
         """Yield conflicts of ``frequency`` with ``method``: whether each exists, and why."""
@@ -156,6 +155,14 @@ class Options:
             raise OptionError(
                 f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
             )
+
+
+def refuse_moving(method: FrequencyMethod, option: str) -> None:
+    """Raise OptionError for an option that needs frequencies that do not depend on the sequence."""
+    raise OptionError(
+        f"{method.name} changes with the sequence, which {option} cannot follow; pass "
+        f"length=TOKENS to fix it"
+    )
 
 
 def _bias(given: Any) -> Encoding:

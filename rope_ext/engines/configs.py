@@ -62,7 +62,7 @@ def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
 def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
-    A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
+    A saved folder either runs as patched or raises an error (``apply/configuration.py``).
     """
     base.refuse_positions(state)
     family = base.family_of(state, "mlx")

@@ -23,7 +23,7 @@ from rope_eval.plots.style import (
     ticker,
 )
 from rope_ext.advice.describe import require_length
-from rope_ext.apply.base import refuse_scaled
+from rope_ext.apply.method import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.encodings.base import Learned

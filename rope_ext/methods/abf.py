@@ -1,16 +1,13 @@
 """Adjusted base frequency."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Base
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 def smallest_base(length: float) -> float:
@@ -41,12 +38,7 @@ class ABF(FrequencyMethod):
     paper = "arXiv 2309.16039"
     summary = "long continued training, as for Llama 2 Long and Code Llama"
 
-    base: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.base is not None:
-            self.require_number("base", above=1)
+    base: Base | None = None
 
     def new_base(self, rope: Rope) -> float:
         """The base after the patch.

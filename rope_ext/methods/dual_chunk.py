@@ -1,18 +1,15 @@
 """Dual chunk attention."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Annotated
 
 import torch
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.geometry import ChunkGap
-from rope_ext.methods.kinds import Band, PositionMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, register
 
 
 @register
@@ -46,15 +43,10 @@ class DualChunk(PositionMethod):
 
     valid_options = "a chunk of at most the trained length"
 
-    chunk: int | None = None
-    local: int | None = None
+    chunk: Annotated[int, Whole(2)] | None = None
+    local: Tokens | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("chunk", minimum=2)
-        self.require_tokens("local")
-
-    def resolved(self, rope: Rope) -> DualChunk:
+    def resolved(self, rope: Rope) -> Self:
         chunk = self.chunk or max(2, 3 * rope.length // 4)
         local = self.local or max(1, rope.length // 8)
         full = replace(self, chunk=chunk, local=local)

@@ -1,15 +1,12 @@
 """Dynamic YaRN."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 
-from rope_ext.methods.kinds import DynamicMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
-from rope_ext.methods.yarn import BETAS, YaRN
+from rope_ext.methods.checked import Positive
+from rope_ext.methods.kinds import DynamicMethod, Rope, register
+from rope_ext.methods.yarn import BETAS, BetaFast, YaRN
 
 
 @register
@@ -35,13 +32,9 @@ class DynamicYaRN(DynamicMethod):
     summary = "YaRN for mixed lengths; outputs for short prompts do not change"
     candidates = BETAS
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: BetaFast = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._yarn()  # checks the shared options
 
     def _yarn(self) -> YaRN:
         return YaRN(

@@ -1,4 +1,4 @@
-"""The kinds of methods and their interface.
+"""The kinds of methods, their interface, and the registry.
 
 A method changes the rotation angle ``t * theta_i``: a frequency method to ``t * h_i``, a position
 method to ``g(t) * theta_i``. It receives the trained embedding as a :class:`Rope`, computes in
@@ -6,23 +6,23 @@ float64, and knows nothing about models. Every method implements the whole inter
 does not change stays as in the trained embedding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
+from typing_extensions import Self
 
-from rope_ext.errors import OptionError
-from rope_ext.methods.checked import Checked
+from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
+from rope_ext.methods.checked import Checked, Number, Tokens
 from rope_ext.methods.geometry import Geometry
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
+Factor = Annotated[float, Number(minimum=1, maximum=MOST_TOKENS)]
 FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
 """First candidates for ``attention_factor`` when the best value is unknown."""
 _QUERIES = 2**16
@@ -66,14 +66,12 @@ class Method(Checked):
     candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = MappingProxyType({})
     candidate_temperatures: ClassVar[tuple[Any, ...]] = ()
 
-    factor: float
-    attention_factor: float | None = None
+    factor: Factor
+    attention_factor: Annotated[float, Number(above=0, maximum=100)] | None = None
     temperature: str | float | Temperature | None = None
 
     def __post_init__(self) -> None:
-        self.require_number("factor", minimum=1, maximum=MOST_TOKENS)
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
+        super().__post_init__()
         if self.temperature is not None:
             made = as_temperature(self.temperature)
             valid = (
@@ -107,7 +105,7 @@ class Method(Checked):
                 f"number greater than 1 (4 makes 4 times the trained context)"
             )
 
-    def resolved(self, rope: Rope) -> Method:
+    def resolved(self, rope: Rope) -> Self:
         """The same method with every option set.
 
         Raises:
@@ -270,9 +268,6 @@ class PositionMethod(Method):
         """Whether every pair has its own positions."""
         return False
 
-    def resolved(self, rope: Rope) -> PositionMethod:
-        return self
-
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands that cover all keys a query attends to; of a :meth:`resolved` method.
 
@@ -380,10 +375,6 @@ class LogScaled(PositionMethod):
 
     log_n: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("log_n", isinstance(self.log_n, bool), "True or False")
-
     def own_temperature(self) -> Temperature | None:
         return LogN() if self.log_n else None
 
@@ -402,7 +393,6 @@ class Tempered(PositionMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("published", isinstance(self.published, bool), "True or False")
         if self.published:  # store what it stands for, so that equal settings compare equal
             self.set("temperature", self.temperature or as_temperature(1.0))
             self.set("published", False)
@@ -424,11 +414,7 @@ class DynamicMethod(FrequencyMethod):
             first forward otherwise. Left padding and other documents in the row do not count.
     """
 
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("length")
+    length: Tokens | None = None
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
         """``h`` for each of ``lengths`` (float64, ``[rows]``, tokens): ``[rows, dim / 2]``."""
@@ -483,3 +469,107 @@ def longrope_table(
         "attention_factor": float(attention_scaling),
         "original_max_position_embeddings": rope.length,
     }
+
+
+_REGISTRY: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
+_OWN = {
+    "attention_scaling": "own_scaling",
+    "attention_scaling_at": "own_scaling_at",
+    "temperature": "own_temperature",
+}
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def register(cls: M) -> M:
+    """Class decorator: registers a method under its name and aliases.
+
+    Raises:
+        RopeExtError: the name or an alias is taken, or the class overrides something that options
+            decide; nothing is registered then.
+    """
+    for name, own in _OWN.items():
+        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
+        if any(callable(vars(c).get(name)) for c in overridden):
+            raise RopeExtError(
+                f"{cls.__name__} overrides {name}, which the options attention_factor and "
+                f"temperature control; override {own} to set the default"
+            )
+    names = (cls.name, *cls.aliases)
+    for name in names:
+        holder = _REGISTRY.get(_key(name), cls)
+        if holder is not cls:
+            raise RopeExtError(
+                f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
+            )
+    _REGISTRY.update((_key(name), cls) for name in names)
+    return cls
+
+
+def unregister(cls: type[Method]) -> None:
+    """Remove a method from the registry, for example to redefine its class in a notebook."""
+    for key in [key for key, held in _REGISTRY.items() if held is cls]:
+        del _REGISTRY[key]
+
+
+def all_methods() -> list[type[Method]]:
+    """Registered methods that extend RoPE, in order of registration."""
+    return [cls for cls in _all() if cls.kind not in ("encoding", "rotation")]
+
+
+def all_encodings() -> list[type[Method]]:
+    """Registered position encodings other than RoPE, in order of registration."""
+    return [cls for cls in _all() if cls.kind == "encoding"]
+
+
+def _all() -> list[type[Method]]:
+    return list(dict.fromkeys(_REGISTRY.values()))
+
+
+def method_class(name: str) -> type[Method]:
+    """Look up a method class by name or alias; ignores case, hyphens and underscores.
+
+    Raises:
+        UnknownMethodError: there is no such method.
+    """
+    try:
+        return _REGISTRY[_key(name)]
+    except KeyError:
+        names = [cls.name for cls in _all()]
+        aliases = [alias for cls in _all() for alias in cls.aliases]
+        raise UnknownMethodError(
+            f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
+            f"Methods: {', '.join(cls.name for cls in all_methods())}. "
+            f"Encodings: {', '.join(cls.name for cls in all_encodings())}. "
+            f"RoPE as trained: rope"
+        ) from None
+
+
+def build_method(name: str, /, **options: Any) -> Method:
+    """Build a method by name.
+
+    Raises:
+        UnknownMethodError: there is no method with that name.
+        OptionError: an option is unknown, missing or out of range.
+    """
+    cls = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for option in options:
+        if option not in fields:
+            raise OptionError(
+                f"{cls.name} has no option {option!r}{nearest(option, fields) or '.'} "
+                f"Options: {', '.join(fields)}"
+            )
+    missing = [
+        field.name
+        for field in fields.values()
+        if field.name not in options
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
+    return cls(**options)

@@ -1,15 +1,12 @@
 """Leaky ReRoPE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Annotated
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Number, Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, register
 
 
 @register
@@ -36,16 +33,10 @@ class LeakyReRoPE(LogScaled):
 
     valid_options = "a window below the trained length, and k above 1"
 
-    window: int | None = None
-    k: float | None = None
+    window: Tokens | None = None
+    k: Annotated[float, Number(minimum=1)] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("window")
-        if self.k is not None:
-            self.require_number("k", minimum=1)
-
-    def resolved(self, rope: Rope) -> LeakyReRoPE:
+    def resolved(self, rope: Rope) -> Self:
         window = self.window or max(1, rope.length // 8)
         k = self.k
         if k is None:

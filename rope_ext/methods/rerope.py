@@ -1,15 +1,11 @@
 """ReRoPE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, register
 
 
 @register
@@ -39,17 +35,15 @@ class ReRoPE(LogScaled):
 
     valid_options = "a window of at most the trained length"
 
-    window: int | None = None
+    window: Tokens | None = None
     published: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("window")
-        self.require("published", isinstance(self.published, bool), "True or False")
         if self.window is not None:  # so that equal settings compare equal
             self.set("published", False)
 
-    def resolved(self, rope: Rope) -> ReRoPE:
+    def resolved(self, rope: Rope) -> Self:
         share = 4 if self.published else 2
         return replace(self, window=self.window or max(1, rope.length // share))
 

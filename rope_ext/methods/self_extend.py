@@ -1,16 +1,12 @@
 """Self-Extend."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Tempered, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, register
 
 
 @register
@@ -41,15 +37,10 @@ class SelfExtend(Tempered):
 
     valid_options = "a window below the trained length, and a group of at least 2"
 
-    window: int | None = None
-    group: int | None = None
+    window: Tokens | None = None
+    group: Tokens | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("window")
-        self.require_tokens("group")
-
-    def resolved(self, rope: Rope) -> SelfExtend:
+    def resolved(self, rope: Rope) -> Self:
         window = self.window or max(1, rope.length // 4)
         group = self.group
         if group is None:

@@ -5,17 +5,16 @@ do not rotate. Positions count from the first token of a sequence. Temperatures 
 position start at 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from typing_extensions import Self
 
-from rope_ext.methods.checked import Checked, not_none
+from rope_ext.methods.checked import Checked, Number, Tokens, Whole, not_none
 from rope_ext.methods.rope import plain_number
 
 
@@ -28,7 +27,7 @@ def yarn_factor(factor: float) -> float:
 class Temperature(Checked):
     """Base of all temperatures: frozen dataclasses whose fields are their options."""
 
-    def filled(self, length: int, factor: float) -> Temperature:
+    def filled(self, length: int, factor: float) -> Self:
         """The same temperature with every option set.
 
         Args:
@@ -75,12 +74,8 @@ class LogN(Temperature):
 
     name: ClassVar[str] = "log_n"
 
-    length: int | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.require_tokens("length", minimum=2)
-        self.require_number("scale", above=0, maximum=100)
+    length: Annotated[int, Whole(2)] | None = None
+    scale: Annotated[float, Number(above=0, maximum=100)] = 1.0
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.scale * ((t + 1).log() / math.log(not_none(self.length)) - 1).clamp(min=0)
@@ -113,9 +108,7 @@ class SSMax(LogN):
     name: ClassVar[str] = "ssmax"
     redefining: ClassVar[tuple[str, ...]] = ("length",)  # see Encoding
 
-    def __post_init__(self) -> None:
-        self.require_tokens("length", minimum=2)
-        self.require_number("scale", minimum=0, maximum=100)
+    scale: Annotated[float, Number(minimum=0, maximum=100)] = 1.0
 
     def growth(self, t: torch.Tensor) -> torch.Tensor:
         """What ``s`` multiplies at positions ``t``, float64."""
@@ -143,12 +136,8 @@ class Llama4(Temperature):
 
     name: ClassVar[str] = "llama4"
 
-    beta: float = 0.1
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        self.require_number("beta", above=0, maximum=100)
-        self.require_tokens("length")
+    beta: Annotated[float, Number(above=0, maximum=100)] = 0.1
+    length: Tokens | None = None
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.beta * (t / not_none(self.length)).floor().log1p()
@@ -174,11 +163,7 @@ class YaRNTemperature(Temperature):
 
     name: ClassVar[str] = "yarn"
 
-    factor: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.factor is not None:
-            self.require_number("factor", minimum=1)
+    factor: Annotated[float, Number(minimum=1)] | None = None
 
     @property
     def constant(self) -> float | None:
@@ -199,10 +184,7 @@ class Constant(Temperature):
 
     name: ClassVar[str] = "constant"
 
-    value: float
-
-    def __post_init__(self) -> None:
-        self.require_number("value", above=0, maximum=100)
+    value: Annotated[float, Number(above=0, maximum=100)]
 
     @property
     def constant(self) -> float | None:

@@ -1,7 +1,5 @@
 """The command line. Commands import transformers only when they run."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """All errors that rope_ext raises. Each message ends with how to fix the problem."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The keyword arguments of ``patch`` other than the method and its options."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Writes a model card for a saved or merged model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

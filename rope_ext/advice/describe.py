@@ -1,7 +1,5 @@
 """Reports a model's rotary embedding, its angles at a given length, and the available methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

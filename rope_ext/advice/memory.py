@@ -1,7 +1,5 @@
 """Estimates the memory that a prompt needs, without loading weights."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The model vendor's recipe comes first, then the result of a calibration, then me
 pretrained models; with fine-tuning, published results. The data is in ``sources``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

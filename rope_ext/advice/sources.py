@@ -5,8 +5,6 @@ models with each method's defaults, and ``make evidence-pages`` writes
 ``evidence.json``: for each model, methods by name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parses command-line values (lists, lengths such as 4k, method options) and finds `rope_eval`."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

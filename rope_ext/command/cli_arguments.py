@@ -1,7 +1,5 @@
 """Arguments shared by several commands, and typer's group and command classes."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

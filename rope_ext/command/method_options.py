@@ -1,7 +1,5 @@
 """Checks the methods and options of a command before anything is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence

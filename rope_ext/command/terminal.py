@@ -1,7 +1,5 @@
 """Errors, messages and progress bars shared by all commands."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

@@ -1,12 +1,12 @@
 """The record of a patch: JSON stored in a model's configuration or next to an adapter."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from typing_extensions import Self
 
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
@@ -82,7 +82,7 @@ class Record:
         }
 
     @classmethod
-    def from_json(cls, data: Any, where: str) -> Record:
+    def from_json(cls, data: Any, where: str) -> Self:
         """Parse what ``to_json`` returned.
 
         Raises:
@@ -160,7 +160,7 @@ class Record:
             elif hasattr(text, name):
                 delattr(text, name)
 
-    def same(self, other: Record) -> bool:
+    def same(self, other: Self) -> bool:
         """Whether both have the same effect on the same model."""
         free = ("kernel", "compose", "original_max_position_embeddings")  # see the lengths
         return (

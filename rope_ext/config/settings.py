@@ -4,8 +4,6 @@ Configurations may contradict themselves, with fields of both styles, or lengths
 the factor. The value that transformers builds the frequencies from takes precedence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

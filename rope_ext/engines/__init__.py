@@ -1,7 +1,5 @@
 """Exports patches to other engines; each engine has a function that returns its settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Each engine module states the version whose formulas it follows and that was tested, if possible.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -14,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from rope_ext.apply.configuration import part_of
 from rope_ext.engines.families import ENGINES, Family
@@ -124,7 +123,7 @@ class Scaling:
     parameters: Mapping[str, Any]  # `rope_parameters` from which transformers builds the same
 
     @classmethod
-    def from_patch(cls, state: Patch) -> Scaling:
+    def from_patch(cls, state: Patch) -> Self:
         """Return the scaling of a patch with one fixed set of frequencies."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)

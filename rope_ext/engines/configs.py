@@ -1,7 +1,5 @@
 """Exports patches to transformers and mlx-lm, which read a folder's ``config.json``."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Writes patches into GGUF files for llama.cpp; needs the ``gguf`` library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import numpy
 from torch import nn
 from transformers import LlamaConfig
+from typing_extensions import Self
 
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import Refusal, config_of
@@ -39,7 +38,7 @@ class GGUFFile:
     reader: Any  # a reader of the `gguf` library
 
     @classmethod
-    def read(cls, path: str | Path) -> GGUFFile:
+    def read(cls, path: str | Path) -> Self:
         """Read a file's header, without the weights."""
         path, gguf = Path(path), require_gguf()
         try:

@@ -4,8 +4,6 @@ The engine's log-probabilities are compared with those of transformers with the 
 known mistakes of engines; :func:`judge` decides between them.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -22,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
+from typing_extensions import Self
 
 from rope_ext.engines import export, gguf_file, gguf_model, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, refuse_unproven
@@ -154,7 +153,7 @@ class Miniature:
     as_saved: bool  # whether the source configuration has the patch
 
     @classmethod
-    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
+    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Self:
         """Build one with the head size, layer types, base and scaling of a configuration.
 
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are

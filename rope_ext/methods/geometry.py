@@ -1,7 +1,5 @@
 """Which keys a query attends to: the shapes into which bands split the causal triangle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 

@@ -1,13 +1,12 @@
 """A trained rotary embedding as methods see it, and helpers for numeric options."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from rope_ext.errors import OptionError, UnsupportedModelError
 
@@ -32,7 +31,7 @@ class Rope:
     length: int
 
     @classmethod
-    def geometric(cls, base: float, dim: int, length: int) -> Rope:
+    def geometric(cls, base: float, dim: int, length: int) -> Self:
         """The unscaled embedding with this ``base``, exact in float64."""
         return cls(geometric(base, dim), base, length)
 

@@ -1,7 +1,5 @@
 """Reads and writes the sidecar file next to a PEFT adapter, which records the adapter's patch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import Self
 
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import AdapterError, NotPatchedError, RecordError, first_line
@@ -34,11 +33,11 @@ class Sidecar:
     after: Frequencies
 
     @classmethod
-    def from_patch(cls, state: Patch) -> Sidecar:
+    def from_patch(cls, state: Patch) -> Self:
         return cls(state.record, _unpatched(state.sites), _patched(state))
 
     @classmethod
-    def read(cls, path: str) -> Sidecar:
+    def read(cls, path: str) -> Self:
         """Read a sidecar file; raises RecordError if that fails."""
         again = "write it again from the patched model with rope_ext.save_sidecar"
         try:

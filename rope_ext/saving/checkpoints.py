@@ -1,7 +1,5 @@
 """Loads configurations, tokenizers and weights, cheapest first, so that errors appear early."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Reads how a saved or merged model is extended, without loading its weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

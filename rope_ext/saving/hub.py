@@ -1,7 +1,5 @@
 """Finds folders and files on disk or on the Hub, and converts loading errors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

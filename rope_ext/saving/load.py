@@ -1,7 +1,5 @@
 """Loads models and PEFT adapters together with the patch they were saved under."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

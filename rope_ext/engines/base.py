@@ -5,6 +5,7 @@ Each engine module states the version whose formulas it follows and that was tes
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,9 @@ DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 """Families whose checkpoints have a head for speculative decoding (MTP), which uses RoPE, too."""
 
 
+_MODELFILE = re.compile(r"FROM \./\S+\.gguf\nPARAMETER num_ctx \d+\n")
+
+
 class Refusal(Exception):
     """The reason why an engine cannot run a patch."""
 
@@ -47,7 +51,8 @@ class Export:
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``files`` to a directory, which is created if it does not exist.
 
-        A ``config.json`` of the same model is replaced; no other existing file is.
+        A ``config.json`` of the same model and a ``Modelfile`` of ours are replaced; no other
+        existing file is.
 
         Raises:
             ExportError: there are no files, or another file has one of their names.
@@ -62,8 +67,8 @@ class Export:
         for name, text in self.files.items():
             if not _replaceable(folder / name, text):
                 raise ExportError(
-                    f"{folder / name} exists and would be lost; move it away, or give another "
-                    f"folder"
+                    f"{folder / name} exists and would be lost; delete it or move it away, or give "
+                    f"another folder"
                 )
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
@@ -84,7 +89,7 @@ def _replaceable(path: Path, text: str) -> bool:
     try:
         there = path.read_text(encoding="utf-8")
         if path.name != "config.json":
-            return there == text
+            return there == text or bool(_MODELFILE.fullmatch(there))
         before, after = json.loads(there), json.loads(text)
         return all(before.get(name) == after.get(name) for name in ("model_type", "hidden_size"))
     except (OSError, ValueError, AttributeError):

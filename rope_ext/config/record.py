@@ -83,11 +83,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
-        """Parse what ``to_json`` returned.
-
-        Raises:
-            RecordError: the data is malformed or has a newer version.
-        """
+        """Parse what ``to_json`` returned."""
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
             raise RecordError(
@@ -187,11 +183,7 @@ class Record:
 
 
 def record_of(config: Any) -> Record | None:
-    """Read the record stored in ``config``; None if there is none.
-
-    Raises:
-        RecordError: the record cannot be read.
-    """
+    """Read the record stored in ``config``; None if there is none."""
     data = getattr(config, FIELD, None)
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 

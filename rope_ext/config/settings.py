@@ -83,11 +83,7 @@ def all_settings(config: Any) -> dict[str | None, RopeSettings]:
 
 
 def trained_length(config: Any) -> int | None:
-    """Context length in tokens of a text model as loaded; None: not given.
-
-    Raises:
-        RecordError: the configuration has a record that cannot be read.
-    """
+    """Context length in tokens of a text model as loaded; None: not given."""
     record = record_of(config)
     if record is not None and not record.native:
         return record.trained_length  # the maximum field holds the extended length

@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 def not_none(value: T | None) -> T:
-    """Return ``value``; for options that are always set, such as those of a resolved method.
-
-    Raises:
-        TypeError: it is None.
-    """
+    """Return ``value``; for options that are always set, such as those of a resolved method."""
     if value is None:
         raise TypeError("unexpected None; resolved() and filled() set what options leave open")
     return value

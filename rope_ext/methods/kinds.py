@@ -47,9 +47,6 @@ class Method(Checked):
             ``"ssmax"``, ``"llama4"``, ``"yarn"``, a number, or an object such as
             ``LogN(scale=0.5)``. None uses the published temperature of the method, or 1 if it has
             none.
-
-    Raises:
-        OptionError: an option has the wrong type or is out of range.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -106,11 +103,7 @@ class Method(Checked):
             )
 
     def resolved(self, rope: Rope) -> Self:
-        """The same method with every option set.
-
-        Raises:
-            OptionError: the options do not fit the trained length.
-        """
+        """The same method with every option set."""
         return self
 
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
@@ -297,9 +290,6 @@ class PositionMethod(Method):
 
         If every pair has its own distances, no distance is new to a pair that makes a full rotation
         within the trained length, or never rotates.
-
-        Raises:
-            OptionError: the options do not fit the trained length, or extend nothing.
         """
         super().check(rope.length)
         length, target = rope.length, self.target_length(rope)
@@ -485,12 +475,7 @@ def _key(name: str) -> str:
 
 
 def register(cls: M) -> M:
-    """Class decorator: registers a method under its name and aliases.
-
-    Raises:
-        RopeExtError: the name or an alias is taken, or the class overrides something that options
-            decide; nothing is registered then.
-    """
+    """Class decorator: registers a method under its name and aliases."""
     for name, own in _OWN.items():
         overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
         if any(callable(vars(c).get(name)) for c in overridden):
@@ -530,11 +515,7 @@ def _all() -> list[type[Method]]:
 
 
 def method_class(name: str) -> type[Method]:
-    """Look up a method class by name or alias; ignores case, hyphens and underscores.
-
-    Raises:
-        UnknownMethodError: there is no such method.
-    """
+    """Look up a method class by name or alias; ignores case, hyphens and underscores."""
     try:
         return _REGISTRY[_key(name)]
     except KeyError:
@@ -549,12 +530,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def build_method(name: str, /, **options: Any) -> Method:
-    """Build a method by name.
-
-    Raises:
-        UnknownMethodError: there is no method with that name.
-        OptionError: an option is unknown, missing or out of range.
-    """
+    """Build a method by name."""
     cls = method_class(name)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for option in options:

@@ -84,11 +84,7 @@ def geometric(base: float, dim: int) -> torch.Tensor:
 
 
 def reach(factor: float, length: int) -> int:
-    """Context in tokens after extending ``length`` tokens.
-
-    Raises:
-        OptionError: it is more than MOST_TOKENS.
-    """
+    """Context in tokens after extending ``length`` tokens."""
     if factor > MOST_TOKENS / length:
         raise OptionError(
             f"factor={factor!r} is not valid; {length} trained tokens can be extended to at most "

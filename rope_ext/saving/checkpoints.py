@@ -30,11 +30,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def load_config(model: str) -> Any:
-    """Load the configuration of a model on disk or on the Hub.
-
-    Raises:
-        MeasureError: it cannot be loaded, or ``model`` is an adapter.
-    """
+    """Load the configuration of a model on disk or on the Hub."""
     if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its base
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
@@ -59,11 +55,7 @@ def _warn(sentence: str) -> None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model.
-
-    Raises:
-        MeasureError: it cannot be loaded.
-    """
+    """Load the tokenizer of a model."""
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
     if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
         raise MeasureError(
@@ -98,10 +90,6 @@ def load_model(
         adapter: a PEFT adapter to load on top, or None.
         as_saved: keep the patch recorded in the configuration, if there is one; otherwise remove
             it.
-
-    Raises:
-        MeasureError: the model or the adapter cannot be loaded.
-        RecordError: the patch recorded in the configuration cannot be applied.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -126,9 +114,6 @@ def load_learned(model: Any, adapter: str) -> None:
 
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
-
-    Raises:
-        MeasureError: the adapter cannot be read.
     """
     parameters = learned(model)
     if not parameters:
@@ -143,22 +128,13 @@ def load_learned(model: Any, adapter: str) -> None:
 
 
 def adapter_record(adapter: str) -> Record | None:
-    """Read the patch that an adapter was trained with; None if none is recorded next to it.
-
-    Raises:
-        LoadError: the adapter cannot be found.
-        RecordError: the record cannot be read.
-    """
+    """Read the patch that an adapter was trained with; None if none is recorded next to it."""
     sidecar = read_sidecar(adapter)
     return None if sidecar is None else sidecar.record
 
 
 def resolve_device(device: str) -> str:
-    """Resolve ``device``: ``auto`` is the accelerator, or the CPU if there is none.
-
-    Raises:
-        MeasureError: the device cannot be used.
-    """
+    """Resolve ``device``: ``auto`` is the accelerator, or the CPU if there is none."""
     if device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else str(accelerator)
@@ -176,11 +152,7 @@ def resolve_device(device: str) -> str:
 
 
 def require_attention(name: str | None) -> None:
-    """Check that ``name`` is an attention implementation of transformers or a kernel on the Hub.
-
-    Raises:
-        OptionError: it is neither.
-    """
+    """Check that ``name`` is an attention implementation of transformers or a kernel on the Hub."""
     ours = ("rope_ext", "rope_ext_probe")  # set by patches, not by users
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
     if name is not None and name not in known and "/" not in name:
@@ -209,11 +181,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 
 def trained_length(config: Any) -> int:
-    """Return the trained length in tokens, as ``patch`` reads it.
-
-    Raises:
-        MeasureError: the configuration does not contain it.
-    """
+    """Return the trained length in tokens, as ``patch`` reads it."""
     length = trained_length_of(config.get_text_config(decoder=True))
     if length is None:
         raise MeasureError(
@@ -224,11 +192,7 @@ def trained_length(config: Any) -> int:
 
 
 def saved_under(config: Any) -> Record | None:
-    """Read the patch that a checkpoint was saved with, if plain transformers cannot load it.
-
-    Raises:
-        RecordError: the record cannot be read.
-    """
+    """Read the patch that a checkpoint was saved with, if plain transformers cannot load it."""
     record = record_of(config.get_text_config(decoder=True))
     return None if record is None or record.plain else record
 

@@ -39,13 +39,7 @@ class Saved:
 
 
 def read_saved(given: Given) -> Saved:
-    """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved.
-
-    Raises:
-        MeasureError: there is no configuration.
-        RecordError: the record of the patch cannot be read.
-        UnsupportedModelError: no language model can be built from the configuration.
-    """
+    """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved."""
     config, sidecar, name = _configuration(given)
     text = config.get_text_config(decoder=True)
     record = sidecar if sidecar is not None else record_of(text)
@@ -64,11 +58,7 @@ def read_saved(given: Given) -> Saved:
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """Build a configuration's language model, without weights; multimodal, if it has images.
-
-    Raises:
-        UnsupportedModelError: transformers cannot build one.
-    """
+    """Build a configuration's language model, without weights; multimodal, if it has images."""
     whole = config.get_text_config(decoder=True) is config
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
     if not whole:  # its causal class may be text-only

@@ -187,11 +187,7 @@ def _load(
 
 
 def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
-    """Return the saved class, or the one named ``class_name``; if unknown, a causal LM.
-
-    Raises:
-        LoadError: ``architectures`` of the configuration is malformed.
-    """
+    """Return the saved class, or the one named ``class_name``; if unknown, a causal LM."""
     if name in (_CAUSAL, *_TASKS.values()):
         return getattr(transformers, name)
     names = [name] if name else config.architectures or [""]
@@ -244,11 +240,7 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
 def _load_learned(
     model: nn.Module, path: str, variant: str | None, where: Mapping[str, Any]
 ) -> None:
-    """Load a patch's learned parameters, which transformers ignores.
-
-    Raises:
-        LoadError: the directory does not contain them.
-    """
+    """Load a patch's learned parameters, which transformers ignores."""
     # Names within the decoder: their prefix depends on the saved class, and transformers renames it
     # for some families.
     wanted = learned.learned(text_decoder(model))

@@ -27,12 +27,8 @@ def checked_methods(
 ) -> dict[str, dict[str, Any]]:
     """Check methods by building each once, and return their options by canonical name.
 
-    Args:
-        names: names or aliases; may include the unpatched model, or only that.
-        factor: for every method except ``adapter``; None: no factor.
-        options: further options, by name or alias.
-        adapter: folder or Hub ID; ``adapter`` in ``names`` is the patch it was trained with.
-        force: also accept methods that the adapter was not trained with.
+    ``names`` and ``options`` may use aliases; ``adapter`` in ``names`` is the patch that an adapter
+    was trained with. ``force``: also accept other methods with the adapter.
     """
     mistakes = Mistakes()
     if factor is not None and not factor > 1:
@@ -99,11 +95,7 @@ def built(name: str, options: Mapping[str, Any]) -> Method:
 
 
 def label(name: str, options: Mapping[str, Any], factor: float) -> str:
-    """Return the name of a method of :func:`checked_methods` in reports.
-
-    Default options and the common factor of the run are left out. Values that are too long for a
-    table are shown as dots.
-    """
+    """Name a method of :func:`checked_methods` in reports, without the run's common factor."""
     if name == UNPATCHED:
         return name
     method = built(name, options)
@@ -116,10 +108,9 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
     if record is None:
-        if adapter is None:
-            where = "no --adapter is given"
-        else:
-            where = f"{adapter} has none" if Path(adapter).exists() else f"{adapter} does not exist"
+        where = "no --adapter is given"
+        if adapter is not None:
+            where = f"{adapter} {'has none' if Path(adapter).exists() else 'does not exist'}"
         raise OptionError(
             f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but "
             f"{where}; set --method to the name of a method"

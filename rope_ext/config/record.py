@@ -54,8 +54,7 @@ class Record:
     target_length: int
     native: bool  # whether transformers builds scaled frequencies from the other fields
     plain: bool  # whether plain transformers reproduces the patch from the configuration
-    # values of configuration fields before the patch; None if a field was absent
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # its fields before the patch; None if absent
 
     @property
     def encoding(self) -> Encoding | None:
@@ -215,11 +214,7 @@ def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_from_json(data: Any) -> Method:
-    """Inverse of :func:`method_to_json`.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the values do not describe a method.
-    """
+    """Inverse of :func:`method_to_json`; AttributeError, KeyError, TypeError or ValueError."""
     options = {name: _from_json(value) for name, value in data.items() if name != "name"}
     if "published" in method_class(data["name"]).__dataclass_fields__:
         options.setdefault("published", True)  # saved when that was the only default

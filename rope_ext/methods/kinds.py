@@ -54,9 +54,7 @@ class Method(Checked):
     summary: ClassVar[str]  # one-line reason to choose it
 
     kind: ClassVar[str]  # what it changes, in one word
-    replaces_attention: ClassVar[bool] = (
-        False  # attention runs in this package; checked with the weights
-    )
+    replaces_attention: ClassVar[bool] = False  # by this package's; checked with the weights
     allows_factor_one: ClassVar[bool] = False  # factor 1 is valid and changes something
     start_tokens = 0  # positions below it keep the trained frequencies
     candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})  # see grids
@@ -88,11 +86,7 @@ class Method(Checked):
         return reach(self.factor, rope.length)
 
     def check(self, length: int | None = None) -> None:
-        """Raise an OptionError if nothing would be extended; does not need a model.
-
-        Args:
-            length: trained length, tokens; None skips the checks that depend on it.
-        """
+        """Raise an OptionError if nothing is extended; ``length``: trained length, if known."""
         idle = self.factor <= 1
         if length is not None:  # a factor may be too close to 1 for a single token
             idle = self.target_length(Rope.geometric(1e4, 2, length)) <= length
@@ -123,22 +117,13 @@ class Method(Checked):
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
         """The distances that the last of ``length`` tokens uses instead of the actual ones.
 
-        Args:
-            rope: the trained embedding.
-            length: tokens.
-            distance: back from the last token, whole numbers below ``length``; float64, ``[n]``.
-
-        Returns:
-            Tokens, ``[n]``, or ``[n, dim / 2]`` if every pair uses its own; NaN where a token is
-            hidden.
+        ``[n]`` for ``distance``, back from the last token (float64, ``[n]``), or ``[n, dim / 2]``
+        if every pair uses its own; NaN where a token is hidden.
         """
         return distance
 
     def span(self, rope: Rope, length: int) -> torch.Tensor:
-        """The number of distances between any two of ``length`` tokens: the largest plus one.
-
-        Float64, ``[1]``, or ``[dim / 2]`` if every pair uses its own.
-        """
+        """The largest distance of ``length`` tokens plus one: ``[1]``, or ``[dim / 2]`` by pair."""
         return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def tempered(self, rope: Rope) -> Temperature | None:
@@ -159,10 +144,7 @@ class Method(Checked):
         return None
 
     def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: no scaling.
-
-        For a learned number per head, the initial value.
-        """
+        """Number that multiplies the query at ``t`` (float64), if learned the initial; None: 1."""
         tempered = self.tempered(rope)
         return None if tempered is None else tempered.at(t)
 
@@ -178,10 +160,7 @@ class Method(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyMethod(Method):
-    """Base of all frequency methods.
-
-    Only :meth:`inv_freq` must be overridden.
-    """
+    """Base of all frequency methods; only :meth:`inv_freq` must be overridden."""
 
     kind: ClassVar[str] = "frequency"
 
@@ -221,17 +200,11 @@ def at(to: Map, t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Band:
-    """The keys in one band and the positions used for them.
+    """The keys in one band and the positions used for them."""
 
-    Args:
-        geometry: which keys each query attends to in this band.
-        query: position to which a query is rotated.
-        key: position to which a key is rotated.
-    """
-
-    geometry: Geometry
-    query: Map
-    key: Map
+    geometry: Geometry  # which keys each query attends to in this band
+    query: Map  # position to which a query is rotated
+    key: Map  # position to which a key is rotated
 
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Effective distances; NaN where a query does not attend to a key in this band.
@@ -245,10 +218,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionMethod(Method):
-    """Base of all position methods.
-
-    Options that are None are derived from ``factor`` and the trained length.
-    """
+    """Base of all position methods; None options follow ``factor`` and the trained length."""
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
@@ -262,7 +232,7 @@ class PositionMethod(Method):
         return False
 
     def bands(self) -> tuple[Band, ...]:
-        """Disjoint bands that cover all keys a query attends to; of a :meth:`resolved` method.
+        """Disjoint bands of a :meth:`resolved` method that cover all keys a query attends to.
 
         Keys are cached with the rotation of the last band.
         """
@@ -294,10 +264,14 @@ class PositionMethod(Method):
         super().check(rope.length)
         length, target = rope.length, self.target_length(rope)
         bands = self.resolved(rope).bands()
-        # A distance equal to the trained length is one beyond the largest; published caps use it.
         reached, beyond, middle = length, target + 1, target
         while beyond - reached > 1:  # distances only grow with the length
-            if self._known(rope, spans(bands, middle)):
+            # A distance equal to the trained length is one beyond the largest; published caps use
+            # it.
+            known = spans(bands, middle) <= length + 1
+            if self.by_pair:
+                known = known | (rope.rotations >= 1) | (rope.rotations == 0)
+            if known.all():
                 reached = middle
             else:
                 beyond = middle
@@ -310,17 +284,9 @@ class PositionMethod(Method):
             self._refuse_idle(rope, bands)
         return reached
 
-    @staticmethod
-    def _known(rope: Rope, used: torch.Tensor) -> bool:
-        """Whether all distances below ``used`` (:func:`spans`) occurred in training."""
-        within = used <= rope.length + 1
-        if len(used) > 1:
-            within |= (rope.rotations >= 1) | (rope.rotations == 0)
-        return bool(within.all())
-
     def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
-        given = {name: getattr(self, name) for name in free if getattr(self, name) is not None}
+        given = {name: value for name, value in self.options().items() if name in free and value}
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
         used = distances_in_use(bands, max(self.target_length(rope), rope.length + 2)) - 1
         raise OptionError(
@@ -341,9 +307,8 @@ def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
 
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
     """:func:`distances_in_use` for each pair with its own distances: ``[1]`` or ``[pairs]``."""
-    m = torch.arange(
-        length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
-    )
+    step = -math.ceil(length / _QUERIES)
+    m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
         n = band.geometry.ends(m)[0].clamp(min=0)  # the first key has the smallest position
@@ -422,7 +387,6 @@ class DynamicMethod(FrequencyMethod):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether frequencies depend on the sequence (no ``length`` was given)."""
         return self.length is None
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
@@ -539,13 +503,8 @@ def build_method(name: str, /, **options: Any) -> Method:
                 f"{cls.name} has no option {option!r}{nearest(option, fields) or '.'} "
                 f"Options: {', '.join(fields)}"
             )
-    missing = [
-        field.name
-        for field in fields.values()
-        if field.name not in options
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
+    needed = [field.name for field in fields.values() if field.default is dataclasses.MISSING]
+    missing = [f"{name}=..." for name in needed if name not in options]
     if missing:
-        raise OptionError(f"{cls.name} needs {', '.join(f'{option}=...' for option in missing)}")
+        raise OptionError(f"{cls.name} needs {', '.join(missing)}")
     return cls(**options)

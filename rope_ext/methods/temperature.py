@@ -28,12 +28,7 @@ class Temperature(Checked):
     """Base of all temperatures: frozen dataclasses whose fields are their options."""
 
     def filled(self, length: int, factor: float) -> Self:
-        """The same temperature with every option set.
-
-        Args:
-            length: trained length, tokens.
-            factor: the factor of the method.
-        """
+        """The same temperature with every option set, for a trained length and a factor."""
         given = {"length": length, "factor": float(factor)}
         return replace(self, **{k: v for k, v in given.items() if getattr(self, k, 0) is None})
 

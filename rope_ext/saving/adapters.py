@@ -70,18 +70,16 @@ class Sidecar:
     def fault(self, model: nn.Module) -> str | None:
         """Return why the adapter does not match ``model``; None if it does."""
         state = current_patch(model)
-        if state is None and self.record.plain:
-            saved = _unpatched(find_sites(text_decoder(model)))
-            if _same(saved, self.after):
-                return None  # its configuration has this patch
+        saved = _unpatched(find_sites(text_decoder(model))) if state is None else {}
+        if self.record.plain and _same(saved, self.after):
+            return None  # its configuration has this patch
         if not self.is_of(model):
             return "has different rotary frequencies than the base model it was trained on"
         if state is None:
             return "is not patched"
         if state.length != self.record.trained_length:
             return (
-                f"has a trained length of {state.length} tokens instead of "
-                f"{self.record.trained_length}"
+                f"has a trained length of {state.length}, not {self.record.trained_length} tokens"
             )
         if not self.record.same(state.record):
             return f"is patched by {state.record.call()}"

@@ -66,7 +66,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def loader(model: str, config: Any) -> Callable[..., Any]:
-    """Return the function that loads a model: ours for a saved patch or a GGUF file."""
+    """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or model.endswith(gguf_source.SUFFIX)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 
@@ -79,17 +79,11 @@ def load_model(
     adapter: str | None = None,
     as_saved: bool = False,
 ) -> Any:
-    """Load a causal language model in evaluation mode.
+    """Load a causal language model from a folder, Hub ID or GGUF file, in evaluation mode.
 
-    Args:
-        model: a folder, a Hub ID or a GGUF file.
-        dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
-            elsewhere.
-        device: a torch device, or ``auto`` for the accelerator, if there is one.
-        attn: name of an attention implementation in transformers, or None.
-        adapter: a PEFT adapter to load on top, or None.
-        as_saved: keep the patch recorded in the configuration, if there is one; otherwise remove
-            it.
+    With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. ``attn``
+    names an attention implementation of transformers. ``as_saved`` keeps the patch recorded in the
+    configuration; otherwise it is removed.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -115,8 +109,7 @@ def load_learned(model: Any, adapter: str) -> None:
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
     """
-    parameters = learned(model)
-    if not parameters:
+    if not (parameters := learned(model)):
         return
     with hub.loading("adapter", adapter, MeasureError, _ADAPTER), torch.no_grad():
         from peft.utils import load_peft_weights
@@ -164,11 +157,7 @@ def require_attention(name: str | None) -> None:
 
 
 def identity(name: str, config: Any) -> dict[str, Any]:
-    """Return an identifier of a checkpoint or adapter, without reading its weights.
-
-    For a Hub model, the commit; for a local one, the configuration and the names, sizes and times
-    of its weight files.
-    """
+    """Identify a checkpoint: by its commit, or by its configuration and weight files' times."""
     commit = getattr(config, "_commit_hash", None)
     if commit is not None:
         return {"name": name, "commit": commit}

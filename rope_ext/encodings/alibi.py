@@ -1,7 +1,6 @@
 """ALiBi."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +9,6 @@ from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class ALiBi(Encoding):
     """Replaces RoPE with a slope per head: ``-m_h (i - j)``.
 

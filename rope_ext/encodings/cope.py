@@ -12,7 +12,6 @@ from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class CoPE(Encoding):
     """Replaces RoPE with positions that a query counts: the number of keys relevant to it.
 

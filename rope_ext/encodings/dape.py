@@ -19,7 +19,6 @@ _FIRE = "fire_"
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DAPE(Encoding):
     """Replaces RoPE with a bias by distance that a small network adapts to the logits of all heads.
 

@@ -1,7 +1,7 @@
 """DeBERTa's disentangled attention."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -13,7 +13,6 @@ from rope_ext.methods.kinds import Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DeBERTa(InputEncoding):
     """Replaces RoPE with disentangled attention to content and relative positions.
 

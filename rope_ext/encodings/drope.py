@@ -31,7 +31,6 @@ class _Beyond(Temperature):
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DroPE(Encoding):
     """Removes RoPE, and scales queries beyond the trained length.
 

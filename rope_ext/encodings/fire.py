@@ -14,7 +14,6 @@ _EPSILON = 1e-6
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class FIRE(Encoding):
     """Replaces RoPE with a small network of the distance relative to the position of the query.
 

@@ -1,6 +1,5 @@
 """FLOATER."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -12,7 +11,6 @@ from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class FLOATER(Sized):
     """Replaces RoPE with the trajectory of a learned dynamical system, added to the input.
 

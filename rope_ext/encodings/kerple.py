@@ -34,7 +34,6 @@ def _parameters(learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class KerpleLog(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 ln(1 + r2 d)``.
 
@@ -59,7 +58,6 @@ class KerpleLog(_Kerple):
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class KerplePower(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 

@@ -1,6 +1,6 @@
 """Learned absolute positions."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -16,7 +16,6 @@ _SHARE = 0.4
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LearnedPositions(InputEncoding):
     """Replaces RoPE with a learned vector for each position, added to the embeddings.
 

@@ -1,6 +1,6 @@
 """Multiplicative absolute positions."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -12,7 +12,6 @@ from rope_ext.methods.kinds import Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Multiplicative(InputEncoding):
     """Replaces RoPE with a vector for each position that multiplies the embeddings.
 

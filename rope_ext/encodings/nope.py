@@ -1,13 +1,10 @@
 """NoPE."""
 
-from dataclasses import dataclass
-
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.kinds import register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class NoPE(Encoding):
     """Removes RoPE without a replacement: only the causal mask provides the order.
 

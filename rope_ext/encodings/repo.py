@@ -1,6 +1,5 @@
 """Context re-positioning."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ _SMALLER = 8
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class RePo(Encoding):
     """RoPE with real-valued positions that each layer computes from its hidden states.
 

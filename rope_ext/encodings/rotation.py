@@ -1,13 +1,10 @@
 """RoPE as trained."""
 
-from dataclasses import dataclass
-
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class RoPE(PositionMethod):
     """RoPE as trained, to combine with ``bias=`` or ``temperature=``.
 

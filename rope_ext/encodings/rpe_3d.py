@@ -1,6 +1,6 @@
 """3D-RPE."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -12,7 +12,6 @@ from rope_ext.methods.kinds import Band, Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class RPE3D(Encoding):
     """RoPE that restarts in every chunk, with a second angle that distinguishes the chunks.
 

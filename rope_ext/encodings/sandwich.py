@@ -1,6 +1,5 @@
 """Sandwich."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -11,7 +10,6 @@ from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Sandwich(Encoding):
     """Replaces RoPE with a bias: the inner product of two sinusoidal positions.
 

@@ -1,6 +1,5 @@
 """Shaw et al.'s relative positions."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -15,7 +14,6 @@ _BASE = 10000.0
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Shaw(Encoding):
     """Replaces RoPE with vectors for each distance, added to keys and values.
 

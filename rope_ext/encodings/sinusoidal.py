@@ -1,7 +1,5 @@
 """The sinusoidal positions of the original Transformer."""
 
-from dataclasses import dataclass
-
 import torch
 
 from rope_ext.encodings.base import Learned, Sized, sinusoid
@@ -10,7 +8,6 @@ from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Sinusoidal(Sized):
     """Replaces RoPE with sines and cosines of the position, added to the embeddings.
 

@@ -1,6 +1,6 @@
 """SWAN."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 from rope_ext.encodings.base import Encoding
@@ -9,7 +9,6 @@ from rope_ext.methods.kinds import LogN, Rope, Self, Temperature, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class SWAN(Encoding):
     """Lets every n-th layer attend to the whole text without positions, and the others to a window.
 

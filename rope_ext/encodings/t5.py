@@ -1,7 +1,6 @@
 """T5's relative position bias."""
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -13,7 +12,6 @@ from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class T5(Encoding):
     """Replaces RoPE with a learned number for each head and bucket of distances.
 

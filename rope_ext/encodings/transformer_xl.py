@@ -47,7 +47,6 @@ class BySinusoid(Scores):
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class TransformerXL(Encoding):
     """Replaces RoPE with a learned projection of the sinusoid of the distance.
 

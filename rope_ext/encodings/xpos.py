@@ -1,6 +1,5 @@
 """xPos."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -12,7 +11,6 @@ from rope_ext.methods.kinds import Band, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class XPos(Encoding):
     """RoPE whose pairs decay with the distance: ``zeta_i ** (d / 512)``.
 

@@ -1,6 +1,5 @@
 """Adjusted base frequency."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ def smallest_base(length: float) -> float:
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class ABF(FrequencyMethod):
     """Uses a larger base that you choose, for long continued training.
 

@@ -1,7 +1,6 @@
 """Truncated basis."""
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -13,7 +12,6 @@ Frequency = Annotated[float, Number(minimum=0)]
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class BaseTruncation(FrequencyMethod):
     """Keeps fast pairs and sets slow ones to a small constant, the slowest to zero.
 

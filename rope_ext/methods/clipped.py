@@ -1,7 +1,6 @@
 """Clipped RoPE."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ _SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Clipped(FrequencyMethod):
     """Slows down the slowest pairs along a half cosine, down to zero (CoPE in the paper).
 

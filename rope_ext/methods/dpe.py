@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated
 
@@ -29,7 +29,6 @@ _LIST = Numbers("a list of whole numbers of at least 1, one per group", least=1,
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DPE(Tempered):
     """Self-Extend with a group size ``S`` for each group of pairs.
 

@@ -1,7 +1,7 @@
 """Dual chunk attention."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated
 
@@ -13,7 +13,6 @@ from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DualChunk(PositionMethod):
     """Restarts positions in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
 

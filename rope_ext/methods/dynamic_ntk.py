@@ -1,6 +1,5 @@
 """Dynamic NTK scaling."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -9,7 +8,6 @@ from rope_ext.methods.kinds import DynamicMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DynamicNTK(DynamicMethod):
     """NTK-aware scaling by the sequence length; no scaling within the trained length.
 

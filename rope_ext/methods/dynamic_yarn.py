@@ -1,7 +1,5 @@
 """Dynamic YaRN."""
 
-from dataclasses import dataclass
-
 import torch
 
 from rope_ext.methods.checked import Positive
@@ -10,7 +8,6 @@ from rope_ext.methods.yarn import BETAS, BetaFast, YaRN
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(DynamicMethod):
     """YaRN whose factor follows the sequence length: ``s = max(1, l / L)`` for ``l`` tokens.
 

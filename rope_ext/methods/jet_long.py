@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -16,7 +16,6 @@ from rope_ext.methods.yarn import YaRN
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class JetLong(PositionMethod):
     """Beyond ``window``, groups of tokens share a position, and groups grow with the text.
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
-from typing_extensions import Self
+from typing_extensions import Self, dataclass_transform
 
 from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
 from rope_ext.methods.checked import Checked, Number, Tokens
@@ -438,8 +438,11 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def register(cls: M) -> M:
-    """Class decorator: registers a method under its name and aliases."""
+    """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
+    if "__dataclass_fields__" not in vars(cls):
+        cls = dataclass(frozen=True, kw_only=True)(cls)
     for name, own in _OWN.items():
         overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
         if any(callable(vars(c).get(name)) for c in overridden):

@@ -1,7 +1,7 @@
 """Length-aware multi-grained positional encoding."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated
 
@@ -17,7 +17,6 @@ _SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LaMPE(PositionMethod):
     """Keeps the nearest and farthest distances exact and maps those in between to fewer positions.
 

@@ -1,6 +1,6 @@
 """Leaky ReRoPE."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated
 
@@ -10,7 +10,6 @@ from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, regist
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LeakyReRoPE(LogScaled):
     """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 

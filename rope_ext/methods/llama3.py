@@ -1,6 +1,5 @@
 """Llama 3.1's scaling."""
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -11,7 +10,6 @@ from rope_ext.methods.kinds import Factor, FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Llama3(FrequencyMethod):
     """Divides long wavelengths by ``factor`` and keeps short ones, without a temperature.
 

@@ -1,6 +1,6 @@
 """LM-Infinite."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
 from rope_ext.methods.checked import Tokens, Whole, not_none
@@ -9,7 +9,6 @@ from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, r
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LMInfinite(PositionMethod):
     """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
 

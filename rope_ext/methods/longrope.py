@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +14,6 @@ Table = Annotated[Sequence[float], Numbers("a list of positive numbers, one per 
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LongRoPE(DynamicMethod):
     """Divides each pair by its own number from a table: ``h_i = theta_i / lambda_i``.
 

@@ -1,7 +1,6 @@
 """LongRoPE2."""
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -14,7 +13,6 @@ _EARLIER = 30 / 35  # Llama-3-8B: the critical pair found, over the theoretical 
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LongRoPE2(FrequencyMethod):
     """Divides pairs by ``factor`` or more from a critical pair on, and faster ones as NTK does.
 

@@ -1,7 +1,6 @@
 """MrRoPE."""
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,7 +11,6 @@ from rope_ext.methods.yarn import BETAS, BetaFast
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class MrRoPE(FrequencyMethod):
     """YaRN with another ramp: slow pairs are divided by more, fast ones by less.
 

@@ -1,6 +1,5 @@
 """NTK-aware scaling."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class NTK(FrequencyMethod):
     """Uses a larger base: the slowest pair is divided by ``factor``, the fastest is unchanged.
 

@@ -1,6 +1,5 @@
 """NTK-by-parts interpolation."""
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
@@ -11,7 +10,6 @@ from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class NTKByParts(FrequencyMethod):
     """Divides slow pairs by ``factor`` and keeps fast ones, with a linear ramp in rotations.
 

@@ -1,6 +1,5 @@
 """p-RoPE."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -10,7 +9,6 @@ from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class PRoPE(FrequencyMethod):
     """Rotates only the fastest fraction ``p`` of the pairs.
 

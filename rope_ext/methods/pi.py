@@ -1,6 +1,5 @@
 """Position interpolation."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class PI(FrequencyMethod):
     """Divides every frequency by ``factor``: ``h = theta / s``.
 

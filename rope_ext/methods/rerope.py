@@ -1,6 +1,6 @@
 """ReRoPE."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from rope_ext.methods.checked import Tokens, not_none
@@ -9,7 +9,6 @@ from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, regist
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class ReRoPE(LogScaled):
     """Clips distances at ``window``: ``min(m - n, window)``.
 

@@ -1,7 +1,6 @@
 """Resonance RoPE."""
 
 import math
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,7 +17,6 @@ from rope_ext.methods.kinds import (
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Resonance(FrequencyMethod):
     """Rounds wavelengths to whole tokens, on top of another frequency method, at no cost.
 

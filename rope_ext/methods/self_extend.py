@@ -1,7 +1,7 @@
 """Self-Extend."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from rope_ext.methods.checked import Tokens, not_none
@@ -10,7 +10,6 @@ from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, registe
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class SelfExtend(Tempered):
     """Beyond ``window``, groups of tokens share a position.
 

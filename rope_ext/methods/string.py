@@ -1,7 +1,7 @@
 """STRING."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from rope_ext.methods.checked import Tokens, not_none
@@ -11,7 +11,6 @@ from rope_ext.methods.temperature import yarn_factor
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class STRING(PositionMethod):
     """Distances from ``shift`` on restart at ``window``: ``m - n - shift + window``.
 

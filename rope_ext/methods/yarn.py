@@ -1,7 +1,6 @@
 """YaRN."""
 
 import math
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,6 @@ BETAS = MappingProxyType({"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class YaRN(FrequencyMethod):
     """NTK-by-parts plus a temperature: cos and sin are multiplied by ``0.1 ln(s) + 1``.
 

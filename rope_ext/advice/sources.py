@@ -38,10 +38,9 @@ class Recipe:
 _VENDORS, _EVIDENCE = _read("vendors.json"), _read("evidence.json")
 _RECIPES = tuple(Recipe(**one) for one in _VENDORS["recipes"])
 _CANDIDATES = (
-    *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "jet_long", "lampe"),
-    *("yarn", "dynamic_yarn", "mrrope"),
+    "rerope self_extend leaky_rerope dual_chunk dpe jet_long lampe yarn dynamic_yarn mrrope"
 )
-"""Return methods for use without fine-tuning, ranked by results on the bundled checkpoints."""
+"""Methods for use without fine-tuning, ranked by results on the bundled checkpoints."""
 
 
 def recipe_for(model_type: str, configured: int) -> Recipe | None:
@@ -79,18 +78,14 @@ def sentence(name: str) -> str:
 
 
 def ranked() -> list[str]:
-    """Rank method names by passkeys, then by perplexity, both at twice the trained length.
-
-    Perplexity is rounded to one decimal, the width of its confidence intervals; ties keep the order
-    of ``_CANDIDATES``.
-    """
+    """Rank methods by passkeys, then by perplexity to one decimal, at twice the trained length."""
 
     def key(name: str) -> tuple[int, float]:
         found = [model["methods"].get(name, {}) for model in _EVIDENCE]
         passkeys = sum(one["passkey"][0] for one in found if "passkey" in one)
         return -passkeys, sum(round(one["perplexity"], 1) for one in found if "perplexity" in one)
 
-    return sorted(_CANDIDATES, key=key)
+    return sorted(_CANDIDATES.split(), key=key)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def apply(
     notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
-        notes.append(f"temperature: {temperature.formula}, in those attention layers")
+        notes.append(f"temperature: {temperature!r}, in those attention layers")
     if reached < length:
         notes.append(
             f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"

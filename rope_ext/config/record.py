@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
-from rope_ext.methods import FrequencyMethod, Method, build_method, method_class
+from rope_ext.methods import Method, build_method, method_class
 from rope_ext.methods.rope import MOST_TOKENS
 from rope_ext.methods.temperature import Constant, SSMax, Temperature
 from rope_ext.options import Options
@@ -94,13 +94,15 @@ class Record:
                 data = _with_numbers(data)
             elif version not in (2, VERSION):
                 raise ValueError(f"its version is {version!r}, not {VERSION}")
-            arguments = {name: _from_json(value) for name, value in data["arguments"].items()}
-            if version < VERSION:
-                arguments = {"bias": None, "layers": None, **arguments}
+            if version == VERSION and data["arguments"].keys() != ARGUMENTS.keys():
+                raise ValueError(f"its arguments are {sorted(data['arguments'])}")
+            method = method_from_json(data["method"])
+            options = Options(**{name: _from_json(x) for name, x in data["arguments"].items()})
+            options.check(method)
             record = cls(
-                method=method_from_json(data["method"]),
+                method=method,
                 resolved=method_from_json(data["resolved"]),
-                arguments=arguments,
+                arguments=options.recorded(),
                 trained_length=data["trained_length"],
                 target_length=data["target_length"],
                 # Records without it had rope_parameters of their own only where they scale.
@@ -121,13 +123,6 @@ class Record:
         return record
 
     def _check(self) -> None:
-        if set(self.arguments) != set(ARGUMENTS):
-            raise ValueError(f"its arguments are {sorted(self.arguments)}, not {sorted(ARGUMENTS)}")
-        frequency = self.arguments["frequency"]
-        if frequency is not None and not isinstance(frequency, FrequencyMethod):
-            raise ValueError(f"frequency={frequency!r} is no frequency method")
-        if not isinstance(self.encoding, (Encoding, type(None))):
-            raise ValueError(f"bias={self.encoding!r} is no encoding")
         for name in ("trained_length", "target_length"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_TOKENS:

@@ -11,7 +11,7 @@ from rope_ext.methods.kinds import Self, Temperature, register
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Beyond(Temperature):
+class DroPETemperature(Temperature):
     """``1 + c ln(max(1, (i + 1) / length))``: 1 within the trained length."""
 
     name = "drope"
@@ -24,10 +24,6 @@ class _Beyond(Temperature):
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.c * ((t + 1) / not_none(self.length)).log().clamp(min=0)
-
-    @property
-    def formula(self) -> str:
-        return f"1 + {self.c:g} ln max(1, (i + 1) / {self.length})"
 
 
 @register
@@ -51,4 +47,4 @@ class DroPE(Encoding):
     c: Annotated[float, Number(minimum=0, maximum=10)] = 0.2
 
     def own_temperature(self) -> Temperature | None:
-        return _Beyond(c=self.c) if self.c else None
+        return DroPETemperature(c=self.c) if self.c else None

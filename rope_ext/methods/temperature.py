@@ -41,11 +41,6 @@ class Temperature(Checked):
         """``tau`` if it is the same at every position, else None."""
         return None
 
-    @property
-    def formula(self) -> str:
-        """The formula of a :meth:`filled` temperature as text, with ``i`` for the position."""
-        raise NotImplementedError
-
     def to_json(self) -> dict[str, Any]:
         """Plain values from which :func:`as_temperature` builds the same temperature."""
         return {"temperature": self.name, **self.options()}
@@ -74,12 +69,6 @@ class LogN(Temperature):
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.scale * ((t + 1).log() / math.log(not_none(self.length)) - 1).clamp(min=0)
-
-    @property
-    def formula(self) -> str:
-        if self.scale == 1:
-            return f"max(1, ln(i + 1) / ln {self.length})"
-        return f"1 + {self.scale:g} max(0, ln(i + 1) / ln {self.length} - 1)"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -112,10 +101,6 @@ class SSMax(LogN):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> None:
         """Scales for other heads cannot be converted; see :meth:`Encoding.grown`."""
 
-    @property
-    def formula(self) -> str:
-        return f"1 + s max(0, ln(i + 1) / ln {self.length} - 1), s learned for every head"
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Llama4(Temperature):
@@ -136,10 +121,6 @@ class Llama4(Temperature):
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.beta * (t / not_none(self.length)).floor().log1p()
-
-    @property
-    def formula(self) -> str:
-        return f"1 + {self.beta:g} ln(1 + floor(i / {self.length}))"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -164,10 +145,6 @@ class YaRNTemperature(Temperature):
     def constant(self) -> float | None:
         return None if self.factor is None else yarn_factor(self.factor) ** 2
 
-    @property
-    def formula(self) -> str:
-        return f"{self.constant:.4g} = (0.1 ln {self.factor:g} + 1) ** 2"
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Constant(Temperature):
@@ -184,10 +161,6 @@ class Constant(Temperature):
     @property
     def constant(self) -> float | None:
         return float(self.value)
-
-    @property
-    def formula(self) -> str:
-        return f"{self.value:.4g}"
 
 
 TEMPERATURES: dict[str | None, type[Temperature]] = {

@@ -75,7 +75,7 @@ def install(
         set_attribute(module, "config", own, changes)
         if isinstance(temperature, SSMax):
             put(module, TEMPERATURE, HeadScales(temperature, heads, module), changes)
-    notes = [f"temperature: {temperature.formula}, in {len(chosen)} attention layers"]
+    notes = [f"temperature: {temperature!r}, in {len(chosen)} attention layers"]
     if len(chosen) < len(layers):
         notes[0] += f"; {len(layers) - len(chosen)} that see a limited window have none"
     return notes

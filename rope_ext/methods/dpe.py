@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -46,8 +45,6 @@ class DPE(Tempered):
         scales: group sizes, whole numbers. By default, each group uses the effective length found
             for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations (by
             ratio) within the trained length; ``S`` is the target length divided by this length.
-        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
-            better on both bundled checkpoints (docs/temperature.md).
 
     Lu et al. 2025, arXiv 2504.18857; formulas and lists from the authors' code.
     """
@@ -56,7 +53,7 @@ class DPE(Tempered):
     paper = "arXiv 2504.18857"
     summary = "no fine-tuning; like self_extend, with one group size per group of pairs"
     allows_factor_one = True
-    candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4)})
+    candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4)}
 
     valid_options = "a window below the trained length, and scales of at least 2"
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -36,9 +35,7 @@ class DualChunk(PositionMethod):
     aliases = ("dca", "chunkllama")
     paper = "arXiv 2402.17463"
     summary = "no fine-tuning, any length; Qwen2.5-1M is served with it"
-    candidate_shares = MappingProxyType(
-        {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
-    )
+    candidate_shares = {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
 
     valid_options = "a chunk of at most the trained length"
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -42,7 +41,7 @@ class JetLong(PositionMethod):
     name = "jet_long"
     paper = "arXiv 2607.07740"
     summary = "no fine-tuning; short texts as unpatched, growing groups beyond"
-    candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)})
+    candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)}
 
     valid_options = "a step of at most the trained length"
 

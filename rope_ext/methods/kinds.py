@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
@@ -57,8 +56,8 @@ class Method(Checked):
     replaces_attention: ClassVar[bool] = False  # by this package's; checked with the weights
     allows_factor_one: ClassVar[bool] = False  # factor 1 is valid and changes something
     start_tokens = 0  # positions below it keep the trained frequencies
-    candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})  # see grids
-    candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = MappingProxyType({})
+    candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # see grids
+    candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = {}
     candidate_temperatures: ClassVar[tuple[Any, ...]] = ()
 
     factor: Factor
@@ -288,7 +287,7 @@ class PositionMethod(Method):
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
         given = {name: value for name, value in self.options().items() if name in free and value}
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        used = distances_in_use(bands, max(self.target_length(rope), rope.length + 2)) - 1
+        used = spans(bands, max(self.target_length(rope), rope.length + 2)).max() - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {rope.length} "
             f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}, or "
@@ -300,13 +299,8 @@ class PositionMethod(Method):
         self.require(option, holds, f"{valid} (trained length {rope.length} tokens)")
 
 
-def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
-    """The largest distance that the maps produce within ``length`` tokens, plus one."""
-    return float(spans(bands, length).max())
-
-
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
-    """:func:`distances_in_use` for each pair with its own distances: ``[1]`` or ``[pairs]``."""
+    """The largest distance within ``length`` tokens plus one: ``[1]``, or ``[pairs]`` by pair."""
     step = -math.ceil(length / _QUERIES)
     m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
@@ -321,7 +315,7 @@ class LogScaled(PositionMethod):
     """A position method whose paper scales queries by the logarithm of the length.
 
     Args:
-        log_n: use ``temperature="log_n"`` unless another one is given.
+        log_n: scale queries by the logarithm of the length, as published.
 
     Su 2023, kexue.fm/archives/8823.
     """
@@ -339,7 +333,8 @@ class Tempered(PositionMethod):
     """A position method that works better with ``log_n``, although its paper has no temperature.
 
     Args:
-        published: use ``temperature=1``, as in the paper, unless another one is given.
+        published: use ``temperature=1``, as in the paper, unless another one is given. The default
+            is better on both bundled checkpoints (docs/temperature.md).
     """
 
     candidate_temperatures = (LogN(), 1.0)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -43,7 +42,7 @@ class LaMPE(PositionMethod):
     paper = "arXiv 2508.02308"
     summary = "no fine-tuning, one text length; exact for nearest and farthest tokens"
     allows_factor_one = True
-    candidate_shares = MappingProxyType({"head": (1 / 16, 1 / 8, 1 / 4)})
+    candidate_shares = {"head": (1 / 16, 1 / 8, 1 / 4)}
 
     valid_options = "fewer positions mapped than there are tokens"
 

@@ -1,7 +1,6 @@
 """Leaky ReRoPE."""
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Annotated
 
 from rope_ext.methods.checked import Number, Tokens, not_none
@@ -20,7 +19,6 @@ class LeakyReRoPE(LogScaled):
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).
         k: by default chosen so that the largest distance of the extended context becomes that of
             the trained one, ``(factor L - w) / (L - w)``.
-        log_n: scale queries by the logarithm of the length, as published.
 
     Su 2023, kexue.fm/archives/9708.
     """
@@ -28,7 +26,7 @@ class LeakyReRoPE(LogScaled):
     name = "leaky_rerope"
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "like rerope, but distant tokens keep their order"
-    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 1 / 2)})
+    candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2)}
 
     valid_options = "a window below the trained length, and k above 1"
 

@@ -1,6 +1,5 @@
 """Llama 3.1's scaling."""
 
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -30,9 +29,7 @@ class Llama3(FrequencyMethod):
     aliases = ("llama31", "llama3.1")
     paper = "Llama 3.1 release"
     summary = "the scaling of Llama 3.1: a narrow ramp and no temperature"
-    candidates = MappingProxyType(
-        {"low_freq_factor": (1.0, 2.0), "high_freq_factor": (4.0, 8.0, 16.0)}
-    )
+    candidates = {"low_freq_factor": (1.0, 2.0), "high_freq_factor": (4.0, 8.0, 16.0)}
 
     factor: Factor = 8.0
     low_freq_factor: Positive = 1.0

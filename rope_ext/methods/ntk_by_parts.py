@@ -1,6 +1,5 @@
 """NTK-by-parts interpolation."""
 
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -29,7 +28,7 @@ class NTKByParts(FrequencyMethod):
     aliases = ("by_parts",)
     paper = "arXiv 2309.00071"
     summary = "ablations of YaRN: the same ramp without the temperature"
-    candidates = MappingProxyType({"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)})
+    candidates = {"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)}
 
     alpha: Annotated[float, Number(minimum=0)] = 1.0
     beta: Annotated[float, Number(above="alpha")] = 32.0

@@ -1,7 +1,6 @@
 """ReRoPE."""
 
 from dataclasses import replace
-from types import MappingProxyType
 
 from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
@@ -20,7 +19,6 @@ class ReRoPE(LogScaled):
 
     Args:
         window: tokens; half of the trained length by default.
-        log_n: scale queries by the logarithm of the length, as published.
         published: use a quarter of the trained length as the default window, like the author for
             Llama 2 (1024 of 4096); docs/evidence.md compares both.
 
@@ -30,7 +28,7 @@ class ReRoPE(LogScaled):
     name = "rerope"
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "no fine-tuning, any length; distances are clipped at the window"
-    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)})
+    candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)}
 
     valid_options = "a window of at most the trained length"
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import MappingProxyType
 
 from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
@@ -22,8 +21,6 @@ class SelfExtend(Tempered):
         group: tokens that share a position; by default the smallest number that keeps the largest
             distance within two thirds of the trained length, as the authors recommend
             (``w + (N - w) / G < 2/3 L``).
-        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
-            better on both bundled checkpoints (docs/temperature.md).
 
     Jin et al. 2024, arXiv 2401.01325; the rule for ``group`` is from the authors' repository.
     """
@@ -32,7 +29,7 @@ class SelfExtend(Tempered):
     aliases = ("group_attention",)
     paper = "arXiv 2401.01325"
     summary = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
-    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 3 / 8)})
+    candidate_shares = {"window": (1 / 8, 1 / 4, 3 / 8)}
 
     valid_options = "a window below the trained length, and a group of at least 2"
 

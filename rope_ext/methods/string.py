@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import MappingProxyType
 
 from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
@@ -32,7 +31,7 @@ class STRING(PositionMethod):
     paper = "arXiv 2410.18745"
     summary = "better use of the trained context (factor=1), or up to twice its length"
     allows_factor_one = True
-    candidate_shares = MappingProxyType({"window": (1 / 32, 1 / 16, 1 / 8)})
+    candidate_shares = {"window": (1 / 32, 1 / 16, 1 / 8)}
 
     valid_options = "a shift of at most the trained length, and a smaller window"
 

@@ -1,7 +1,6 @@
 """YaRN."""
 
 import math
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,7 +10,7 @@ from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 from rope_ext.methods.temperature import yarn_factor
 
 BetaFast = Annotated[float, Number(above="beta_slow")]
-BETAS = MappingProxyType({"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0, 64.0)})
+BETAS = {"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0, 64.0)}
 
 
 @register

@@ -189,6 +189,10 @@ def operators_of_cuda(request, monkeypatch):
     library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
     library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
     monkeypatch.setattr(flash, "kernel_of", lambda *_: request.param)
+    if request.param == "cudnn":  # which comes with compiled rotations and merges
+        monkeypatch.setattr(flash, "uses_cudnn", lambda *_: True)
+        monkeypatch.setattr(flash.cards, "compiles", lambda: True)
+        monkeypatch.setattr(flash, "_compiled", partial(torch.compile, backend="aot_eager"))
     yield
     library._destroy()
 

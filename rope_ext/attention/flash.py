@@ -8,17 +8,19 @@ and log-sum-exp, as in ring attention (Liu et al. 2023).
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, RotatedBand, by_distance, wide
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, by_distance, wide
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
 ROWS = 256
 """Number of queries of a tile with a bias."""
@@ -264,6 +266,27 @@ def backward(
     return a, b, c
 
 
+def _rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    return x if rotation is None else pairs.rotate(x, rotation)
+
+
+def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
+    total.lerp_(out.to(total.dtype), torch.sigmoid(new - lse)[..., None])
+    lse.copy_(torch.logaddexp(lse, new))
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _fused(function: _Function, query: torch.Tensor, value: torch.Tensor) -> _Function:
+    """Compile elementwise operations where they would take as long as cuDNN's attention."""
+    card = cards.card(query.device) if query.is_cuda else None
+    fuses = uses_cudnn(query, value, card) and cards.compiles()
+    return cast("_Function", _compiled(function)) if fuses else function
+
+
 def compute(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,16 +296,16 @@ def compute(
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
     if call.sinks is not None:  # a sink acts as a key without a value
         lse = lse.maximum(call.sinks[:, None].to(lse))
+    rotate, merge = _fused(_rotate, query, value), _fused(_merge, query, value)
     for band in call.bands:
-        q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
         for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(q), tile.among(k), tile.among(value)
             kernel = kernel_of(tile, query, value)
             made = forward(kernel, *given, tile.shape != WHOLE, call.scale, mask)
             out, new = map(tile.back, made)
-            old, there = (x.narrow(2, tile.row, new.shape[2]) for x in (lse, total))
-            there.lerp_(out.to(total.dtype), torch.sigmoid(new - old)[..., None])
-            old.copy_(torch.logaddexp(old, new))
+            there, old = (x.narrow(2, tile.row, new.shape[2]) for x in (total, lse))
+            merge(there, old, out, new)
     return total.to(query.dtype), lse
 
 
@@ -297,9 +320,9 @@ def differentiate(
 ) -> list[torch.Tensor]:
     """Return gradients of query, key and value."""
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-    grad = grad.to(query.dtype)
+    grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
     for band in call.bands:
-        q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
         found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
         for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
@@ -311,5 +334,5 @@ def differentiate(
                 x = tile.back(x)
                 into.narrow(2, first, x.shape[2]).add_(x)
         for into, x, by in zip(total[:2], found, (band.query, band.key), strict=True):
-            into += call.pairs.rotate(x, by and (by[0], -by[1]))
+            into += rotate(call.pairs, x, by and (by[0], -by[1]))
     return [x.to(y.dtype) for x, y in zip(total, (query, key, value), strict=True)]

@@ -69,7 +69,11 @@ def _check(
         method.check()
     except OptionError as error:
         raise OptionError(f"{error}; on the command line: {_typed(name, str(error))}") from None
-    if record is not None and not force and not trained_under(record, method):
+    beside = ("frequency", "bias", "layers", "sliding_layers", "precise")
+    if record is None or force:
+        return
+    alone = all(record.arguments[name] == ARGUMENTS[name] for name in beside)
+    if not alone or method not in (record.method, record.resolved):
         raise OptionError(
             f"the adapter {adapter} was trained with {record.call()}, not with {method}; use "
             f"--method {ADAPTER} for that, or --force and {name} without {ADAPTER} to measure it "
@@ -117,15 +121,6 @@ def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[st
         )
     beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
     return {record.method.name: {**record.method.options(), **beside}}
-
-
-def trained_under(record: Record, method: Method) -> bool:
-    """Whether ``method`` alone is the patch of an adapter."""
-    alone = all(
-        record.arguments[name] == ARGUMENTS[name]
-        for name in ("frequency", "bias", "layers", "sliding_layers", "precise")
-    )
-    return alone and method in (record.method, record.resolved)
 
 
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:

@@ -165,15 +165,13 @@ class Record:
         return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
 
     def __str__(self) -> str:
-        return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
+        given = {k: value for k, value in self.arguments.items() if value != ARGUMENTS[k]}
+        texts = (f"{name}={_text(value)}" for name, value in given.items())
+        return ", ".join([repr(self.method.name), *option_texts(self.method), *texts])
 
     def call(self, *more: str) -> str:
         """Return the ``rope_ext.patch`` call that applies this patch, as text."""
         return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
-
-    def _given(self) -> list[str]:
-        given = self.arguments.items()
-        return [f"{name}={_text(value)}" for name, value in given if value != ARGUMENTS[name]]
 
 
 def record_of(config: Any) -> Record | None:

@@ -218,7 +218,10 @@ class Miniature:
                     for other, theirs in known
                 ):
                     known.append((inv_freq, number))
-                    rows[name] = log_probs_of(_scaled(model, inv_freq, number), prompts)
+                    (site,) = find_sites(text_decoder(model))
+                    site.module._buffers[site.buffer] = inv_freq.float()
+                    setattr(site.module, site.scaling_attribute, number)
+                    rows[name] = log_probs_of(model, prompts)
             return rows
         rows["unextended"] = log_probs_of(model, prompts)
         for name, changes in {
@@ -257,14 +260,6 @@ class Miniature:
             other = Rope.geometric(base, rope.dim, rope.length).inv_freq
             yield f"wrong base ({base:g})", other, 1.0
             yield f"wrong base ({base:g}, scaled)", other * right / rope.inv_freq, number
-
-
-def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
-    """Set the frequencies and the scaling of cosine and sine of ``model``, and return it."""
-    (site,) = find_sites(text_decoder(model))
-    site.module._buffers[site.buffer] = inv_freq.float()
-    setattr(site.module, site.scaling_attribute, number)
-    return model
 
 
 def _head(config: Any) -> int:

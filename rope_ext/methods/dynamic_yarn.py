@@ -33,16 +33,9 @@ class DynamicYaRN(DynamicMethod):
     beta_slow: Positive = 1.0
     truncate: bool = True
 
-    def _yarn(self) -> YaRN:
-        return YaRN(
-            factor=self.factor,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            truncate=self.truncate,
-        )
-
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        kept = self._yarn().kept(rope)  # the ramp does not depend on the factor
+        ramp = {name: getattr(self, name) for name in ("beta_fast", "beta_slow", "truncate")}
+        kept = YaRN(factor=1, **ramp).kept(rope)  # the ramp does not depend on the factor
         factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
         return rope.interpolated(kept, factor)
 

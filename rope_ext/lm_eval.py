@@ -81,7 +81,6 @@ class PatchedLM(_HFLM):
 
 
 def main() -> None:
-    """Run from the command line."""
     from lm_eval.__main__ import cli_evaluate
 
     with clean_errors():

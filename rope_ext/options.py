@@ -40,7 +40,6 @@ class Options(Checked):
             self.set("layers", _layers(self.layers))
 
     def check(self, method: Method) -> None:
-        """Raise OptionError if these options are incompatible with ``method``."""
         for wrong, why in self._faults(method):
             if wrong:
                 raise OptionError(why)

@@ -94,7 +94,6 @@ def _typed(name: str, message: str) -> str:
 
 
 def built(name: str, options: Mapping[str, Any]) -> Method:
-    """Build a method of :func:`checked_methods`."""
     return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
 
 

@@ -67,7 +67,6 @@ class Record:
         return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-serializable values."""
         return {
             "version": VERSION,
             "method": method_to_json(self.method),
@@ -82,7 +81,6 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
-        """Parse what ``to_json`` returned."""
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
             raise RecordError(
@@ -175,7 +173,6 @@ class Record:
 
 
 def record_of(config: Any) -> Record | None:
-    """Read the record stored in ``config``; None if there is none."""
     data = getattr(config, FIELD, None)
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 

@@ -185,7 +185,6 @@ class InputEncoding(Encoding):
         return f"patch with length={tokens}, and train the rest of the table"
 
     def covers(self, tokens: int, rope: Rope) -> None:
-        """Raise an OptionError if there are not enough positions for ``tokens``."""
         limit = self.limit(rope)
         if limit is not None and tokens > limit:
             raise OptionError(
@@ -201,7 +200,6 @@ class InputEncoding(Encoding):
         raise NotImplementedError
 
     def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Combine hidden states with the encoding of their positions."""
         return x + p
 
 

@@ -68,7 +68,6 @@ class FIREScores(Scores):
         return block.content + self.bias(block)
 
     def bias(self, block: Block) -> torch.Tensor:
-        """The bias: ``[heads, rows, keys]``."""
         learned = {name: value.to(block.content) for name, value in self.learned.items()}
         c, place = learned["c"].abs(), block.query_at.to(block.content)
         reach = learned["multiplier"].abs() * self.threshold

@@ -89,7 +89,6 @@ class FLOATER(Sized):
 
 
 def _runge_kutta(f, tau: torch.Tensor, p: torch.Tensor, step: float) -> torch.Tensor:  # noqa: ANN001
-    """``p`` after one step."""
     a = f(tau, p)
     b = f(tau + step / 2, p + step / 2 * a)
     c = f(tau + step / 2, p + step / 2 * b)

@@ -134,5 +134,4 @@ class ByTables(Scores):
 
 
 def _index(block: Block, table: torch.Tensor) -> torch.Tensor:
-    """The row of a table for each query and key."""
     return block.distance.long().clamp(max=table.shape[-2] - 1)

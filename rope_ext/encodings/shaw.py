@@ -61,7 +61,6 @@ class Shaw(Encoding):
         return {name: sinusoid(-distance, size, _BASE) for name, size in columns}
 
     def _columns(self, heads: Heads) -> dict[str, int]:
-        """The columns of each table."""
         keys = {"key": heads.columns}
         return keys | {"value": heads.value_columns} if self.values else keys
 

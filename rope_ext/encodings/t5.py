@@ -67,7 +67,6 @@ class T5(Encoding):
         return learned["beta"].to(distance)[:, self.bucket(distance)]
 
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:
-        """The bucket of each distance, int64."""
         if self._by_offset:
             return distance.long().clamp(max=self.max_distance)
         exact = self.num_buckets // 2

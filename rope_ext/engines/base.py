@@ -129,7 +129,6 @@ class Scaling:
 
     @classmethod
     def from_patch(cls, state: Patch) -> Self:
-        """Return the scaling of a patch with one fixed set of frequencies."""
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
         parameters = part_of(text_config(state.decoder).rope_parameters, site)
@@ -194,7 +193,6 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
 
 
 def refuse_tempered(state: Patch) -> None:
-    """Raise if the patch scales queries."""
     temperature = state.method.tempered(state.scaled[0].rope)
     if temperature is not None:
         instead = "use attention_factor instead, whose square multiplies the logits that rotate"
@@ -224,17 +222,14 @@ def refuse_kind(family: Family, kind: str) -> None:
 
 
 def precise_note(state: Patch) -> tuple[str, ...]:
-    """Return a note if the patch computes angles in float64."""
     return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
 
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
-    """Whether each layer type has its own rotary embedding."""
     return any(isinstance(value, dict) for value in parameters.values())
 
 
 def model_name(model: nn.Module) -> str:
-    """Return the model's name or path, for use in a command."""
     return getattr(config_of(model), "_name_or_path", "") or "MODEL"
 
 

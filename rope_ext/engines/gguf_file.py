@@ -153,7 +153,6 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
 
 
 def plan(state: Patch, in_file: bool = True, architecture: str | None = None) -> Plan:
-    """Like :func:`planned`, but raises ExportError."""
     try:
         return planned(state, in_file, architecture)
     except Refusal as refusal:

@@ -62,7 +62,6 @@ _RENAMED = {
 
 
 def require_gguf() -> Any:
-    """Import the ``gguf`` library."""
     try:
         import gguf
     except ImportError:

@@ -39,7 +39,6 @@ class ABF(FrequencyMethod):
     base: Base | None = None
 
     def new_base(self, rope: Rope) -> float:
-        """The base after the patch."""
         target = self.target_length(rope)
         base = self.base or smallest_base(target)
         if base < rope.base:

@@ -85,7 +85,6 @@ class Checked:
                 self.require_list(option, valid)
 
     def options(self) -> dict[str, Any]:
-        """The options and their values."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def require(self, option: str, holds: bool, valid: str) -> None:
@@ -136,7 +135,6 @@ class Checked:
         self.set(option, number)
 
     def require_list(self, option: str, valid: Numbers) -> None:
-        """Raise an OptionError unless the option is a list of valid numbers."""
         value, convert = getattr(self, option), whole_number if valid.whole else plain_number
         listed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
         numbers = tuple(map(convert, value)) if listed else (None,)

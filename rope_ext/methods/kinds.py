@@ -139,7 +139,6 @@ class Method(Checked):
         return as_temperature(self.temperature) or self.own_temperature()
 
     def own_temperature(self) -> Temperature | None:
-        """The published ``temperature``, or None."""
         return None
 
     def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
@@ -367,7 +366,6 @@ class DynamicMethod(FrequencyMethod):
     length: Tokens | None = None
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        """``h`` for each of ``lengths`` (float64, ``[rows]``, tokens): ``[rows, dim / 2]``."""
         raise NotImplementedError
 
     def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
@@ -492,7 +490,6 @@ def method_class(name: str) -> type[Method]:
 
 
 def build_method(name: str, /, **options: Any) -> Method:
-    """Build a method by name."""
     cls = method_class(name)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for option in options:

@@ -53,7 +53,6 @@ class LongRoPE2(FrequencyMethod):
         return {**super().grids(rope), "critical": critical, "stretch": (1.0, 1.25, 1.5)}
 
     def critical_pair(self, rope: Rope) -> int:
-        """``critical``, or its default for a trained embedding."""
         if self.critical is not None:
             return self.critical
         return round(_EARLIER * int((rope.rotations >= 1).sum()))

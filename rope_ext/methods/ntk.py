@@ -24,7 +24,6 @@ class NTK(FrequencyMethod):
     summary = "moderate factors without fine-tuning; changes only the base"
 
     def base_scale(self, rope: Rope) -> float:
-        """``b' / b``."""
         return float(self.factor) ** rope.ntk_exponent
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:

@@ -116,5 +116,4 @@ def whole_number(value: Any, minimum: int = 1) -> int | None:
 
 
 def _exponents(dim: int) -> torch.Tensor:
-    """``2 i / dim``, float64, shape ``[dim / 2]``."""
     return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim

@@ -54,7 +54,6 @@ class Sidecar:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-serializable values."""
         parts = {"before": self.before, "after": self.after}
         return self.record.to_json() | {
             name: {k: {"inv_freq": v[:-1], "attention_scaling": v[-1]} for k, v in part.items()}
@@ -126,7 +125,6 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
-    """Read the sidecar of a directory or Hub repository; None if there is none."""
     with hub.loading("adapter", directory):
         path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
     return None if path is None else Sidecar.read(path)
@@ -221,7 +219,6 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def require_peft() -> Any:
-    """Import peft; raises AdapterError if it is not installed."""
     try:
         import peft
     except ImportError:

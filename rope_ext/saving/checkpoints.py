@@ -30,7 +30,6 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def load_config(model: str) -> Any:
-    """Load the configuration of a model on disk or on the Hub."""
     if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its base
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
@@ -55,7 +54,6 @@ def _warn(sentence: str) -> None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model."""
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
     if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
         raise MeasureError(

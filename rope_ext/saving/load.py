@@ -196,7 +196,6 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
 
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
-    """Raise RecordError if a configuration passed by the user lacks the saved record."""
     config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
     if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise RecordError(

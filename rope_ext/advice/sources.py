@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rope_ext.config.record import method_from_json
 from rope_ext.errors import MeasureError, OptionError
@@ -88,8 +88,7 @@ def ranked() -> list[str]:
     return sorted(_CANDIDATES.split(), key=key)
 
 
-@dataclass(frozen=True)
-class Calibrated:
+class Calibrated(NamedTuple):
     """The method that a calibration found, and the model that it was found for."""
 
     model: str  # class of the decoder
@@ -97,17 +96,6 @@ class Calibrated:
     target_length: int
     method: Method
     sentence: str  # its results, as text
-
-    def misfit(self, model: str, trained: int, target: int) -> str | None:
-        """Return why it does not apply to this model and length; None if it does."""
-        if (self.model, self.trained_length) != (model, trained):
-            return (
-                f"of {self.model} with {self.trained_length} trained tokens, and this is {model} "
-                f"with {trained}"
-            )
-        if self.target_length < target:
-            return f"for {self.target_length} tokens, and target_length={target}"
-        return None
 
 
 def parsed(text: str) -> dict[str, Any]:

@@ -108,8 +108,9 @@ class Checked:
     ) -> None:
         """Raise an OptionError unless the option is a finite number in the given range."""
         value = plain_number(getattr(self, option))
-        if isinstance(above, str):
-            above = plain_number(getattr(self, above))
+        if isinstance(above, str):  # where it is not valid itself, its own error says so
+            other = plain_number(getattr(self, above))
+            above = other if other is not None and abs(other) <= LARGEST else None
         number = math.nan if value is None else value
         finite = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
         valid, holds = "a finite number", finite

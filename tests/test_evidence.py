@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_eval.evidence import pages
 from rope_eval.evidence.measure import BUCKET, Measurement
 from rope_eval.evidence.questions import Prompt, Questions
-from rope_ext.methods.registry import method_class
+from rope_ext.methods import method_class
 
 ROOT = Path(__file__).parents[1]
 TRAINED = 1024  # two buckets; the checkpoint need not agree

@@ -43,7 +43,7 @@ class Fake:
         if fault:
             return fault, {"error": {"message": f"fault {fault}"}}
         chat = path.endswith("/chat/completions")
-        ids = self._chat(body) if chat else self._ids(body["prompt"])
+        ids = self._chat(body) if chat else body["prompt"]
         with self.lock:  # one forward at a time
             self.prompts.append(ids)
             text, logprobs = self._run(ids, body)
@@ -57,9 +57,6 @@ class Fake:
         with self.lock:
             spoil = self.spoils.pop(0) if self.spoils else dict
         return 200, spoil({**made, "choices": [choice]})
-
-    def _ids(self, prompt: Any) -> list[int]:
-        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
 
     def _chat(self, body: dict[str, Any]) -> list[int]:
         begun = body.get("continue_final_message", False)

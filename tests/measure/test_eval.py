@@ -504,7 +504,6 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         ("perplexity", ["--text", "hf:nobody/nothing"], "cannot read hf:nobody/nothing"),
         ("perplexity", ["--protocol", "sliding"], "--protocol sliding needs --stride TOKENS"),
         ("perplexity", ["--stride", "x"], "--stride 'x' is not a number of tokens"),
-        ("perplexity", ["--min-context", "x"], "--min-context 'x' is not a number of tokens"),
         ("needle", ["--new-tokens", "x"], "--new-tokens 'x' is not a number of tokens"),
         ("needle", ["--new-tokens", "0"], "tokens=0 is not valid"),
         ("ruler", ["--ruler-tasks", "niah_single"], "unknown task 'niah_single'; did you mean"),

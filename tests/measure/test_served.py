@@ -61,10 +61,9 @@ def measured(settings: Settings, *tasks: Any) -> list[tuple]:
     return values(run(prepare(settings, tasks)))
 
 
-@pytest.mark.parametrize("api", ["completions", "text"])
 @pytest.mark.parametrize("task", ["passkey", "generate", "ruler"])
 def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
-    checkpoint: Path, tmp_path: Path, api: str, task: str
+    checkpoint: Path, tmp_path: Path, task: str
 ) -> None:
     made = {
         "passkey": [PASSKEYS[0]],
@@ -75,7 +74,7 @@ def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
     want = measured(local(checkpoint, tmp_path / "here", lengths=lengths), *made)
     fake = fake_of(checkpoint)
     with serving(fake) as url:
-        got = measured(served(checkpoint, tmp_path / "there", url, api=api, lengths=lengths), *made)
+        got = measured(served(checkpoint, tmp_path / "there", url, lengths=lengths), *made)
     assert [one[:5] for one in got] == [one[:5] for one in want]
     if task != "passkey":  # teacher-forced here, so that nothing is written
         assert got == want
@@ -249,15 +248,14 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("api", ["text", "chat"])
-def test_transformers_serve_answers_as_its_model_does(tmp_path: Path, api: str) -> None:
+def test_transformers_serve_answers_as_its_model_does(tmp_path: Path) -> None:
     if importlib.util.find_spec("fastapi") is None:
         pytest.skip("what transformers serve needs is not there")
     folder = transformers_serve.saved(tmp_path / "yarn", "yarn", factor=4)
-    options = {"lengths": (400, 256), "chat": "yes" if api == "chat" else "no"}
+    options = {"lengths": (400, 256), "chat": "yes"}
     want = measured(local(folder, tmp_path / "here", **options), PASSKEYS[1])
     with running(transformers_serve.command(folder), tmp_path / "log") as address:
-        settings = served(folder, tmp_path / "there", f"{address}/v1", api=api, **options)
+        settings = served(folder, tmp_path / "there", f"{address}/v1", api="chat", **options)
         got = measured(replace(settings, served_model_name=str(folder), concurrency=2), PASSKEYS[1])
     assert got == want and len({one[5] for one in got}) > 1
 

@@ -1,7 +1,7 @@
 """Runs cases on an OpenAI-compatible server instead of a model in this process.
 
-Prompts have the same tokens as for a local model: they are sent as token IDs, or in a form that the
-tokenizer encodes to the same IDs.
+Prompts have the same tokens as for a local model: they are sent as token IDs, or as messages that
+the chat template turns into the same IDs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rope_eval.cases import Case, require_positive
-from rope_eval.data.prompts import Frame, beginning, encode
+from rope_eval.data.prompts import Frame, encode
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
@@ -86,9 +86,8 @@ class UnusableAnswer(Exception):
 class Served:
     """Models behind OpenAI-compatible servers, each a system; ``name`` is that of their tokenizer.
 
-    ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
-    (transformers serve), ``"chat"`` messages, from which the server makes the prompt with the
-    model's chat template.
+    ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"chat"`` messages, from which
+    the server makes the prompt with the model's chat template (``transformers serve``).
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
@@ -186,7 +185,7 @@ class Served:
             choice = self._choice("/chat/completions", ids, count, **self._messages(ids))
             text = (choice.get("message") or {}).get("content")
         else:
-            text = self._choice("/completions", ids, count, prompt=self._prompt(ids)).get("text")
+            text = self._choice("/completions", ids, count, prompt=list(ids)).get("text")
         if not isinstance(text, str):
             raise UnusableAnswer("the answer has no text")
         prompt = self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
@@ -232,7 +231,7 @@ class Served:
                 f"{case.task} needs the log-probabilities of a prompt, which chat completions do "
                 f"not return; give --api completions"
             )
-        asked = {"prompt": self._prompt(case.ids), "echo": True, "logprobs": 1}
+        asked = {"prompt": list(case.ids), "echo": True, "logprobs": 1}
         logprobs = self._choice("/completions", case.ids, 1, **asked).get("logprobs")
         given = (logprobs or {}).get("token_logprobs") or []
         found = given[1 : len(case.ids)]
@@ -250,21 +249,6 @@ class Served:
             raise UnusableAnswer(f"a log-probability of {max(found):g} is above 0")
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
-    def _prompt(self, ids: Sequence[int]) -> Any:
-        """Return token IDs, or text that the server's tokenizer encodes to these IDs."""
-        ids = list(ids)
-        if self.settings.api == "completions":
-            return ids
-        start = len(beginning(self.tokenizer))  # the server adds it
-        for part in (ids[start:], ids):
-            text = self._decode(part)
-            if self.tokenizer(text, verbose=False)["input_ids"] == ids:
-                return text
-        raise MeasureError(
-            f"a prompt of {len(ids)} tokens cannot be sent as text: its tokenizer would make other "
-            f"tokens of it; give --api completions, or chat"
-        )
-
     def _messages(self, ids: Sequence[int]) -> dict[str, Any]:
         """Return a prompt as messages, and options that make the server continue their answer."""
         if self.frame.around is None:
@@ -273,7 +257,9 @@ class Served:
                 "that has one"
             )
         before, after = self.frame.around
-        text = self._decode(ids).removeprefix(before)
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        ).removeprefix(before)
         # A template without a marker for the answer continues the user's turn.
         content, found, lead = text.rpartition(after) if after else (text, "all", "")
         messages = [{"role": "user", "content": content}]
@@ -286,11 +272,6 @@ class Served:
                 "the chat template makes another prompt of the messages; give --api completions"
             )
         return {"messages": messages, **(how if begun else {})}
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
 
 
 def _openai() -> Any:

@@ -1,6 +1,6 @@
 """Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
 
-There are five protocols for segments of text (``choose_windows``) and context lengths:
+There are four protocols for segments of text (``choose_windows``) and context lengths:
 
 * ``ending``: the same tokens with an increasing context. The windows of all lengths end at the same
   positions and score the same last tokens: 256, or half the shortest length if that is less. Every
@@ -15,8 +15,6 @@ There are five protocols for segments of text (``choose_windows``) and context l
   tokens that no earlier window scored; the last one may be shorter. Only the first one has the
   beginning-of-sequence token. As on that page, each window's mean loss is weighted by its number of
   labels minus one, which undercounts every window except the first by one token if windows overlap.
-* ``huggingface_means``: the same windows, but the plain mean of their mean losses, as on earlier
-  versions of that page.
 
 Otherwise a window is the beginning-of-sequence token (once, if the tokenizer has one) and text;
 this token counts towards ``length`` as context, and is never scored. Perplexity is weighted by
@@ -41,12 +39,8 @@ from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
 SCORED = 256
-HUGGINGFACE = {
-    "huggingface": "nll_sum / n_tokens, as transformers documents it today",
-    "huggingface_means": "the mean of window means, as on older versions of transformers' page",
-}
-PROTOCOLS = ("ending", "sliding", "start", *HUGGINGFACE)
-STRIDING = ("sliding", *HUGGINGFACE)
+PROTOCOLS = ("ending", "sliding", "start", "huggingface")
+STRIDING = ("sliding", "huggingface")
 
 
 @dataclass(frozen=True)
@@ -145,12 +139,9 @@ class Segments(Task):
     stride: int | None = option(
         None, "stride of the sliding window in tokens; implies --protocol sliding", parse_length
     )
-    min_context: int = option(0, "initial tokens not scored by sliding and start", parse_length)
 
     def __post_init__(self) -> None:
         require_positive(windows=self.windows, stride=self.stride)
-        if self.min_context < 0:
-            raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Read the texts, so that errors in them are reported first; returns the task."""
@@ -197,7 +188,7 @@ class Segments(Task):
         for length in lengths:
             size, number = length - len(bos), 0
             for index, text in enumerate(windows.texts):
-                done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
+                done = 1 - len(bos)  # the first token has nothing before it
                 end = size
                 while done < len(text):
                     end = min(end, len(text))
@@ -243,9 +234,8 @@ class Perplexity(Segments):
 
     protocol: str | None = option(
         None,
-        "ending (the same tokens with an increasing context), sliding, start, "
-        + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items())
-        + "; default: ending",
+        "ending (the same tokens with an increasing context), sliding, start, or huggingface "
+        "(nll_sum / n_tokens, as transformers documents it); default: ending",
     )
 
     def __post_init__(self) -> None:
@@ -260,17 +250,8 @@ class Perplexity(Segments):
                 f"--stride does not apply to the protocol {protocol}; leave it out, or give "
                 f"--protocol {', '.join(STRIDING)}"
             )
-        if self.min_context and protocol not in ("sliding", "start"):
-            raise OptionError(
-                f"--min-context does not apply to the protocol {protocol}; leave it out"
-            )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        if self.min_context and self.min_context + 2 > min(lengths):
-            raise OptionError(
-                f"min_context={self.min_context} leaves nothing to score at length "
-                f"{min(lengths)}; give less, or longer --lengths"
-            )
         windows, lengths = self.choose(frame, lengths, seed), sorted(lengths)
         plan = {"ending": self._ending, "sliding": self.slide, "start": self._ending}
         cases = list(plan.get(str(self.protocol), self._huggingface)(windows, lengths))
@@ -278,19 +259,18 @@ class Perplexity(Segments):
 
     @property
     def _unscored(self) -> int:
-        return 0 if self.protocol in HUGGINGFACE else 1
+        return 0 if self.protocol == "huggingface" else 1
 
     def _define(self, windows: Windows) -> str:
         count, source = len(windows.texts), ", ".join(map(str, self.text))
         source = source or "Python's standard library (held-out files)"
         source = source if self.documents is None else "the given documents"
         segments = f"{count} segment{'s' * (count != 1)} of {source}, intervals over documents"
-        if self.protocol in HUGGINGFACE:
-            return (
-                f"perplexity from {HUGGINGFACE[str(self.protocol)]} (--protocol {self.protocol}); "
-                f"windows move by {self.stride} tokens; {segments}"
-            )
         what = {
+            "huggingface": (
+                f"windows that move by {self.stride} tokens, from nll_sum / n_tokens as "
+                f"transformers documents it (--protocol huggingface)"
+            ),
             "ending": (
                 f"the last {windows.scored} tokens of windows of each length; every length scores "
                 f"the same tokens, only the context before them grows"
@@ -302,8 +282,7 @@ class Perplexity(Segments):
             ),
             "start": "the first tokens of each segment, as many as the length",
         }[str(self.protocol)]
-        less = f", less the very first {self.min_context}" if self.min_context else ""
-        return f"token-weighted perplexity of {what}{less}; {segments}"
+        return f"token-weighted perplexity of {what}; {segments}"
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
@@ -313,7 +292,7 @@ class Perplexity(Segments):
                 bos, group = windows.bos, windows.documents[number]
                 if self.protocol == "start":
                     ids = bos + text[: length - len(bos)]
-                    count = len(ids) - max(len(bos) + self.min_context, 1)
+                    count = len(ids) - max(len(bos), 1)
                 else:
                     ids, count = bos + text[len(bos) - length :], windows.scored
                 yield self._case(length, number, ids, count, group, curve=curve)
@@ -328,7 +307,7 @@ class Perplexity(Segments):
                     count = end - max(done, begin + 1)  # the first token has no context
                     # The page subtracts one label per window; only windows without overlap lose one
                     # to the label shift.
-                    weight = end - done - 1 if self.protocol == "huggingface" else 1
+                    weight = end - done - 1
                     if count and weight:
                         ids = row[begin:end]
                         yield self._case(length, number, ids, count, group, weight=weight)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_eval.evidence.measure import BUCKET, VARIANTS
+from rope_eval.evidence.measure import BUCKET, VARIANTS, depends_on_length
 from rope_eval.evidence.questions import TASKS
 from rope_eval.folder import read_lines
 from rope_eval.plots.style import (
@@ -29,7 +28,6 @@ from rope_eval.plots.style import (
     style_of,
 )
 from rope_eval.reports.intervals import mean_interval, rate_interval
-from rope_ext.methods import build_method
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
 SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
@@ -47,12 +45,7 @@ DRAWN = ("unpatched", "yarn", "self_extend")
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measured cells of one model.
-
-    Args:
-        model: its name.
-        lines: of the log, without those of refusals.
-    """
+    """The measured cells of one model: lines of the log, without those of refusals."""
 
     model: str
     lines: Sequence[Mapping[str, Any]]
@@ -111,7 +104,7 @@ class Evidence:
         begin, end = (round(share * self.trained) for share in SPANS[span])
         if factor == 4:
             begin, end = (round(share * self.trained) for share in (3.5, 4))
-        by_length = options is None and _depends_on_length(method)
+        by_length = options is None and depends_on_length(method, factor=1.9)
         if by_length and end <= self.trained and method != "lampe":
             return self.losses("unpatched", span)
         found: dict[str, float] = {}
@@ -161,12 +154,6 @@ class Evidence:
         return found[len(found) // 2] if found else None
 
 
-def _depends_on_length(method: str) -> bool:
-    if method == "unpatched":
-        return False
-    return method == "lampe" or build_method(method, factor=1.9).is_dynamic
-
-
 def table(evidence: Evidence) -> str:
     """Perplexity by position, the cost within the trained length, and prompts answered.
 
@@ -181,7 +168,7 @@ def table(evidence: Evidence) -> str:
     rows = [head]
     order = sorted(evidence.complete(), key=lambda name: _mean(evidence.losses(name, spans[-1])))
     for name in ["unpatched", *(name for name in order if name != "unpatched")]:
-        row = [name if name == "unpatched" else f"`{name}`"]
+        row = [_named(name)]
         row += [evidence.perplexity(name, span) for span in spans]
         row.append("" if name == "unpatched" else evidence.cost(name))
         if far:
@@ -197,6 +184,10 @@ def table(evidence: Evidence) -> str:
     return _table([list(itertools.compress(row, measured)) for row in rows])
 
 
+def _named(method: str) -> str:
+    return method if method == "unpatched" else f"`{method}`"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |\n" for row in rows]
     return "".join([lines[0], f"| {' | '.join(['---'] * len(rows[0]))} |\n", *lines[1:]])
@@ -210,7 +201,7 @@ def short(evidence: Evidence) -> str:
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
         seconds, plain = evidence.seconds(name), name == "unpatched"
-        row = [name if plain else f"`{name}`", reason]
+        row = [_named(name), reason]
         row.append(f"{float(evidence.perplexity(name, '2x')):,g}")
         found = evidence.prompts(name, "passkey", 2)
         row.append("" if found is None else f"{found[0]} of {found[1]}")
@@ -249,8 +240,7 @@ def quadruple(evidence: Evidence) -> str:
         if shown := evidence.perplexity(name, "2x", factor=4):
             prompts = [_share(evidence.prompts(name, task, 4)) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
-            named = name if name == "unpatched" else f"`{name}`"
-            rows.append((value, [named, shown, *prompts]))
+            rows.append((value, [_named(name), shown, *prompts]))
     head = ["method", "perplexity", "passkeys", "fruits"]
     return _table([head, *(row for _, row in sorted(rows))]) if rows else ""
 
@@ -330,18 +320,12 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
 
 
 def put(path: Path, name: str, text: str) -> None:
-    """Replace what is between the marks ``name`` in a page.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
+    """Replace what is between the marks ``name`` in a page."""
     page = path.read_text(encoding="utf-8")
     begin, end = f"<!-- evidence: {name} -->\n", "<!-- end of evidence -->"
-    pattern = re.compile(rf"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
-        raise ValueError(f"{path} has no mark {begin.strip()}")
-    page = pattern.sub(lambda _: f"{begin}{text}{end}", page)
-    path.write_text(page, encoding="utf-8")
+    before, mark, after = page.partition(begin)
+    assert mark, f"{path} has no mark {begin.strip()}"
+    path.write_text(before + begin + text + end + after.partition(end)[2], encoding="utf-8")
 
 
 def write(root: Path) -> None:
@@ -356,12 +340,8 @@ def write(root: Path) -> None:
         page = root / "docs" / "evidence.md"
         put(page, f"{name} conditions", f"\n{conditions(one)}\n")
         put(page, f"{name} 2x", f"\n{table(one)}\n")
-        for mark, text in (
-            ("behind", behind(one)),
-            ("4x", quadruple(one)),
-            ("settings", variants(one)),
-        ):
-            if text:
+        for mark, made in {"behind": behind, "4x": quadruple, "settings": variants}.items():
+            if text := made(one):
                 put(page, f"{name} {mark}", f"\n{text}\n")
     judged = [one for one in found if len(one.losses("unpatched", "2x")) >= 4]
     put(root / "README.md", "table", f"\n{short(judged[0])}\n")

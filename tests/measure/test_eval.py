@@ -478,12 +478,10 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         assert at[:2] == [by_hand.estimates["perplexity", r, length] for r in ("none", method)]
         assert at[2] == trained.estimates["perplexity", method, length]
         assert len({estimate.value for estimate in at}) == 4
-    [table] = both.sections[0].tables
-    assert [row.cells[0].text for row in table.rows] == [*rows[:3], "change by training"]
-    assert table.rows[3].cells[2].text.startswith(f"{100 * (at[2].value / at[1].value - 1):+.1f}")
+    change = f"({100 * (at[2].value / at[1].value - 1):+.1f} "
     [sentence] = both.recommendations
     assert sentence.startswith("Training under yarn: beyond 128 tokens, perplexity: cannot tell")
-    assert sentence in both.markdown() and "### before and after training" in both.markdown()
+    assert sentence in both.markdown() and change in sentence
     with pytest.raises(OptionError, match="give --method before,adapter"):
         report("alone", methods=("before", "yarn"), adapter=str(folder), force=True)
 

@@ -55,8 +55,8 @@ class Advice(Results):
         The change by training if ``before`` and ``adapter`` are measured; otherwise, given
         perplexity and passkeys, which method to use (see :class:`Recommendation`).
         """
-        if self.trainings:
-            return [_of(training.unpatched, training.sentence()) for training in self.trainings]
+        if pairs := self.trainings:
+            return [_of(self.unpatched(one), self.training(one, two)) for one, two in pairs]
         return [f"{sentence} Next: {shlex.join(words)}" for sentence, words in self._advice]
 
     @property

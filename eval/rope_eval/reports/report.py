@@ -222,29 +222,27 @@ class Report(Advice):
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
-        lengths, rates = self.plan.lengths, []
+        lengths, rates = self.plan.lengths, {}
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
             part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
-            bins = {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}
             if task.kind == "rate":
-                rates.append(task.name)
-                if bins:
+                rates[task.name] = part
+                if bins := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
                     png = _png(figures.draw_depths, bins, trained, f"{title}, % found")
                     yield task.name, task.name, png
                 continue
-            draw = figures.draw_perplexity
-            yield task.name, task.name, _png(draw, part, trained, f"{title} by length")
-            if curve := self.curve(task.name):
-                title = f"{title} by position in {lengths[-1]} tokens"
+            draw, name = figures.draw_lines, task.name
+            yield name, name, _png(draw, {f"{title} by length": part}, "loss", trained)
+            if curve := self.curve(name):
+                panels = {f"{title} by position in {lengths[-1]} tokens": curve}
                 axis = "tokens up to this position, from the one before"
                 ticks = [4**k for k in range(1, 12) if 2 * 4**k < lengths[0]]
-                png = _png(draw, curve, trained, title, axis, [*ticks, *lengths])
-                yield task.name, f"{task.name}_positions", png
+                png = _png(draw, panels, "loss", trained, axis, [*ticks, *lengths])
+                yield name, f"{name}_positions", png
         if rates:
-            part = {place: e for place, e in self.estimates.items() if place[0] in rates}
-            where = next(iter(self.suites), rates[0])
-            yield where, "rates", _png(figures.draw_rates, part, trained)
+            where = next(iter([*self.suites, *rates]))
+            yield where, "rates", _png(figures.draw_lines, rates, "rate", trained)
 
 
 def _png(draw: Callable[..., None], *given: Any) -> bytes:

@@ -15,14 +15,12 @@ from typing import TypeVar
 
 from rope_eval.cases import Outcome
 from rope_eval.reports.intervals import rate_interval
-from rope_eval.reports.page import Cell, Row, Table
 from rope_eval.reports.summary import (
     Estimate,
     difference,
     estimate,
     estimate_perplexity,
     is_clear,
-    shown,
     signed,
 )
 from rope_eval.run.plan import Plan
@@ -43,62 +41,6 @@ def grouped(values: Sequence[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups
-
-
-DEFINITION = (
-    "The unpatched model, the model under the adapter's method without its weights, and with them, "
-    "on the same cases; the last row is what training changed (perplexity: %, rates: points)"
-)
-
-
-@dataclass(frozen=True)
-class Training:
-    """One model unpatched, with the method ``before`` training, and ``after`` it.
-
-    ``places`` has the outcomes by (task, system, length).
-    """
-
-    unpatched: System
-    before: System
-    after: System
-    tasks: Sequence[Task]
-    lengths: Sequence[int]
-    places: Mapping[tuple[str, str, int], Sequence[Outcome]]
-
-    def change(self, task: Task, lengths: Sequence[int]) -> Estimate | None:
-        """Return how much training raised perplexity (relative) or a rate, over these lengths."""
-        after, before = (
-            [o for n in lengths for o in self.places[task.name, system.name, n]]
-            for system in (self.after, self.before)
-        )
-        return difference(after, before, task.kind)
-
-    def table(self) -> Table:
-        """Build a table of three systems and the change, one column per task and length."""
-        places = [(task, length) for task in self.tasks for length in self.lengths]
-        rows = []
-        for system in (self.unpatched, self.before, self.after):
-            outcomes = [(self.places[task.name, system.name, n], task.kind) for task, n in places]
-            cells = [Cell(shown(estimate(*given), given[1])) for given in outcomes]
-            rows.append(Row((Cell(system.name), *cells), system is self.unpatched))
-        gaps = [self.change(task, [length]) for task, length in places]
-        cells = [Cell("" if gap is None else signed(gap), is_clear(gap)) for gap in gaps]
-        rows.append(Row((Cell("change by training"), *cells)))
-        header = ("method", *(f"{task.name}, {length} tokens" for task, length in places))
-        return Table("", header, tuple(rows))
-
-    def sentence(self) -> str:
-        """Describe what training changed beyond and within the trained length."""
-        trained, parts = self.after.trained, {}
-        parts[f"beyond {trained} tokens"] = [n for n in self.lengths if n > trained]
-        for length in [n for n in self.lengths if n <= trained][-1:]:
-            parts[f"at {length} tokens"] = [length]
-        said = [
-            f"{where}, {' and '.join(_said(t, self.change(t, lengths)) for t in self.tasks)}"
-            for where, lengths in parts.items()
-            if lengths
-        ]
-        return f"Training under {self.before.method}: {'; '.join(said)}."
 
 
 def _said(task: Task, gap: Estimate | None) -> str:
@@ -222,16 +164,36 @@ class Results:
         return found
 
     @cached_property
-    def trainings(self) -> list[Training]:
-        """One entry for each model measured before and after training an adapter."""
-        plan = self.plan
+    def trainings(self) -> list[tuple[System, System]]:
+        """The systems before and after training an adapter, for each model measured so."""
         return [
-            Training(self.unpatched(before), before, after, plan.tasks, plan.lengths, self.places)
-            for before in plan.systems
-            for after in plan.systems
+            (before, after)
+            for before in self.plan.systems
+            for after in self.plan.systems
             if after.adapted and not before.adapted
             if (before.model, before.method) == (after.model, after.method)
         ]
+
+    def training(self, before: System, after: System) -> str:
+        """Describe what training changed beyond and within the trained length."""
+        trained, lengths = after.trained, self.plan.lengths
+        parts = {f"beyond {trained} tokens": [n for n in lengths if n > trained]}
+        for length in [n for n in lengths if n <= trained][-1:]:
+            parts[f"at {length} tokens"] = [length]
+
+        def change(task: Task, lengths: Sequence[int]) -> Estimate | None:
+            ours, theirs = (
+                [o for n in lengths for o in self.places[task.name, system.name, n]]
+                for system in (after, before)
+            )
+            return difference(ours, theirs, task.kind)
+
+        said = [
+            f"{where}, {' and '.join(_said(t, change(t, lengths)) for t in self.plan.tasks)}"
+            for where, lengths in parts.items()
+            if lengths
+        ]
+        return f"Training under {before.method}: {'; '.join(said)}."
 
     def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
         """Perplexity between two positions of the longest windows, by (system, later one)."""

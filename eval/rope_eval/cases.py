@@ -68,7 +68,6 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the context when the case is finished."""
         return len(self.ids) + (self.count if self.mode == "write" else 0)
 
     @cached_property

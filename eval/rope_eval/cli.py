@@ -33,7 +33,6 @@ class Evaluation(ModelCommand):
     def make_context(
         self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """Create the context of the command with these options."""
         from rope_eval import command
 
         made = command.command_for(str(self.name), args)

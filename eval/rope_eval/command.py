@@ -116,7 +116,6 @@ def _names_tasks(word: str) -> bool:
 
 
 def _first(words: Sequence[str]) -> list[str]:
-    """Return the words before the first option."""
     return list(takewhile(lambda word: not word.startswith("-"), words))
 
 
@@ -178,7 +177,6 @@ def main(
 def asked(
     tasks: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes | None = None
 ) -> list[Task | None]:
-    """Return the tasks with these names, each with its command-line options."""
     given: dict[str, Any] = {}
     for cls in chosen(tasks):
         given = read_options(cls, typed, mistakes) | given

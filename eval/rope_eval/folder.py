@@ -33,7 +33,6 @@ def log_name(rank: int) -> str:
 
 
 def world_size() -> int:
-    """Number of processes launched together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -93,7 +92,6 @@ def lock(
 
 
 def is_log(path: Path) -> bool:
-    """Whether this program created the file."""
     return path.is_file() and path.read_bytes()[: len(HEADER)] == HEADER
 
 
@@ -137,7 +135,6 @@ class Folder:
         return [self.path / name for name in contents]
 
     def clear(self) -> None:
-        """Delete only the files that this program wrote."""
         with writing(self.path):
             for path in (*self.logs, *(self.path / name for name in self._written())):
                 path.unlink(missing_ok=True)
@@ -193,7 +190,6 @@ class Log:
 
 
 def to_line(entry: Mapping[str, Any]) -> bytes:
-    """Return one line of a log."""
     return (json.dumps(entry) + "\n").encode()
 
 

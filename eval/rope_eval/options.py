@@ -41,7 +41,6 @@ def option(
 
 
 def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a dataclass that are command-line options."""
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 

@@ -22,7 +22,6 @@ LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 def batch_size(text: str) -> int | None:
-    """Parse a number of rows, or None for ``auto``."""
     if text == "auto":
         return None
     if not re.fullmatch("[0-9]{1,15}", text):

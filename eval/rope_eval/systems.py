@@ -35,7 +35,6 @@ class System:
     adapted: bool = False
 
     def key(self, case: Case) -> str:
-        """Return a digest of everything that determines the outcome."""
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
 
 
@@ -46,7 +45,6 @@ def under(
     compose: bool | str,
     trained_length: int | None,
 ) -> AbstractContextManager[Any]:
-    """``model`` under a method of :func:`checked_methods`."""
     given = {"compose": compose, "original_max_position_embeddings": trained_length}
     return patched(model, name, **{**given, **options})
 

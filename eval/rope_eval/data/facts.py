@@ -46,7 +46,6 @@ HOPS = (
 
 @cache
 def _towns(count: int) -> list[dict[str, str]]:
-    """Return towns with their facts: distinct names, and numbers."""
     rng, names = random.Random("towns"), dict[str, None]()
 
     def name(end: str = "") -> str:

@@ -38,7 +38,6 @@ class Row:
         return self.data[name]
 
     def text(self, name: str) -> str:
-        """The field, a string."""
         return self.value(name, str, wanted="a string")
 
     def key(self, name: str) -> str | int:
@@ -56,7 +55,6 @@ class Row:
         return value
 
     def rows(self, name: str) -> list[Row]:
-        """The field, a list of objects."""
         value = self.value(name, list, wanted="a list of objects")
         if not all(isinstance(one, dict) for one in value):
             raise self.wrong(name, "a list of objects")
@@ -64,7 +62,6 @@ class Row:
         return [Row(one, f"{where} {number}", self.option) for number, one in enumerate(value, 1)]
 
     def row(self, name: str) -> Row:
-        """The field, an object."""
         value = self.value(name, dict, wanted="an object")
         return Row(value, f"{self.where}, {name}", self.option)
 
@@ -156,7 +153,6 @@ def _load(source: str, option: str, *what: Any, most: int | None = None, **how: 
 
 
 def load_datasets() -> Any:
-    """Import ``datasets``, without progress bars."""
     try:
         import datasets
     except ImportError:

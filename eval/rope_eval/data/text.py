@@ -111,7 +111,6 @@ def python_documentation() -> str:
 
 @cache
 def library_words() -> tuple[str, ...]:
-    """Return lower-case words in Python's library and documentation, in alphabetical order."""
     found: set[str] = set()
     for text in (python_documentation(), *python_library("train")):
         found.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))

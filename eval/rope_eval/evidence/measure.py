@@ -215,7 +215,6 @@ class Measurement:
         ]
 
     def _warm_up(self, length: int) -> None:
-        """Compile and fill caches before timing."""
         ids = next(iter(self.questions.documents.values()))[: length // 8]
         score(self.model, [ids], 1)
 

@@ -52,7 +52,6 @@ class Evidence:
 
     @classmethod
     def read(cls, path: Path) -> Evidence:
-        """Read a log of :class:`rope_eval.evidence.measure.Measurement`."""
         lines = [line for line in read_lines(path) if "task" in line and "refused" not in line]
         return cls(lines[0]["model"], lines)
 
@@ -75,7 +74,6 @@ class Evidence:
         return [x for x in self.lines if (x["task"], x["method"]) == (task, method) and same(x)]
 
     def rows(self) -> list[str]:
-        """Methods with default options, as they were measured."""
         names = dict.fromkeys(str(x["method"]) for x in self.lines)
         return [name for name in names if any(self.losses(name, span) for span in SPANS)]
 
@@ -212,7 +210,6 @@ def short(evidence: Evidence) -> str:
 
 
 def conditions(evidence: Evidence) -> str:
-    """Describe how the numbers were measured."""
     line = evidence.lines[0]
     count = len(evidence.losses("unpatched", "0.25x"))
     return (
@@ -246,7 +243,6 @@ def quadruple(evidence: Evidence) -> str:
 
 
 def variants(evidence: Evidence) -> str:
-    """Other settings against the defaults of their methods."""
     rows = [["setting", "within the length", "at 2x", "fruits at 2x, default", "with it"]]
     for method, options in VARIANTS:
         parts = [
@@ -288,7 +284,6 @@ def summary(evidence: Evidence) -> dict[str, Any]:
 
 
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:
-    """Draw perplexity by position, factor 2, one panel for each model."""
     evidence = [found for found in evidence if found.losses("unpatched", "2x")]
     figure = figure_of(max(7, 5 * len(evidence)), 3.2)
     panels = figure.subplots(1, len(evidence), squeeze=False)[0]
@@ -320,7 +315,6 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
 
 
 def put(path: Path, name: str, text: str) -> None:
-    """Replace what is between the marks ``name`` in a page."""
     page = path.read_text(encoding="utf-8")
     begin, end = f"<!-- evidence: {name} -->\n", "<!-- end of evidence -->"
     before, mark, after = page.partition(begin)

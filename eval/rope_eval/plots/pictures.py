@@ -81,7 +81,6 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """Plot ``g`` by distance for methods that rotate."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if rotates(rope, method):
@@ -221,7 +220,6 @@ def _line(axes: Any, lines: Lines, label: str, x: Any, y: torch.Tensor, more: st
 
 
 def _shade(axes: Any, places: Any, parts: Sequence[torch.Tensor], colour: str) -> None:
-    """Shade from the lowest to the highest value of each part."""
     low, high = ([float(of(part)) for part in parts] for of in (torch.min, torch.max))
     axes.fill_between(places, low, high, color=colour, alpha=0.1, linewidth=0)
 
@@ -250,7 +248,6 @@ def _by_distance(axes: Any, rope: Rope, length: int, label: str) -> None:
 
 
 def _inverse(value: Any) -> Any:
-    """Convert frequency to wavelength, or back."""
     import numpy
 
     with numpy.errstate(divide="ignore"):

@@ -151,5 +151,4 @@ def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:
-    """The systems in order of appearance and the lengths, ascending."""
     return list(dict.fromkeys(key[0] for key in estimates)), sorted({key[1] for key in estimates})

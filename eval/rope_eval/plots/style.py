@@ -28,7 +28,6 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 
 def require_matplotlib() -> None:
-    """Raise MeasureError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeasureError(
             "plots need matplotlib, which is not installed; "
@@ -79,7 +78,6 @@ def log_axis(axes: Any) -> None:
 
 
 def style_of(index: int) -> dict[str, Any]:
-    """Return color, dashes and marker of the line with this index."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
@@ -95,7 +93,6 @@ def figure_of(width: float, height: float) -> Any:
 
 
 def ticker() -> Any:
-    """Import ``matplotlib.ticker``."""
     from matplotlib import ticker as module
 
     return module

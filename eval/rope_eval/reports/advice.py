@@ -61,7 +61,6 @@ class Advice(Results):
 
     @property
     def next_commands(self) -> list[Words]:
-        """Next commands: for an adapter, or by model."""
         settings = self.plan.settings
         if settings.servers:
             return []
@@ -92,7 +91,6 @@ class Advice(Results):
 
     @cached_property
     def _advice(self) -> list[tuple[str, Words]]:
-        """Each model's recommended method and next command."""
         settings = self.plan.settings
         names = {task.name for task in self.plan.tasks}
         if settings.servers or not names >= {"perplexity", "passkey"}:
@@ -145,7 +143,6 @@ class Advice(Results):
         return ["python", "recipes/merge.py", adapter, "--output", unused("merged")]
 
     def _after(self, model: str) -> Words:
-        """Return the command after tasks without a recommendation."""
         lengths = self.plan.settings.lengths
         if all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
@@ -153,7 +150,6 @@ class Advice(Results):
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
-        """Return the command that measures the same methods by perplexity and passkeys."""
         settings = self.plan.settings
         return self._command(
             "compare",
@@ -196,7 +192,6 @@ class Advice(Results):
 
     @property
     def _texts(self) -> Sequence[Path | str]:
-        """``--text`` as passed."""
         return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
 
 

@@ -75,12 +75,10 @@ class Change:
 
     @property
     def worse(self) -> bool:
-        """Whether the loss rises beyond noise."""
         return not self.low <= 0
 
     @property
     def better(self) -> bool:
-        """Whether the loss falls beyond noise."""
         return self.high < 0
 
 
@@ -144,7 +142,6 @@ class Calibration:
 
     @property
     def call(self) -> str:
-        """The call that applies the patch."""
         method = self.method
         return f"rope_ext.patch({', '.join(['model', repr(method.name), *option_texts(method)])})"
 
@@ -248,12 +245,10 @@ def _plain(data: Any) -> Any:
 
 
 def perplexity(loss: float) -> str:
-    """Return the perplexity of a mean loss in nats per token."""
     return f"{math.exp(min(loss, 700)):.4g}"  # larger ones overflow a float
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of some numbers."""
     return sum(values) / len(values)
 
 

@@ -59,7 +59,6 @@ class Scores:
     weights: list[float] = field(default_factory=list)
 
     def passes_at(self, lengths: Sequence[int]) -> list[float]:
-        """Return the trials of these lengths."""
         return [x for length in lengths for x in self.passes.get(length, ())]
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
@@ -155,7 +154,6 @@ class Recommendation:
 
     @property
     def broken(self) -> bool:
-        """Whether the unpatched model's loss within its trained length is NaN or infinite."""
         return not all(map(math.isfinite, self.scores[UNPATCHED].losses_at(self.within)))
 
     @property
@@ -175,7 +173,6 @@ class Recommendation:
         return gap is not None and is_clear(gap) and gap.value < 0
 
     def _fewer(self, one: str, other: str) -> bool:
-        """Whether ``one`` clearly finds fewer passkeys beyond the trained length."""
         gap = self._rates(one, other, self.far)
         return gap is not None and is_clear(gap) and gap.value < 0
 
@@ -203,7 +200,6 @@ class Recommendation:
         )
 
     def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
-        """Return the best of these methods."""
         if not methods:
             return None
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)

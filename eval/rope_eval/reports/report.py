@@ -39,12 +39,10 @@ class Report(Advice):
 
     @property
     def notes(self) -> list[str]:
-        """Notes for readers of the results."""
         return [*self.plan.notes, *self.warnings]
 
     @property
     def title(self) -> str:
-        """Title of the page and the plots."""
         return f"{self._names}: {', '.join(section.name for section in self.sections)}"
 
     @property
@@ -262,7 +260,6 @@ def _rich(name: str, table: Table) -> RichTable:
 
 
 def _rows(names: Sequence[str], estimates: Mapping[Any, Estimate | None]) -> list[dict[str, Any]]:
-    """Return the estimates, each with the parts of its key under these names."""
     return [
         {**dict(zip(names, key, strict=True)), **_numbers(value)}
         for key, value in estimates.items()
@@ -276,7 +273,6 @@ def _numbers(value: Estimate) -> dict[str, float | None]:
 
 
 def task_options(task: Task) -> dict[str, Any]:
-    """Return a task's settings, such as windows, trials and depths, by field name."""
     return {one.name: getattr(task, one.name) for one in option_fields(type(task))}
 
 
@@ -284,7 +280,6 @@ _UNSET = (None, False, (), [], "")
 
 
 def _short(value: Any) -> str:
-    """Format an option of a task for a sentence."""
     return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 

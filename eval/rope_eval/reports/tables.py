@@ -73,7 +73,6 @@ def _task_table(results: Results, task: Task) -> Table:
 
 
 def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
-    """Yield one table per model: row minus column."""
     gaps = results.differences
     for model in results.plan.settings.models:
         systems = [s for s in results.plan.systems if s.model == model]

@@ -74,11 +74,9 @@ class Plan:
 
     @property
     def refusals(self) -> list[str]:
-        """A sentence for every refused system."""
         return [f"{name} is not measured: {reason}" for name, reason in self.refused.items()]
 
     def cases(self, system: System) -> Iterator[Case]:
-        """Yield all cases for ``system``, in the order of the report."""
         for task in self.tasks:
             yield from self.questions[system.model, task.name].cases
 
@@ -97,7 +95,6 @@ class Plan:
 
     @cached_property
     def folder(self) -> Folder:
-        """The results folder."""
         return Folder(self.settings.output)
 
     @cached_property
@@ -115,13 +112,11 @@ class Plan:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Cases in all, and cases left to measure."""
         total = sum(1 for system in self.systems for _ in self.cases(system))
         left = sum(len(batch) for system in self.systems for batch in self.left(system))
         return total, left
 
     def collect(self, done: Mapping[str, Outcome]) -> list[Outcome]:
-        """The outcome of every case of every system, in the order of the report."""
         outcomes = []
         for system in self.systems:
             if system.name not in self.refused:
@@ -132,7 +127,6 @@ class Plan:
 
 
 def automatic_tokens(settings: Settings) -> int:
-    """Tokens per forward where no batch size is given."""
     return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
 
 
@@ -241,7 +235,6 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
-    """Return the tasks to run."""
     if settings.url and any(task.name == "longppl" for task in tasks):
         raise OptionError(
             "longppl chooses tokens with a model in this process; leave it out with --url, or "

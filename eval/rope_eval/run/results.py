@@ -22,7 +22,6 @@ class Result:
 
 
 def tail(case: Case) -> int:
-    """Return the number of final tokens whose losses are needed."""
     if case.curve:
         return len(case.ids) - 1
     return len(case.ids) - min(case.only) if case.only else case.count + case.lead

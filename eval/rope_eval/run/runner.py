@@ -60,7 +60,6 @@ class Ranks:
         return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
 
     def share(self, batches: Sequence[Any]) -> list[Any]:
-        """Return this process's share; batches are sorted by length, so that shares are similar."""
         return list(batches[self.rank :: self.count])
 
 
@@ -140,7 +139,6 @@ def _measure(
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
-    """Measure ``system`` with lm-evaluation-harness at every length; it caches its answers."""
     size, settings = plan.settings.batch_size, plan.settings
     for length in plan.lengths:
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
@@ -229,7 +227,6 @@ class Runner:
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
-        """Yield the results of these batches, each after its forward."""
         for batch in batches:
             if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
                 score(self.model, [[self.pad] * 2], 1, self.pad)

@@ -98,7 +98,6 @@ class Served:
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
-        """Query the server of this system."""
         self.server = self.servers[system.label]
         self.others: set[str] = set()
         with self.openai.OpenAI(

@@ -99,7 +99,6 @@ HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 
 
 def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
-    """Read questions and documents from a file, or generate them."""
     option = f"--{source.option}"
     if path is not None:
         return source.read(read_rows(path, option))

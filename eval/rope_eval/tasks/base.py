@@ -99,7 +99,6 @@ class Prompts(Task):
 
     @property
     def about(self) -> str:
-        """Description of what is measured, for reports."""
         raise NotImplementedError
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
@@ -107,7 +106,6 @@ class Prompts(Task):
         raise NotImplementedError
 
     def notes(self, cases: Sequence[Case]) -> Iterator[str]:
-        """Further notes for reports."""
         return iter(())
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
@@ -120,13 +118,11 @@ class Prompts(Task):
     def fill(
         self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
     ) -> tuple[int, Any]:
-        """Like :func:`fill`."""
         return fill(self.name, build, length, self.tokens, least, most)
 
     def case(
         self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
     ) -> Case:
-        """Return the prompt ``ids`` as a case whose answer is generated."""
         return Case(
             *(self.name, length, draw.number, "write", self.tokens, ids, tuple(answers)),
             depth=draw.depth,
@@ -173,7 +169,6 @@ def register(cls: T) -> T:
 
 
 def unregister(cls: type[Task]) -> None:
-    """Remove a task from the registry."""
     del _REGISTRY[cls.name]
 
 
@@ -195,7 +190,6 @@ def from_file(path: str) -> list[str]:
 
 
 def all_tasks() -> dict[str, type[Task]]:
-    """Return all registered tasks by name, in order of registration."""
     return dict(_REGISTRY)
 
 
@@ -260,7 +254,6 @@ def counts(text: str, name: str) -> list[int]:
 
 
 def require_one_of(**values: tuple[str, Sequence[str]]) -> None:
-    """Raise OptionError for a value that is not among the valid ones."""
     for name, (value, valid) in values.items():
         if value not in valid:
             raise OptionError(

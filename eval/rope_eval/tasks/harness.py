@@ -55,7 +55,6 @@ class Harness(Task):
 
     @cached_property
     def manager(self) -> Any:
-        """Tasks that the harness supports."""
         try:
             from lm_eval.tasks import TaskManager
         except ImportError:
@@ -95,7 +94,6 @@ class Harness(Task):
 
 
 def _mean(name: str, task: Any) -> str:
-    """Return a task's first metric that is averaged over its documents."""
     from lm_eval.api.metrics import mean
 
     metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)

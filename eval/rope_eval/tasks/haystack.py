@@ -118,7 +118,6 @@ class Needles(Prompts):
 
     @cached_property
     def _stock(self) -> list[str]:
-        """The words of the text."""
         return (python_documentation() if self.text is None else self.text).split()
 
     def _hay(self, owner: Mapping[str, str], rng: random.Random) -> Callable[[int], list[str]]:
@@ -222,7 +221,6 @@ class Needle(Task):
             )
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return the task with its haystack; reads the text."""
         named = len(self.haystack) == 1 and self.haystack[0] in ("noise", "needles")
         hay: dict[str, Any] = (
             {"haystack": self.haystack[0]} if named else read_haystack(self.haystack)

@@ -366,7 +366,6 @@ class DataSet(Task):
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
-    """Return the end of each token in a text, in characters."""
     if not getattr(tokenizer, "is_fast", False):
         raise MeasureError(
             "this tokenizer does not say which text a token stands for, so that no context can be "
@@ -457,7 +456,6 @@ class Helmet(Task):
             raise OptionError(f"shots={self.shots} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return a task for each data set; reads their files."""
         demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)
         if not data:
             raise OptionError(
@@ -477,7 +475,6 @@ class Helmet(Task):
 
 
 def _read(given: Sequence[str], option: str) -> dict[str, dict[int | None, list[Row]]]:
-    """Read the rows of each ``NAME=SOURCE`` and ``NAME@8k=SOURCE``, by name and length."""
     found: dict[str, dict[int | None, list[Row]]] = {}
     for text in given:
         place, _, source = text.partition("=")

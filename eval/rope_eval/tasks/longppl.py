@@ -59,7 +59,6 @@ class LongPPL(Segments):
         require_positive(short_context=self.short_context)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Load the texts and the model that selects the key tokens."""
         from rope_ext.saving import checkpoints as models  # not for --help: torch
 
         if self.opened is not None:
@@ -136,7 +135,6 @@ class LongPPL(Segments):
         return Questions(cases, definition, notes)
 
     def keys(self, model: Any, bos: Sequence[int], text: Sequence[int]) -> set[int]:
-        """Return the positions of key tokens in ``text``."""
         from rope_eval.forward import score
 
         row = [*bos, *text]

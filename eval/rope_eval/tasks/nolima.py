@@ -71,7 +71,6 @@ class Test(NamedTuple):
 
 
 def read_tests(source: str) -> list[Test]:
-    """Return all tests of a needle set: every question with all values of its placeholders."""
     return [test for row in read_rows(source, OPTION) for test in _tests(row)]
 
 
@@ -170,7 +169,6 @@ class NoLiMa(Task):
         require_one_of(nolima_metric=(self.nolima_metric, METRICS))
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Read the needles and the books; returns the task."""
         if not self.nolima_needles:
             raise OptionError(f"no needles are given; give {OPTION} needle_set.json of NoLiMa")
         if not self.nolima_books:
@@ -180,7 +178,6 @@ class NoLiMa(Task):
 
     @cached_property
     def _read(self) -> tuple[list[Test], list[tuple[str, str]]]:
-        """The tests, and the name and text of each book."""
         books = [(name, "\n\n".join(read_texts([name]))) for name in self.nolima_books]
         return read_tests(self.nolima_needles), books
 

@@ -58,7 +58,6 @@ class Windows:
     documents: tuple[int, ...]
 
     def at(self, length: int) -> list[tuple[int, ...]]:
-        """Return the windows of ``length`` tokens."""
         return [self.bos + text[len(self.bos) - length :] for text in self.texts]
 
 
@@ -205,7 +204,6 @@ class Segments(Task):
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
     ) -> Iterator[str]:
-        """Yield notes on the texts, for reports."""
         if windows.joined:
             yield (
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "

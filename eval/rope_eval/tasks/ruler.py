@@ -266,7 +266,6 @@ def made(
     haystack: Mapping[str, Any] | None = None,
     **files: str | None,
 ) -> Task:
-    """Build one of the tasks; arguments as for ``Ruler``, and a haystack from ``read_haystack``."""
     common: dict[str, Any] = {"trials": trials, "suite": SUITE, "suite_size": SIZE}
     if new_tokens is not None:
         common["tokens"] = new_tokens
@@ -302,7 +301,6 @@ class Ruler(Task):
     new_tokens: int | None = answer_tokens("as in RULER")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return the selected tasks."""
         names = named_parts(self.ruler_tasks, TASKS)
         files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)

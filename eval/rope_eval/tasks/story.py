@@ -82,7 +82,6 @@ REPEAT = (
 
 
 def ordinal(number: int) -> str:
-    """Format a number as ``1st``, ``2nd``, ``3rd``, ``4th`` ..."""
     ends = {1: "st", 2: "nd", 3: "rd"}
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"
 
@@ -189,7 +188,6 @@ class Mrcr(Task):
         require_positive(mrcr_words=self.mrcr_words)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return a task for each number of needles."""
         text, roomy = stock(self.haystack), self.new_tokens is None
         given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
         return [
@@ -274,7 +272,6 @@ class Hops(Task):
         require_positive(chains=self.chains)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return a task for each number of hops."""
         tokens = 32 if self.new_tokens is None else self.new_tokens
         given = (self.trials, tokens, 0, stock(self.haystack))
         return [

@@ -61,7 +61,6 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens, including the answer."""
         return len(self.ids)
 
 
@@ -80,7 +79,6 @@ class Rows:
         return list(groups.values())
 
     def some(self, numbers: Iterable[int]) -> Rows:
-        """Return the windows with these indices."""
         kept = list(numbers)
         return Rows(tuple(self.windows[i] for i in kept), tuple(self.documents[i] for i in kept))
 
@@ -284,7 +282,6 @@ class Sample:
 
     @property
     def work(self) -> float:
-        """The total :func:`cost`."""
         return sum(cost(len(ids)) for ids in self.tokens)
 
     def within(self, trained: int) -> Sample:
@@ -317,7 +314,6 @@ class Scores:
 
     @property
     def finite(self) -> bool:
-        """Whether all losses are finite."""
         return all(map(math.isfinite, (*self.far, *self.inside, *self.answers)))
 
     def found_at(self, length: int, sample: Sample) -> list[bool]:

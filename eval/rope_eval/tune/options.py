@@ -70,12 +70,10 @@ class TuneOptions:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keywords of :func:`rope_ext.patch`."""
         names = ("compose", "sliding_layers", "original_max_position_embeddings")
         return {name: getattr(self, name) for name in names}
 
     def _require_whole(self, **least: int) -> None:
-        """Check integers against their minimum values."""
         for name, smallest in least.items():
             value = getattr(self, name)
             if type(value) is not int or value < smallest:

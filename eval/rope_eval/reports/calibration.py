@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -207,7 +208,9 @@ class Calibration:
     def to_json(self) -> str:
         """Return everything as JSON; :meth:`load` reads it from a file."""
         data = {"program": "rope_ext", NAME: FORMAT, "sentence": self.sentence, **_plain(self)}
-        return json.dumps({**data, "method": _plain(self.method)}, indent=1) + "\n"
+        text = json.dumps({**data, "method": _plain(self.method)}, indent=1)
+        # JSON has no infinity; this number reads back as one. Strings end in a quote.
+        return re.sub("(?m)Infinity(?=,?$)", "1e999", text) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Frame, longest
-from rope_eval.options import option, option_fields
+from rope_eval.options import check_options, option, option_fields
 from rope_eval.settings import Settings
 from rope_ext.command.arguments import parse_length, parse_lengths, split
 from rope_ext.errors import Mistakes, OptionError, nearest
@@ -39,6 +39,9 @@ class Task:
     kind: ClassVar[Kind] = "rate"
     suite: ClassVar[str | None] = None
     suite_size: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Return the tasks to run, if this one is a group of tasks or depends on the settings."""
@@ -251,11 +254,3 @@ def counts(text: str, name: str) -> list[int]:
     if not found or found[0] < 1:
         raise OptionError(f"{name}={text!r} is not valid; give numbers from 1 on, as 1,2,4")
     return found
-
-
-def require_one_of(**values: tuple[str, Sequence[str]]) -> None:
-    for name, (value, valid) in values.items():
-        if value not in valid:
-            raise OptionError(
-                f"{name}={value!r} is not valid; it must be one of {', '.join(valid)}"
-            )

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_eval.cases import Outcome, Questions, digest, require_positive
+from rope_eval.cases import Outcome, Questions, digest
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task, all_tasks, option, register
@@ -44,14 +44,13 @@ class Harness(Task):
 
     harness_tasks: str = option("", "names of the harness; --tasks takes them, too")
     limit: int | None = option(None, "number of documents of each task; default: all")
-    num_fewshot: int | None = option(None, "examples before a question; default: of the task")
+    num_fewshot: int | None = option(
+        None, "examples before a question; default: of the task", least=0
+    )
     include_path: str | None = option(None, "directory with further tasks of the harness")
     metadata: dict[str, Any] | None = option(  # noqa: RUF009
         None, 'JSON for its tasks, such as {"max_seq_lengths": "16k"}', _read_metadata
     )
-
-    def __post_init__(self) -> None:
-        require_positive(limit=self.limit)
 
     @cached_property
     def manager(self) -> Any:

@@ -205,20 +205,13 @@ class Needle(Task):
     trials: int = option(10, "prompts for each length and depth")
     depths: int = option(5, "depth bins of equal width")
     needles: int = option(1, "number of needles to retrieve")
-    distractors: int = option(0, "number of distractors")
+    distractors: int = option(0, "number of distractors", least=0)
     haystack: tuple[str, ...] = option(
         (),
         "file, folder or hf:ID/CONFIG:SPLIT; repeatable; or noise, or needles. Default: Python's "
         "documentation",
     )
     new_tokens: int | None = answer_tokens()
-
-    def __post_init__(self) -> None:
-        if self.distractors < 0 or self.needles < 1 or self.depths < 1:
-            raise OptionError(
-                f"distractors={self.distractors}, needles={self.needles} or depths={self.depths} "
-                f"is not valid; they must be at least 0, 1 and 1"
-            )
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         named = len(self.haystack) == 1 and self.haystack[0] in ("noise", "needles")

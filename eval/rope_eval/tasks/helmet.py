@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame
 from rope_eval.data.rows import Row, load_datasets, read_rows
 from rope_eval.settings import Settings
@@ -446,14 +446,9 @@ class Helmet(Task):
 
     helmet_data: tuple[str, ...] = option((), "HELMET's NAME=FILE or NAME@8k=FILE; repeatable")
     helmet_demos: tuple[str, ...] = option((), "the same for demonstrations; repeatable")
-    shots: int = option(2, "number of demonstrations for RAG, re-ranking and json_kv")
+    shots: int = option(2, "number of demonstrations for RAG, re-ranking and json_kv", least=0)
     samples: int | None = drawn(default="as many as the authors")
     new_tokens: int | None = answer_tokens("as in the benchmark")
-
-    def __post_init__(self) -> None:
-        require_positive(new_tokens=self.new_tokens, samples=self.samples)
-        if self.shots < 0:
-            raise OptionError(f"shots={self.shots} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from rope_eval.cases import Questions, require_positive
+from rope_eval.cases import Questions
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import BEFORE, UNPATCHED, Settings
 from rope_eval.tasks.base import Task, option, register
@@ -53,10 +53,6 @@ class LongPPL(Segments):
     opened: Callable[[], AbstractContextManager[Any]] | None = None
     who: str = "the model"
     judges_itself: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(short_context=self.short_context)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         from rope_ext.saving import checkpoints as models  # not for --help: torch

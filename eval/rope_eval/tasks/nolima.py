@@ -13,15 +13,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.rows import Row, read_rows
 from rope_eval.data.text import read_texts
 from rope_eval.settings import Settings
 from rope_eval.tasks import base
-from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register, require_one_of
+from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.errors import MeasureError, OptionError
 
 OPTION, BOOKS = "--nolima-needles", "--nolima-books"
@@ -33,7 +33,7 @@ TEMPLATE = (
     "reasoning."
 )
 """For needles without a template of their own."""
-METRICS = ("contains", "EM", "lastline_contains", "lastline_EM")
+Metric = Literal["contains", "EM", "lastline_contains", "lastline_EM"]
 
 
 @dataclass(frozen=True)
@@ -157,16 +157,10 @@ class NoLiMa(Task):
 
     nolima_needles: str = option("", "the authors' needle_set.json, or another of their sets")
     nolima_books: tuple[str, ...] = option((), "the authors' rand_book_1.txt etc.; repeatable")
-    nolima_metric: str = option("contains", f"one of {', '.join(METRICS)}")
+    nolima_metric: Metric = option("contains", "how an answer is scored")  # noqa: RUF009
     placements: int = option(26, "number of positions of the needle, from start to end")
     samples: int | None = drawn("prompts for each length")
     new_tokens: int | None = answer_tokens("as in the benchmark")
-
-    def __post_init__(self) -> None:
-        require_positive(
-            new_tokens=self.new_tokens, samples=self.samples, placements=self.placements
-        )
-        require_one_of(nolima_metric=(self.nolima_metric, METRICS))
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         if not self.nolima_needles:

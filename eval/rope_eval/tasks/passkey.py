@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, ClassVar, Literal
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, blanks
 from rope_eval.data.text import NOUNS
-from rope_eval.tasks.base import Task, draws, fill, option, register, require_one_of
+from rope_eval.tasks.base import Task, draws, fill, option, register
 from rope_ext.errors import OptionError
 
 INTRO = (
@@ -159,12 +159,9 @@ class Passkey(Task):
     )
 
     def __post_init__(self) -> None:
-        require_positive(trials=self.trials, depths=self.depths, digits=self.digits)
-        if self.needle not in ("number", "word") or (self.needle == "word" and self.digits):
-            raise OptionError(
-                f"needle={self.needle!r} is not valid; it must be number, or word without digits"
-            )
-        require_one_of(prompt=(self.prompt, PROMPTS))
+        super().__post_init__()
+        if self.needle == "word" and self.digits:
+            raise OptionError("needle='word' is not valid with digits; leave one of them out")
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         prompt = own_prompt(frame.tokenizer) if self.prompt == "auto" else self.prompt

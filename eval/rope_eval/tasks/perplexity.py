@@ -28,18 +28,17 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, beginning, encode, joined
 from rope_eval.data.text import python_library, read_texts
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, option, register, require_one_of
+from rope_eval.tasks.base import Kind, Task, option, register
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
 SCORED = 256
-PROTOCOLS = ("ending", "sliding", "start", "huggingface")
 STRIDING = ("sliding", "huggingface")
 
 
@@ -139,9 +138,6 @@ class Segments(Task):
         None, "stride of the sliding window in tokens; implies --protocol sliding", parse_length
     )
 
-    def __post_init__(self) -> None:
-        require_positive(windows=self.windows, stride=self.stride)
-
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Read the texts, so that errors in them are reported first; returns the task."""
         self._texts  # noqa: B018
@@ -230,17 +226,16 @@ class Perplexity(Segments):
 
     name: ClassVar[str] = "perplexity"
 
-    protocol: str | None = option(
+    protocol: Literal["ending", "sliding", "start", "huggingface"] | None = option(
         None,
         "ending (the same tokens with an increasing context), sliding, start, or huggingface "
         "(nll_sum / n_tokens, as transformers documents it); default: ending",
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         protocol = self.protocol or ("ending" if self.stride is None else "sliding")
         object.__setattr__(self, "protocol", protocol)  # shown in reports
-        require_one_of(protocol=(protocol, PROTOCOLS))
+        super().__post_init__()
         if protocol in STRIDING and self.stride is None:
             raise OptionError(f"--protocol {protocol} needs --stride TOKENS; give both")
         if protocol not in STRIDING and self.stride is not None:

@@ -25,7 +25,7 @@ from functools import cache
 from itertools import chain, count, islice, pairwise
 from typing import ClassVar
 
-from rope_eval.cases import Case, require_positive
+from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.text import python_documentation, read_texts, sentences
 from rope_eval.settings import Settings
@@ -184,9 +184,6 @@ class Mrcr(Task):
     haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens("as many as the words need")
 
-    def __post_init__(self) -> None:
-        require_positive(mrcr_words=self.mrcr_words)
-
     def parts(self, settings: Settings) -> Sequence[Task]:
         text, roomy = stock(self.haystack), self.new_tokens is None
         given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
@@ -267,9 +264,6 @@ class Hops(Task):
     trials: int = option(20, "prompts for each number of hops and length")
     haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens("32")
-
-    def __post_init__(self) -> None:
-        require_positive(chains=self.chains)
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         tokens = 32 if self.new_tokens is None else self.new_tokens

@@ -119,7 +119,7 @@ def test_a_key_may_be_a_word() -> None:
     [written] = cases(Passkey(1, 1, needle="word", generate=True), CHARACTERS, 400)
     assert share_found(written, f": {written.key}. It is") == 1 and share_found(written, "7") == 0
     for wrong in ({"needle": "word", "digits": 3}, {"needle": "letter"}):
-        with pytest.raises(OptionError, match="needle=.* is not valid"):
+        with pytest.raises(OptionError, match=r"needle=.* is not valid"):
             Passkey(**wrong)
 
 

@@ -66,9 +66,6 @@ def lock(
 
     It is an operating system lock, released if the process is killed. Unless ``required``, file
     systems without locks are accepted; ``option`` names the folder in errors.
-
-    Raises:
-        MeasureError: another process is in it.
     """
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):

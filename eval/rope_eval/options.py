@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from rope_ext.command.arguments import parse_length, parse_lengths
-from rope_ext.errors import Mistakes, OptionError
+from rope_ext.errors import OptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,26 +82,20 @@ def command_options(*classes: type) -> Callable[[F], F]:
     return decorate
 
 
-def read_options(
-    cls: type, typed: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> dict[str, Any]:
+def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the options of ``cls`` from the command line, by field name.
 
-    None, False and an empty list are not typed. ``mistakes`` collects options that cannot be read;
-    without it the first is raised.
+    None, False and an empty list are not typed.
     """
-    found, values = Mistakes() if mistakes is None else mistakes, {}
+    values = {}
     for field in option_fields(cls):
         value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
         if read in (parse_length, parse_lengths):  # its errors name the option
             read = partial(read, option=_flags(field)[0])
-        with found.collected():
-            each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
-            values[field.name] = [read(one) for one in value] if each else read(value)
-    if mistakes is None:
-        found.report()
+        each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
+        values[field.name] = [read(one) for one in value] if each else read(value)
     return values
 
 

@@ -14,6 +14,7 @@ from rope_ext.command.arguments import parse_compose, parse_length, parse_length
 from rope_ext.errors import OptionError
 
 Api = Literal["completions", "chat"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 UNPATCHED = "none"
 """Instead of a method: the unpatched model, which every evaluation also measures."""
 BEFORE = "before"
@@ -87,12 +88,14 @@ class Settings:
         "with existing RoPE scaling: apply on top of it (stack, or no value), or raise its factor",
         parse_compose,
     )
-    dtype: str = option("auto", "auto (float32 on CPU), float32, bfloat16 or float16")
+    dtype: Dtype = option(  # noqa: RUF009
+        "auto", "auto (float32 on CPU), float32, bfloat16 or float16"
+    )
     attn: str | None = option(
         None, "attention implementation, such as sdpa, eager, flash_attention_2"
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
-    seed: int = option(0, "random seed")
+    seed: int = option(0, "random seed", least=0)
     batch_size: int | None = option(None, "rows per forward, or auto; default: auto", batch_size)
     chat: Chat = option("auto", "use the chat template")  # noqa: RUF009
     force: bool = option(
@@ -122,7 +125,7 @@ class Settings:
         "completions sends token IDs; chat sends messages, for servers that accept no IDs",
     )
     concurrency: int = option(4, "number of concurrent requests")
-    retries: int = option(8, "retries of a failed request, with increasing delays")
+    retries: int = option(8, "retries of a failed request, with increasing delays", least=0)
     timeout: float = option(1800.0, "timeout of a request in seconds")
 
     @property

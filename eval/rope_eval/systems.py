@@ -55,11 +55,7 @@ def beyond(
     trained: Mapping[str, int],
     force: bool,
 ) -> Iterator[str]:
-    """Yield a note for every method and model whose extended length is exceeded.
-
-    Raises:
-        OptionError: there is one, and ``force`` is not set.
-    """
+    """Yield a note for every method and model whose extended length is exceeded."""
     for model, length in trained.items():
         for method, options in methods.items():
             under = options.get("frequency")

@@ -84,9 +84,6 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
             or a folder that ``datasets`` reads, with the split ``test`` by default.
         option: the command-line option, for errors.
         most: rows to stream from the Hub; None: all, which are stored.
-
-    Raises:
-        MeasureError: it cannot be read, or has no rows.
     """
     if source.startswith("hf:"):
         name, _, split = source[3:].partition(":")

@@ -41,11 +41,7 @@ class Manual(NamedTuple):
     chapters: tuple[str, ...]
 
     def read(self, cache: Path) -> str:
-        """Return the whole text; download the archive with pip if it is not in ``cache``.
-
-        Raises:
-            MeasureError: the download fails, or the archive is another one.
-        """
+        """Return the whole text; download the archive with pip if it is not in ``cache``."""
         path = cache / f"{self.package}-{self.version}.tar.gz"
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)

@@ -170,9 +170,6 @@ def bias_at(
 
     ``distance`` contains integers below ``length``, as float64, ``[n]``; ``learned`` are trained
     parameters, and None initializes them with seed 0.
-
-    Raises:
-        OptionError: the logits depend on queries and keys, or positions on the content.
     """
     if learned is None:
         with torch.random.fork_rng(devices=[]):

@@ -1,18 +1,10 @@
-"""Recommends a method from perplexity and passkeys: the decision, then its text.
+"""Recommends a method from perplexity and passkeys, by the rule in ``docs/evaluate.md``.
 
-The rule, also in ``docs/evaluate.md``:
-
-1. A difference is clear if its interval on identical cases excludes zero and it is at least
-   ``SMALLEST_EFFECT``. The intervals of a recommendation are Bonferroni-corrected, 95 % together
-   for all methods, so that equal methods are recommended in at most 5 % of cases.
-2. Passkeys count only if the unpatched model finds at least half of them within the trained length.
-   If a model does not find them there, finding or losing a few has no meaning.
-3. The best of several methods: those that clearly find fewer passkeys beyond the trained length
-   than the best one drop out; of the rest, the lowest mean log perplexity there wins.
-4. A method helps if, beyond the trained length, it is clearly better than the unpatched model in
-   perplexity or passkeys, and clearly worse in neither.
-5. Three are named: the best of all, the best of those that cost at most 5 % within the trained
-   length, judged by the upper end of the interval, and the best of those that an engine can serve.
+A difference is clear if its interval on identical cases excludes zero and it is at least
+``SMALLEST_EFFECT``. The intervals are Bonferroni-corrected, 95 % together for all methods, so that
+equal methods are recommended in at most 5 % of cases. A method helps if, beyond the trained length,
+it is clearly better than the unpatched model in perplexity or passkeys, and clearly worse in
+neither.
 """
 
 from __future__ import annotations

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes, require_positive
+from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
+from rope_eval.options import check_options
 from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
 from rope_eval.systems import System, beyond
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.method_options import ADAPTER, built, checked_methods, label, saved_otherwise
-from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
+from rope_ext.errors import MeasureError, OptionError, RopeExtError
 from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
 
@@ -130,30 +131,16 @@ def automatic_tokens(settings: Settings) -> int:
     return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
 
 
-def prepare(
-    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
-) -> Plan:
-    """Check the settings, choose texts and prompts; the weights are not touched.
-
-    Raises:
-        RopeExtError: something is unknown, missing, too short or in the way; ``SeveralErrors`` has
-            all mistakes that show without the tokenizer, and those found so far.
-    """
-    mistakes = mistakes or Mistakes()
+def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
+    """Check the settings, choose texts and prompts; the weights are not touched."""
+    _check(settings)
     names = tuple(name for name in settings.methods if name != BEFORE)
-    methods = mistakes.check(
-        checked_methods,
-        *(names, settings.factor, settings.options, settings.adapter, settings.force),
-    )
-    _check(settings, mistakes)
-    valid = [task for task in tasks if task is not None]
-    parts: tuple[Task, ...] = ()
-    if valid or not tasks:
-        parts = mistakes.check(_parts, valid, settings, default=())
-    mistakes.check(require_free, settings)
-    mistakes.check(Folder(settings.output).check, written(parts))
-    read = {model: mistakes.check(_read, model, settings) for model in settings.models}
-    mistakes.report()
+    given = (settings.factor, settings.options, settings.adapter, settings.force)
+    methods = checked_methods(names, *given)
+    parts = _parts(tasks, settings)
+    require_free(settings)
+    Folder(settings.output).check(written(parts))
+    read = {model: _read(model, settings) for model in settings.models}
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
     asked = tuple(sorted(set(settings.lengths)))
@@ -203,18 +190,14 @@ def _read(model: str, settings: Settings) -> tuple[Any, int]:
     return config, settings.trained_length or models.trained_length(config)
 
 
-def _check(settings: Settings, mistakes: Mistakes) -> None:
-    """Add an OptionError for invalid settings, and a MeasureError for a missing device."""
-    for name in ("batch_size", "trained_length"):
-        mistakes.check(lambda name=name: require_positive(**{name: getattr(settings, name)}))
-    mistakes.check(models.require_attention, settings.attn)
-    mistakes.check(require_seed, settings.seed)
-    mistakes.check(models.resolve_device, settings.device)
+def _check(settings: Settings) -> None:
+    """Raise OptionError for invalid settings, and MeasureError for a missing device."""
+    check_options(settings)
+    models.require_attention(settings.attn)
+    require_seed(settings.seed)
+    models.resolve_device(settings.device)
     faults = {
-        f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}": (
-            settings.dtype not in models.DTYPES
-        ),
-        "no model to measure; give --model a folder or Hub ID": (
+        "no model is given; give a directory, Hub ID or .gguf file first": (
             not settings.models and not settings.url
         ),
         "a model is given twice; give --model each just once": (
@@ -230,8 +213,8 @@ def _check(settings: Settings, mistakes: Mistakes) -> None:
     }
     for fault, found in faults.items():
         if found:
-            mistakes.add(OptionError(fault))
-    mistakes.check(require_server, settings)
+            raise OptionError(fault)
+    require_server(settings)
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:

@@ -73,9 +73,6 @@ def run(
     Returns:
         All outcomes of the plan, in its order; None in every process but the first. A model that
         refuses a method is measured without it, and ``plan.refused`` has the reason.
-
-    Raises:
-        RopeExtError: a model cannot be loaded, every method is refused, or memory does not suffice.
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rope_eval.cases import Case, require_positive
+from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame, encode
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
@@ -58,9 +58,7 @@ def require_server(settings: Settings) -> None:
         ),
         "--url needs the tokenizer of the served model, with which prompts are made; give "
         "--tokenizer a directory or Hub ID": not settings.models,
-        "--retries must be at least 0, and --timeout a number of seconds above 0": (
-            settings.retries < 0 or not settings.timeout > 0
-        ),
+        "--timeout must be a number of seconds above 0": not settings.timeout > 0,
         "--batch-size is for a model in this process; give --concurrency": (
             settings.batch_size is not None
         ),
@@ -68,7 +66,6 @@ def require_server(settings: Settings) -> None:
     for fault, found in faults.items():
         if found:
             raise OptionError(fault)
-    require_positive(concurrency=settings.concurrency)
     _openai()
 
 
@@ -111,12 +108,7 @@ class Served:
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
-        """Yield the results of all cases, each as soon as it is available.
-
-        Raises:
-            MeasureError: the server is gone, has too short a context or refuses all requests, at
-                once; or some requests failed, after all others are done.
-        """
+        """Yield the results of all cases, each as soon as it is available."""
         cases, failed = [case for batch in batches for case in batch], []
         self._check_context(cases)
         pool = ThreadPoolExecutor(self.settings.concurrency)
@@ -196,11 +188,7 @@ class Served:
         return text
 
     def _choice(self, path: str, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
-        """Return the first choice of a response that is consistent with the request.
-
-        Raises:
-            UnusableAnswer: there is none, or the server read or wrote other numbers of tokens.
-        """
+        """Return the first choice of a response that is consistent with the request."""
         name = self.server.served_model_name
         body |= {"model": name, "temperature": 0, "max_tokens": count}
         answer: Any = self.client.post(path, cast_to=object, body=body)

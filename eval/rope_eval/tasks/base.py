@@ -20,7 +20,7 @@ from rope_eval.data.prompts import Frame, longest
 from rope_eval.options import check_options, option, option_fields
 from rope_eval.settings import Settings
 from rope_ext.command.arguments import parse_length, parse_lengths, split
-from rope_ext.errors import Mistakes, OptionError, nearest
+from rope_ext.errors import OptionError, nearest
 
 Kind = Literal["rate", "loss"]
 
@@ -48,11 +48,7 @@ class Task:
         return [self]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """Build all cases, identical for every method; ``seed`` determines everything random.
-
-        Raises:
-            RopeExtError: a length is too short for a question.
-        """
+        """Build all cases, identical for every method; ``seed`` determines everything random."""
         raise NotImplementedError
 
 
@@ -142,11 +138,7 @@ def fill(
     least: int = 0,
     most: int | None = None,
 ) -> tuple[int, Any]:
-    """Like :func:`longest`, with room for an answer of ``tokens`` tokens.
-
-    Raises:
-        OptionError: even the smallest prompt does not fit.
-    """
+    """Like :func:`longest`, with room for an answer of ``tokens`` tokens."""
     parts, ids = longest(build, length - tokens, least, most)
     if len(ids) + tokens > length:
         raise OptionError(
@@ -210,21 +202,12 @@ def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
     return OptionError(f"unknown task {name!r}{guess} Tasks: {', '.join(known)}{more}")
 
 
-def build(
-    names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> list[Task | None]:
-    """Build the tasks with these names, each with the ``given`` options that it supports.
-
-    ``mistakes`` collects errors, and a task with an error is None; without it, errors are raised.
-    """
-    found = Mistakes() if mistakes is None else mistakes
+def build(names: Sequence[str], given: Mapping[str, Any]) -> list[Task]:
+    """Build the tasks with these names, each with the ``given`` options that it supports."""
     made = []
-    for cls in found.check(chosen, names, default=[None]):
-        known = {one.name for one in option_fields(cls)} if cls else ()
-        own = {name: value for name, value in given.items() if name in known}
-        made.append(cls and found.check(lambda cls=cls, own=own: cls(**own)))
-    if mistakes is None:
-        found.report()
+    for cls in chosen(names):
+        known = {one.name for one in option_fields(cls)}
+        made.append(cls(**{name: value for name, value in given.items() if name in known}))
     return made
 
 

@@ -6,9 +6,8 @@ keys from 1 to 50000. ``inline`` has the same sentences, none of them cut, in on
 keys of five digits. The bundled checkpoint was trained on ``inline``.
 
 A case is scored by one teacher-forced forward: it passes if the argmax equals the key at every
-token of the key, which is exactly when greedy decoding would write the key. If the tokenizer
-has a separate token for the space before a digit, the prompt includes it: a chat model that would
-start with a colon has still found the key. The report counts such answers. With ``generate``
+token of the key. If the tokenizer has a separate token for the space before a digit, the prompt
+includes it: a chat model that would start with a colon has still found the key. With ``generate``
 the answer is decoded: ten tokens (``published``), or as many as the key has (``inline``); the
 first number counts, as in the authors' code.
 """

@@ -6,15 +6,12 @@ There are four protocols for segments of text (``choose_windows``) and context l
   positions and score the same last tokens: 256, or half the shortest length if that is less. Every
   token has at least ``length`` minus that number of tokens before it.
 * ``sliding``: a window of ``length`` tokens moves over each segment by ``stride`` tokens. The first
-  window scores all of its tokens, each later one its last ``stride``: every token of the segment is
-  scored once, at every length, with at least ``length - stride`` tokens before it, or all of the
-  segment's.
+  window scores all of its tokens, each later one its last ``stride``.
 * ``start``: all of the first ``length`` tokens of each segment.
-* ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models",
-  for comparison with such numbers. Windows start at every multiple of ``stride`` and score the
-  tokens that no earlier window scored; the last one may be shorter. Only the first one has the
-  beginning-of-sequence token. As on that page, each window's mean loss is weighted by its number of
-  labels minus one, which undercounts every window except the first by one token if windows overlap.
+* ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models".
+  Windows start at every multiple of ``stride`` and score the tokens that no earlier window scored;
+  only the first one has the beginning-of-sequence token. As on that page, each window's mean loss
+  is weighted by its number of labels minus one.
 
 Otherwise a window is the beginning-of-sequence token (once, if the tokenizer has one) and text;
 this token counts towards ``length`` as context, and is never scored. Perplexity is weighted by
@@ -74,9 +71,6 @@ def choose_windows(
     A window is inside one document. If this does not yield ``count`` windows, all documents are
     joined in order, with ``eos`` between them, and split instead. ``option`` is the command-line
     option that sets the lengths, for errors.
-
-    Raises:
-        MeasureError: all documents together are shorter than the longest window.
     """
     size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")

@@ -3,11 +3,7 @@
 Retrieval (``niah_*``), variable tracking (``vt``), common words (``cwe``), frequent words (``fwe``)
 and question answering (``qa_1``, ``qa_2``) of RULER (arXiv 2404.06654). The score of a prompt is
 the fraction of the references in the answer, ignoring case; for a question with several right
-answers, one is enough. The effective length, defined over all 13 tasks, is the longest one up to
-which their average is at least 85.6 %.
-
-docs/evaluate.md lists the differences from the authors' code. Texts, words and
-questions come from Python or are generated here, unless you pass RULER's files.
+answers, one is enough. docs/evaluate.md lists the differences from the authors' code.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """MRCR and multi-hop tracing: facts in other text, without downloads.
 
-``mrcr`` asks for the n-th of several identical requests. A conversation contains 2, 4 or 8 requests
-for the same kind of text about the same topic, among others for another kind or topic; the model
-has to repeat the answer to the n-th of them. Requests, question and scoring are those of the data
-set openai/mrcr (its card, and section 3.2 of arXiv 2409.12640). The answers in the conversation are
-sentences from Python's documentation; those of the data set were written by GPT-4o, and are much
-longer. The conversation is one text of ``User:`` and ``Assistant:``, also for chat models, without
-a solved example.
+``mrcr``: a conversation contains 2, 4 or 8 requests for the same kind of text about the same topic,
+among others; the model has to repeat the answer to the n-th of them. Requests, question and scoring
+are those of the data set openai/mrcr (its card, and section 3.2 of arXiv 2409.12640). The answers
+are sentences from Python's documentation, shorter than those of the data set. The conversation is
+one text of ``User:`` and ``Assistant:``, also for chat models, without a solved example.
 
-``hops`` asks for the number at the end of a chain of names, each of which leads to the next.
-Several chains of the same length are in a text in random order. Each name except the first is in
-two facts, so only following the right chain hop by hop finds its number. This is not a published
-benchmark; the most similar one is RULER's ``vt``, which asks for all names of a chain.
+``hops`` asks for the number at the end of a chain of names, each of which leads to the next, among
+other chains of the same length. It is not a published benchmark; the most similar one is RULER's
+``vt``, which asks for all names of a chain.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Shared by ``calibrate`` and ``search``: samples, scores of methods, and the log.
 
-Windows of a text measure how well a model continues it. The answer tokens of needles measure
-whether it finds distant information: LongRoPE2 (arXiv 2502.20082, section 3.2) searches with their
-loss alone, because most other tokens hardly need a long context.
+Windows of a text measure how well a model continues it, and the answer tokens of needles whether it
+finds distant information, as in LongRoPE2 (arXiv 2502.20082, section 3.2).
 
 A run is a function of its seed and of the logged scores: a resumed run is replayed, and logged
 scores are not measured again.
@@ -84,12 +83,7 @@ class Rows:
 
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
-    """Return documents: given ones, a text with line breaks, or a file, folder or ``hf:ID``.
-
-    Raises:
-        OptionError: it is neither.
-        MeasureError: it cannot be read.
-    """
+    """Return documents: given ones, a text with line breaks, or a file, folder or ``hf:ID``."""
     if isinstance(text, str) and "\n" in text:
         return [text]
     if isinstance(text, (str, os.PathLike)):
@@ -106,9 +100,6 @@ def windows_of(
     """Return ``count`` windows of ``length`` tokens, from as many documents as possible.
 
     ``cure`` tells users in the error which option sets the number, and how to fix it.
-
-    Raises:
-        MeasureError: there are fewer, or the text repeats itself.
     """
     task = Perplexity(texts, windows=count, protocol="start")
     found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
@@ -332,9 +323,6 @@ class Trials:
     """Measures methods on an unpatched model, each once.
 
     ``path`` is the log of this ``kind`` of run, and scores depend on ``settings``.
-
-    Raises:
-        MeasureError: the log has other settings, or cannot be read or written.
     """
 
     def __init__(
@@ -385,11 +373,7 @@ class Trials:
             yield
 
     def scores(self, method: Method | None, sample: Sample) -> Scores:
-        """Return the scores of a method, or those of the unpatched model within its trained length.
-
-        Raises:
-            RopeExtError: the model does not accept the method, or the log cannot be written.
-        """
+        """Return the scores of a method; None: of the unpatched model within its trained length."""
         sample = sample.within(self.rope.length) if method is None else sample
         trial = {"method": method and method_to_json(method), "sample": sample.name}
         key = json.dumps(trial)
@@ -442,11 +426,7 @@ class Trials:
 
 
 def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
-    """Return the rotary embedding that ``model`` was trained with.
-
-    Raises:
-        OptionError: the target length is not beyond the trained one, or leaves nothing to score.
-    """
+    """Return the rotary embedding that ``model`` was trained with."""
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
         raise OptionError(
@@ -462,11 +442,7 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
 
 
 def read_log(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read settings and scores of a log.
-
-    Raises:
-        MeasureError: it is not a log of this kind.
-    """
+    """Read settings and scores of a log."""
     lines = list(read_lines(path))
     settings = lines[0].get(kind) if lines else None
     if not isinstance(settings, dict):

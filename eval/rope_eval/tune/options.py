@@ -26,9 +26,6 @@ class TuneOptions:
     A calibration takes ``samples`` windows and ``prompts`` for each half. ``compose``,
     ``sliding_layers`` and ``original_max_position_embeddings`` are those of :func:`rope_ext.patch`:
     give them again when you patch with the result.
-
-    Raises:
-        OptionError: a value is not valid.
     """
 
     target_length: int
@@ -83,23 +80,13 @@ class TuneOptions:
 class SearchOptions(TuneOptions):
     """Options of :func:`rope_ext.search`, in addition to :class:`TuneOptions`.
 
-    Args:
-        population: tables to start with, of each of which another is made ``iterations`` times.
-        scored: tokens at the end of each window whose loss counts. None scores half of them: if
-            all count, as in the paper, the search gives up the far end for the many tokens before
-            it. 0 scores the answers of the prompts alone, as LongRoPE2 does.
-        critical: index of the first pair to search, with numbers between the factor and twice the
-            factor; pairs below it follow from its number as with an NTK base, as in LongRoPE2.
-            None searches all pairs.
-        start_tokens: numbers of start tokens to choose from. Values above 0 cannot be exported;
-            ``rope_eval.tune.search.START_TOKENS`` has the paper's.
-        validation_samples: other windows, on which, with passkey prompts of other keys, the best of
-            the tables that evolution found and of those it started from are compared: the best on
-            the few windows that rank tables is there partly by chance. YaRN's table is kept unless
-            another is better beyond noise and neither its loss of text nor of answers is higher. 0
-            skips this.
-        start: the YaRN that a table has to beat, as :func:`rope_ext.calibrate` finds it, or where
-            that is saved. None tries a few ramps and attention factors.
+    Of each of the tables to start with (``population``), another is made ``iterations`` times.
+    ``scored``: if all tokens counted, as in the paper, the search would give up the far end for the
+    many before it. ``critical``, as in LongRoPE2: numbers are between the factor and twice the
+    factor; pairs below it follow from its number as with an NTK base. ``start_tokens``: the
+    paper's are in ``rope_eval.tune.search``. ``validation_samples``: other windows, with prompts
+    of other keys, decide between the best tables; 0 skips this. ``start`` is the YaRN that
+    a table has to beat, or the file of a calibration; None tries a few.
     """
 
     samples: int = option(5, "Text windows used to score a table, at least 1.")

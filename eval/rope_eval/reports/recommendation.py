@@ -215,9 +215,32 @@ class Recommendation:
                 f"No recommendation: within {self.trained} tokens the loss of the unpatched model "
                 f"is NaN or infinite. Check its weights, or give --dtype float32 or bfloat16."
             )
-        parts = [self._verdict(self.beyond), self._cheapest(self.beyond.best)]
-        parts.append(self._served(self.beyond.best))
-        if not self.counts and self._evidence(UNPATCHED).found is not None:
+        best, where = self.beyond.best, f"beyond {self.trained} tokens"
+        start = (
+            f"Cannot tell whether any method helps {where}: the best, {best.name}, is not clearly "
+            f"better than the unpatched model"
+        )
+        if best.helps:
+            start = f"{where.capitalize()}, {best.name} is best"
+        elif best.harms:
+            start = (
+                f"No method helps {where}: the best, {best.name}, is clearly worse than the "
+                f"unpatched model in perplexity or passkeys"
+            )
+        plain, unsure = self._evidence(UNPATCHED), any(e.maybe_cheap for e in self.methods)
+        parts = [f"{start}: {self._numbers(best)} (unpatched: {_far(plain)}).{_ties(self.beyond)}"]
+        if self.within:
+            costs = f"costs at most {MAX_COST:.0%} at {self.within[-1]} tokens"
+            none = f"{'Cannot tell whether a method' if unsure else 'No method'} {costs}."
+            parts.append(self._of(self.cheap, costs, f"It {costs}.", none))
+        else:
+            parts.append("The cost within the trained length was not measured.")
+        if self.engines is not None:
+            names = "" if self.served is None else _listed(self.served.best.engines)
+            none = "No supported engine can serve any of them."
+            serves = f"an engine can serve ({names})"
+            parts.append(self._of(self.served, serves, f"{names} can serve it.", none))
+        if not self.counts and plain.found is not None:
             why = "they were not measured within the trained length"
             if self.found_within is not None:
                 why = (
@@ -225,52 +248,18 @@ class Recommendation:
                     f"{percent(self.found_within)}, less than half"
                 )
             parts.append(f"Passkeys do not count here: {why}.")
-        return " ".join(filter(None, parts))
+        return " ".join(parts)
 
-    def _verdict(self, pick: Pick) -> str:
+    def _of(self, pick: Pick | None, what: str, same: str, none: str) -> str:
+        """Name the best method that ``what``, unless there is none or it is the best of all."""
+        if pick is None or self.beyond is None:
+            return none
         best = pick.best
-        if best.helps:
-            start = f"Beyond {self.trained} tokens, {best.name} is best"
-        elif best.harms:
-            start = (
-                f"No method helps beyond {self.trained} tokens: the best, {best.name}, is clearly "
-                f"worse than the unpatched model in perplexity or passkeys"
-            )
-        else:
-            start = (
-                f"Cannot tell whether any method helps beyond {self.trained} tokens: the best, "
-                f"{best.name}, is not clearly better than the unpatched model"
-            )
-        plain = _far(self._evidence(UNPATCHED))
-        return f"{start}: {self._numbers(best)} (unpatched: {plain}).{_ties(pick)}"
-
-    def _cheapest(self, best: Evidence) -> str:
-        if not self.within:
-            return "The cost within the trained length was not measured."
-        at = f"at most {MAX_COST:.0%} at {self.within[-1]} tokens"
-        if self.cheap is None:
-            unsure = any(e.maybe_cheap for e in self.methods)
-            return f"{'Cannot tell whether a method' if unsure else 'No method'} costs {at}."
-        if self.cheap.best is best:
-            return f"It costs {at}."
-        return f"Best method that costs {at}: {self._named(self.cheap)}"
-
-    def _served(self, best: Evidence) -> str:
-        if self.engines is None:
-            return ""
-        if self.served is None:
-            return "No supported engine can serve any of them."
-        served = self.served.best
-        names = _listed(served.engines)
-        if served is best:
-            return f"{names} can serve it."
-        if self.cheap is not None and served is self.cheap.best:
-            return f"{names} can serve {served.name}, the best method that an engine supports."
-        return f"Best method that an engine can serve ({names}): {self._named(self.served)}"
-
-    def _named(self, pick: Pick) -> str:
-        doubt = "" if pick.best.helps else ", not clearly better than the unpatched model"
-        return f"{pick.best.name}, {self._numbers(pick.best)}{doubt}.{_ties(pick)}"
+        if best is self.beyond.best:
+            return same
+        doubt = "" if best.helps else ", not clearly better than the unpatched model"
+        named = f"{best.name}, {self._numbers(best)}{doubt}"
+        return f"Best method that {what}: {named}.{_ties(pick)}"
 
     def _numbers(self, evidence: Evidence) -> str:
         words = _far(evidence)

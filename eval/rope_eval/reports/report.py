@@ -124,19 +124,15 @@ class Report(Advice):
     def page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
         """Build one HTML file with plots, whose names start with that of their section."""
         told = f"Intervals are 95 %. All methods get the same texts and prompts. {BOLD}"
-        sections = [
-            Section(
-                section.name,
-                (f"{section.sentences[0]}. {told}",),
-                section.tables,
-                [
-                    page.Picture(f"{name} of {self.title}", content)
-                    for place, name, content in pictures
-                    if place == section.name
-                ],
-            )
-            for section in self.sections
-        ]
+        sections = []
+        for one in self.sections:
+            shown = [
+                page.Picture(f"{name} of {self.title}", content)
+                for place, name, content in pictures
+                if place == one.name
+            ]
+            told_first = (f"{one.sentences[0]}. {told}",)
+            sections.append(Section(one.name, told_first, one.tables, shown))
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.notes]
@@ -196,25 +192,24 @@ class Report(Advice):
         return found
 
     def _csv(self) -> str:
-        file = io.StringIO(newline="")
+        """Every estimate, and rates by depth, with the options of its system and task."""
         asked = {task.name: task_options(task) for task in self.plan.tasks}
-        names = list(dict.fromkeys(name for values in asked.values() for name in values))
+        names = dict.fromkeys(name for values in asked.values() for name in values)
         systems = {system.name: system for system in self.plan.systems}
-        table, settings = csv.writer(file), self.plan.settings
-        table.writerow(
-            [
-                *("task", "system", "length", "depth_bin", "value", "low", "high", "count", "note"),
-                *("model", "method", "options", "trained_length", "seed", "dtype", *names),
-            ]
-        )
+        settings, rows = self.plan.settings, []
         for place, value in self.estimates.items():
-            system = systems[place[1]]
-            more = [system.model, system.method, _plain(system.options), system.trained]
-            more += [settings.seed, settings.dtype]
-            more += [_plain(asked[place[0]].get(name)) for name in names]
+            system, own = systems[place[1]], asked[place[0]]
+            more = {"model": system.model, "method": system.method, "options": system.options}
+            more |= {"trained_length": system.trained, "seed": settings.seed}
+            more |= {"dtype": settings.dtype} | {name: own.get(name) for name in names}
             bins = {key[3]: cell for key, cell in self.by_depth.items() if key[:3] == place}
             for depth, cell in {"": value, **bins}.items():
-                table.writerow([*place, depth, *asdict(cell).values(), *more])
+                at = dict(zip(("task", "system", "length"), place, strict=True))
+                row = {**at, "depth_bin": depth, **asdict(cell), **more}
+                rows.append({name: _plain(each) for name, each in row.items()})
+        table = csv.DictWriter(file := io.StringIO(newline=""), rows[0])
+        table.writeheader()
+        table.writerows(rows)
         return file.getvalue()
 
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:

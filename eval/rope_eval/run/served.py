@@ -201,13 +201,10 @@ class Served:
             self.others.add(other)
             tell(f"note: {self.server.url} answers as {other!r}, not as {name!r}", "yellow")
         read, written = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
-        if read and read != len(ids):
+        if (read or len(ids)) != len(ids) or (written or 0) > count:
             raise UnusableAnswer(
-                f"the server says that it read {read} tokens, and {len(ids)} were sent"
-            )
-        if written and written > count:
-            raise UnusableAnswer(
-                f"the server says that it wrote {written} tokens, and {count} were asked for"
+                f"the server says that it read {read} of {len(ids)} tokens, and wrote {written} of "
+                f"at most {count}"
             )
         return choice
 
@@ -228,12 +225,9 @@ class Served:
                 f"(echo=True with logprobs=1), which {case.task} needs; leave "
                 f"{case.task} out for this server"
             )
-        if len(given) > len(case.ids) + 1:  # that of the token which it writes is the last
-            raise UnusableAnswer(f"{len(given)} log-probabilities for {len(case.ids)} tokens")
-        if not all(type(value) in (int, float) for value in found):
-            raise UnusableAnswer("the log-probabilities are not numbers")
-        if max(found, default=0) > _ROUNDING:
-            raise UnusableAnswer(f"a log-probability of {max(found):g} is above 0")
+        usable = all(type(value) in (int, float) and value <= _ROUNDING for value in found)
+        if not usable or len(given) > len(case.ids) + 1:  # and that of the token which it writes
+            raise UnusableAnswer("its log-probabilities are not those of the prompt")
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def _messages(self, ids: Sequence[int]) -> dict[str, Any]:

@@ -18,15 +18,7 @@ from typing import Any
 from rope_eval.evidence.measure import BUCKET, VARIANTS, depends_on_length
 from rope_eval.evidence.questions import TASKS
 from rope_eval.folder import read_lines
-from rope_eval.plots.style import (
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    legend_below,
-    mark_trained,
-    save,
-    style_of,
-)
+from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
@@ -285,7 +277,7 @@ def summary(evidence: Evidence) -> dict[str, Any]:
 
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:
     evidence = [found for found in evidence if found.losses("unpatched", "2x")]
-    figure = figure_of(max(7, 5 * len(evidence)), 3.2)
+    figure = style.figure_of(max(7, 5 * len(evidence)), 3.2)
     panels = figure.subplots(1, len(evidence), squeeze=False)[0]
     numbers = []
     for axes, found in zip(panels, evidence, strict=True):
@@ -301,17 +293,17 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
                 math.exp(sum(means[at : at + step]) / step) for at in range(0, len(means), step)
             ]
             places = [BUCKET * step * (at + 1) for at in range(len(points))]
-            style = UNPATCHED_STYLE if name == "unpatched" else style_of(index - 1)
-            axes.plot(places, points, label=name, **style | {"markersize": 4, "linewidth": 1.8})
+            look = style.UNPATCHED_STYLE if name == "unpatched" else style.style_of(index - 1)
+            axes.plot(places, points, label=name, **look | {"markersize": 4, "linewidth": 1.8})
             numbers.append({"model": found.model, "method": name, "perplexity": points})
         axes.set_yscale("log")
         axes.set_title(found.model, loc="left", fontsize=11, pad=17)
         axes.set_xlabel("position, tokens")
         axes.set_ylabel("perplexity")
-        bare(axes)
-        mark_trained(axes, [found.trained], 2 * found.trained)
-    legend_below(figure, panels[0])
-    save(figure, path, numbers)
+        style.bare(axes)
+        style.mark_trained(axes, [found.trained], 2 * found.trained)
+    style.legend_below(figure, panels[0])
+    style.save(figure, path, numbers)
 
 
 def put(path: Path, name: str, text: str) -> None:

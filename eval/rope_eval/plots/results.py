@@ -12,18 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, BinaryIO
 
-from rope_eval.plots.style import (
-    DPI,
-    TITLE,
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    legend_below,
-    log_axis,
-    mark_trained,
-    style_of,
-    ticker,
-)
+from rope_eval.plots import style
 from rope_eval.reports.summary import Estimate, is_unpatched, number
 
 _MOST_SHADED = 4  # lines; the intervals of more would hide them
@@ -51,7 +40,7 @@ def draw_lines(
     across = min(2, len(panels))
     down = math.ceil(len(panels) / across)
     slanted = sum(len(str(length)) for length in ticks) > 40 // across
-    figure = figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + (3.6 / across + 0.6) * down)
+    figure = style.figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + (3.6 / across + 0.6) * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for index, (title, estimates) in enumerate(panels.items()):
         axes = grid.flat[index]
@@ -60,7 +49,7 @@ def draw_lines(
             finite = [e for e in estimates.values() if math.isfinite(e.value)]
             bottom = 0.9 * min([e.low or e.value if few else e.value for e in finite], default=1)
             top = min(1.1 * max([e.value for e in finite], default=2), bottom * _HEIGHT)
-        for place, (system, style) in enumerate(_styles(systems).items()):
+        for place, (system, look) in enumerate(_styles(systems).items()):
             # Shift rates sideways, so that equal ones do not hide each other.
             shift = 1.0 if kind == "loss" else 2 ** (0.02 * (place - len(systems) / 2))
             line = [estimates[system, length] for length in lengths]
@@ -68,31 +57,31 @@ def draw_lines(
             if kind == "loss":
                 label += f"  {chr(0x2191) + ' ' if last > top else ''}{number(last)}"
             places, values = [n * shift for n in lengths], [estimate.value for estimate in line]
-            axes.plot(places, values, label=label, linewidth=1.7, markersize=5, **style)
+            axes.plot(places, values, label=label, linewidth=1.7, markersize=5, **look)
             ends = [(estimate.low, estimate.high) for estimate in line]
             if (few or is_unpatched(system)) and None not in chain(*ends):
-                axes.fill_between(lengths, *zip(*ends, strict=True), color=style["color"],
+                axes.fill_between(lengths, *zip(*ends, strict=True), color=look["color"],
                                   alpha=0.12, linewidth=0)  # fmt: skip
         axes.set(xscale="log", ylim=(bottom, top))
         axes.set_xticks(ticks, [str(n) for n in ticks], rotation=45 if slanted else 0)
         axes.minorticks_off()
         if kind == "loss":
             axes.set_yscale("log")
-            log_axis(axes)
+            style.log_axis(axes)
         else:
-            axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
+            axes.yaxis.set_major_formatter(style.ticker().PercentFormatter(1))
         if index + across >= len(panels):  # the last panel of its column
             axes.tick_params(labelbottom=True)
             axes.set_xlabel(axis)
-        axes.set_title(title, **TITLE)
-        bare(axes)
-        mark_trained(axes, trained.values(), lengths[-1])
+        axes.set_title(title, **style.TITLE)
+        style.bare(axes)
+        style.mark_trained(axes, trained.values(), lengths[-1])
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    legend_below(figure, grid.flat[0])
+    style.legend_below(figure, grid.flat[0])
     what = "perplexity, lower is better" if kind == "loss" else "found"
     figure.supylabel(f"{what} (shaded: 95 % intervals)", fontsize=10)
-    figure.savefig(path, dpi=DPI, format="png")
+    figure.savefig(path, dpi=style.DPI, format="png")
 
 
 def draw_depths(
@@ -110,7 +99,7 @@ def draw_depths(
     width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9
     across = max(1, min(len(systems), 3, int((_WIDTH - 1.2) // width)))
     down = math.ceil(len(systems) / across)
-    figure = figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
+    figure = style.figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image = None
     for index, (system, axes) in enumerate(zip(systems, grid.flat, strict=False)):
@@ -131,12 +120,12 @@ def draw_depths(
         axes.tick_params(length=0, labelbottom=index + across >= len(systems))
     for axes in grid.flat[len(systems) :]:
         axes.set_axis_off()
-    bar = figure.colorbar(image, ax=grid, format=ticker().PercentFormatter(1), shrink=0.8)
+    bar = figure.colorbar(image, ax=grid, format=style.ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=DPI, format="png")
+    figure.savefig(path, dpi=style.DPI, format="png")
 
 
 def _title(system: str) -> str:
@@ -147,7 +136,9 @@ def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Color, dashes and marker of each line; the first unpatched model is grey."""
     grey = next(filter(is_unpatched, systems), None)
     others = [system for system in systems if system != grey]
-    return {s: UNPATCHED_STYLE if s == grey else style_of(others.index(s)) for s in systems}
+    return {
+        s: style.UNPATCHED_STYLE if s == grey else style.style_of(others.index(s)) for s in systems
+    }
 
 
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:

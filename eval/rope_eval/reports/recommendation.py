@@ -16,20 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rope_eval.cases import Outcome
+from rope_eval.reports import summary
 from rope_eval.reports.intervals import CONFIDENCE
-from rope_eval.reports.summary import (
-    Estimate,
-    by_document,
-    estimate_rate,
-    is_clear,
-    loss_difference,
-    number,
-    percent,
-    perplexity,
-    rate_difference,
-    signed,
-    weighted_mean,
-)
 from rope_eval.tasks.passkey import MIN_FOUND
 from rope_ext.command.method_options import UNPATCHED
 
@@ -65,7 +53,7 @@ def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str
     for (task, system, length), group in places.items():
         score = scores[system]
         if task == "perplexity":
-            score.losses[length], score.weights[:] = by_document(group)
+            score.losses[length], score.weights[:] = summary.by_document(group)
         elif task == "passkey":
             score.passes[length] = [outcome.value for outcome in group]
     return scores
@@ -83,16 +71,16 @@ class Evidence:
 
     name: str
     loss: float
-    found: Estimate | None
-    cost: Estimate | None
-    lost: Estimate | None
+    found: summary.Estimate | None
+    cost: summary.Estimate | None
+    lost: summary.Estimate | None
     helps: bool
     harms: bool
     engines: tuple[str, ...]
 
     def costs_at_most(self, rise: float | None) -> bool:
         """Whether perplexity rises, and passkeys drop, by at most ``MAX_COST``."""
-        loses = self.lost is not None and is_clear(self.lost) and self.lost.value > MAX_COST
+        loses = self.lost is not None and summary.is_clear(self.lost) and self.lost.value > MAX_COST
         return rise is not None and rise <= MAX_COST and not loses
 
     @property
@@ -137,7 +125,7 @@ class Recommendation:
         self.weights = unpatched.weights or None
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
         passes = unpatched.passes_at(self.within)
-        self.found_within = estimate_rate(passes) if passes else None
+        self.found_within = summary.estimate_rate(passes) if passes else None
         self.counts = self.found_within is not None and self.found_within.value >= MIN_FOUND
         self.methods = [self._evidence(name) for name in names] if self.far else []
         self.beyond = self._pick(self.methods)
@@ -161,29 +149,31 @@ class Recommendation:
         a, b = (self.scores[name].losses_at(self.far) for name in (one, other))
         if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
-        gap = loss_difference(a, b, self.weights, self.confidence)
-        return gap is not None and is_clear(gap) and gap.value < 0
+        gap = summary.loss_difference(a, b, self.weights, self.confidence)
+        return gap is not None and summary.is_clear(gap) and gap.value < 0
 
     def _fewer(self, one: str, other: str) -> bool:
         gap = self._rates(one, other, self.far)
-        return gap is not None and is_clear(gap) and gap.value < 0
+        return gap is not None and summary.is_clear(gap) and gap.value < 0
 
-    def _rates(self, one: str, other: str, lengths: Sequence[int]) -> Estimate | None:
+    def _rates(self, one: str, other: str, lengths: Sequence[int]) -> summary.Estimate | None:
         a, b = (self.scores[name].passes_at(lengths) for name in (one, other))
-        return rate_difference(a, b, self.confidence) if self.counts and a and b else None
+        return summary.rate_difference(a, b, self.confidence) if self.counts and a and b else None
 
     def _evidence(self, name: str) -> Evidence:
         score, unpatched = self.scores[name], self.scores[UNPATCHED]
         passes, cost = score.passes_at(self.far), None
         if at := self.within[-1:]:
-            cost = loss_difference(score.losses_at(at), unpatched.losses_at(at), self.weights)
-            cost = cost or Estimate(math.inf, None, None, len(score.losses_at(at)))
+            cost = summary.loss_difference(
+                score.losses_at(at), unpatched.losses_at(at), self.weights
+            )
+            cost = cost or summary.Estimate(math.inf, None, None, len(score.losses_at(at)))
         better = self._lower(name, UNPATCHED) or self._fewer(UNPATCHED, name)
         worse = self._lower(UNPATCHED, name) or self._fewer(name, UNPATCHED)
         return Evidence(
             name=name,
-            loss=weighted_mean(score.losses_at(self.far), self.weights),
-            found=estimate_rate(passes) if passes else None,
+            loss=summary.weighted_mean(score.losses_at(self.far), self.weights),
+            found=summary.estimate_rate(passes) if passes else None,
             cost=cost,
             lost=self._rates(UNPATCHED, name, self.within),
             helps=better and not worse,
@@ -245,7 +235,7 @@ class Recommendation:
             if self.found_within is not None:
                 why = (
                     f"within {self.trained} tokens the unpatched model finds "
-                    f"{percent(self.found_within)}, less than half"
+                    f"{summary.percent(self.found_within)}, less than half"
                 )
             parts.append(f"Passkeys do not count here: {why}.")
         return " ".join(parts)
@@ -264,21 +254,25 @@ class Recommendation:
     def _numbers(self, evidence: Evidence) -> str:
         words = _far(evidence)
         if evidence.cost is not None:
-            words += f"; at {self.within[-1]} tokens, {signed(evidence.cost)} % perplexity"
+            words += f"; at {self.within[-1]} tokens, {summary.signed(evidence.cost)} % perplexity"
         if evidence.cost is not None and (
             gained := self._rates(evidence.name, UNPATCHED, self.within)
         ):
-            words += f" and {signed(gained)} points of passkeys"
+            words += f" and {summary.signed(gained)} points of passkeys"
         return words
 
 
 def _far(evidence: Evidence) -> str:
-    words = f"perplexity {number(perplexity(evidence.loss))}"
-    return words if evidence.found is None else f"{words}, {percent(evidence.found)} of passkeys"
+    words = f"perplexity {summary.number(summary.perplexity(evidence.loss))}"
+    return (
+        words
+        if evidence.found is None
+        else f"{words}, {summary.percent(evidence.found)} of passkeys"
+    )
 
 
 def _ties(pick: Pick) -> str:
-    labels = [f"{e.name} ({number(perplexity(e.loss))})" for e in pick.rivals]
+    labels = [f"{e.name} ({summary.number(summary.perplexity(e.loss))})" for e in pick.rivals]
     return f" Not significantly different: {_listed(labels)}." if labels else ""
 
 

@@ -28,8 +28,7 @@ class Case:
     of one document share a ``group``, by which intervals resample.
 
     * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
-      teacher-forced forward. Whether it would choose the ``lead`` tokens before them, too, is
-      noted.
+      teacher-forced forward.
     * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
       The case's weight is the number of tokens, or ``weight``; losses of all tokens are summed
       up to each position of ``curve``.
@@ -52,7 +51,6 @@ class Case:
     curve: tuple[int, ...] = ()
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
-    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.judge is not None and not is_dataclass(self.judge):  # its repr would be an address
@@ -98,8 +96,7 @@ class Outcome:
 
     ``key`` is a digest of everything that determines the rest, ``value`` the share of the answers
     found or the mean loss in nats per token, ``tokens`` what it counts as, ``written`` what was
-    generated, and ``led`` whether the model would write the ``lead`` of the case itself (None: it
-    has none). ``curve`` has (position, summed loss of the tokens before it, their number).
+    generated. ``curve`` has (position, summed loss of the tokens before it, their number).
     """
 
     key: str
@@ -116,7 +113,6 @@ class Outcome:
     tokens: int
     written: str | None = None
     curve: tuple[tuple[int, float, int], ...] = ()
-    led: bool | None = None
 
     def to_line(self) -> bytes:
         """Return a line of the log; an infinite loss becomes None, since JSON has no infinity."""

@@ -36,7 +36,7 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
                 )
             if outcomes is None:
                 return None
-            report = Report(plan.measured(), outcomes)
+            report = Report(plan, outcomes)
             paths = report.write()
         report.print()  # the files exist even if this fails
         for path in paths:

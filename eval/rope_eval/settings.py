@@ -13,7 +13,7 @@ from rope_eval.options import option
 from rope_ext.command.arguments import parse_compose, parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
-Api = Literal["completions", "chat"]
+Api = Literal["completions", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 UNPATCHED = "none"
 """Instead of a method: the unpatched model, which every evaluation also measures."""
@@ -122,7 +122,7 @@ class Settings:
     tokenizer: str | None = option(None, "directory or Hub ID of the tokenizer of the served model")
     api: Api = option(  # noqa: RUF009
         "completions",
-        "completions sends token IDs; chat sends messages, for servers that accept no IDs",
+        "completions sends token IDs; text sends text, for servers that accept no IDs",
     )
     concurrency: int = option(4, "number of concurrent requests")
     retries: int = option(8, "retries of a failed request, with increasing delays", least=0)

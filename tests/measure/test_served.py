@@ -61,9 +61,10 @@ def measured(settings: Settings, *tasks: Any) -> list[tuple]:
     return values(run(prepare(settings, tasks)))
 
 
+@pytest.mark.parametrize("api", ["completions", "text"])
 @pytest.mark.parametrize("task", ["passkey", "generate", "ruler"])
 def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
-    checkpoint: Path, tmp_path: Path, task: str
+    checkpoint: Path, tmp_path: Path, api: str, task: str
 ) -> None:
     made = {
         "passkey": [PASSKEYS[0]],
@@ -74,7 +75,7 @@ def test_a_server_gets_the_prompts_of_a_local_model_and_answers_alike(
     want = measured(local(checkpoint, tmp_path / "here", lengths=lengths), *made)
     fake = fake_of(checkpoint)
     with serving(fake) as url:
-        got = measured(served(checkpoint, tmp_path / "there", url, lengths=lengths), *made)
+        got = measured(served(checkpoint, tmp_path / "there", url, api=api, lengths=lengths), *made)
     assert [one[:5] for one in got] == [one[:5] for one in want]
     if task != "passkey":  # teacher-forced here, so that nothing is written
         assert got == want
@@ -103,9 +104,6 @@ def test_a_server_without_log_probabilities_is_named(checkpoint: Path, tmp_path:
         settings = served(checkpoint, tmp_path / "there", url)
         with pytest.raises(MeasureError, match="does not return the log-probabilities"):
             measured(settings, Perplexity(BOOK, windows=2))
-        chat = replace(settings, api="chat", overwrite=True)
-        with pytest.raises(MeasureError, match="chat completions do not return"):
-            measured(chat, Perplexity(BOOK, windows=2))
 
 
 def choice(**changed: Any) -> Any:
@@ -252,10 +250,10 @@ def test_transformers_serve_answers_as_its_model_does(tmp_path: Path) -> None:
     if importlib.util.find_spec("fastapi") is None:
         pytest.skip("what transformers serve needs is not there")
     folder = transformers_serve.saved(tmp_path / "yarn", "yarn", factor=4)
-    options = {"lengths": (400, 256), "chat": "yes"}
+    options = {"lengths": (400, 256), "chat": "no"}
     want = measured(local(folder, tmp_path / "here", **options), PASSKEYS[1])
     with running(transformers_serve.command(folder), tmp_path / "log") as address:
-        settings = served(folder, tmp_path / "there", f"{address}/v1", api="chat", **options)
+        settings = served(folder, tmp_path / "there", f"{address}/v1", api="text", **options)
         got = measured(replace(settings, served_model_name=str(folder), concurrency=2), PASSKEYS[1])
     assert got == want and len({one[5] for one in got}) > 1
 

@@ -18,13 +18,12 @@ class Result:
     tokens: int
     written: str | None = None
     curve: tuple[tuple[int, float, int], ...] = ()
-    led: bool | None = None
 
 
 def tail(case: Case) -> int:
     if case.curve:
         return len(case.ids) - 1
-    return len(case.ids) - min(case.only) if case.only else case.count + case.lead
+    return len(case.ids) - min(case.only) if case.only else case.count
 
 
 def loss(case: Case, losses: torch.Tensor) -> Result:

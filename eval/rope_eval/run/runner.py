@@ -25,8 +25,7 @@ from rope_eval.run.served import Served
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
-from rope_ext.command.terminal import tell
-from rope_ext.errors import MeasureError, RopeExtError
+from rope_ext.errors import MeasureError
 from rope_ext.saving import checkpoints as models
 
 LOG = log_name(0)
@@ -71,8 +70,7 @@ def run(
     No other run may use its folder.
 
     Returns:
-        All outcomes of the plan, in its order; None in every process but the first. A model that
-        refuses a method is measured without it, and ``plan.refused`` has the reason.
+        All outcomes of the plan, in its order; None in every process but the first.
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:
@@ -111,17 +109,14 @@ def _measure(
                 done[outcome.key] = outcome
 
     for name, systems in groupby(plan.systems, key=lambda system: system.model):
-        # Every process asks about the same systems, so that all know the same refusals.
         systems = [system for system in systems if harness or plan.left(system)]
         if not systems:
             continue
         runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
         for system in systems:  # report methods that cannot be applied before measuring
-            if _refused(plan, runner, system):
-                advance(sum(map(_work, work[system])))
+            with runner.applied(system):
+                pass
         for system in systems:
-            if system.name in plan.refused:
-                continue
             with runner.applied(system):
                 for results in runner.results(system, work[system]):
                     note(_outcome(system, case, result) for case, result in results)
@@ -143,24 +138,6 @@ def _harnessed(
         cache = settings.output / HIDDEN / "harness"
         chat = plan.chat[system.model]
         yield from outcomes(tasks, window, chat, settings.seed, cache, system)
-
-
-def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
-    """Try ``system``; note in ``plan.refused`` why the model does not take it.
-
-    The error is raised if every other method on every model is refused as well.
-    """
-    try:
-        with runner.applied(system):
-            return False
-    except MeasureError:
-        raise
-    except RopeExtError as error:
-        plan.refused[system.name] = str(error)
-        if all(s.name in plan.refused for s in plan.systems if s.method != UNPATCHED):
-            raise
-        tell(f"note: {plan.refusals[-1]}", "yellow")
-        return True
 
 
 def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
@@ -266,8 +243,7 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
-                results.append(Result(float(found), case.count, led=led))
+                results.append(Result(float(found), case.count))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

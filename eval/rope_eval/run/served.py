@@ -1,7 +1,7 @@
 """Runs cases on an OpenAI-compatible server instead of a model in this process.
 
-Prompts have the same tokens as for a local model: they are sent as token IDs, or as messages that
-the chat template turns into the same IDs.
+Prompts have the same tokens as for a local model: they are sent as token IDs, or as text that the
+tokenizer encodes to the same IDs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rope_eval.cases import Case
-from rope_eval.data.prompts import Frame, encode
+from rope_eval.data.prompts import beginning, encode
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
@@ -83,14 +83,13 @@ class UnusableAnswer(Exception):
 class Served:
     """Models behind OpenAI-compatible servers, each a system; ``name`` is that of their tokenizer.
 
-    ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"chat"`` messages, from which
-    the server makes the prompt with the model's chat template (``transformers serve``).
+    ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
+    (``transformers serve``).
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.settings, self.openai = settings, _openai()
         self.tokenizer = models.load_tokenizer(name)
-        self.frame = Frame.from_tokenizer(self.tokenizer, settings.chat)
         self.servers = {server.label: server for server in settings.servers}
 
     @contextmanager
@@ -164,19 +163,13 @@ class Served:
             tokens = len(encode(self.tokenizer, text))
             return Result(share_found(case, text), tokens, text)
         # Greedy decoding writes the answer exactly if each of its tokens is the argmax.
-        # A space at the end of a message would not survive many chat templates.
-        count = case.count + (case.lead if self.settings.api == "chat" else 0)
-        text = self._written(case.ids[:-count], count)
+        text = self._written(case.ids[: -case.count], case.count)
         wanted = self.tokenizer.decode(case.ids[-case.count :], skip_special_tokens=True)
         return Result(float(text.strip() == wanted.strip()), case.count, text)
 
     def _written(self, ids: Sequence[int], count: int) -> str:
         """Return the greedily decoded text after these tokens, up to ``count`` tokens."""
-        if self.settings.api == "chat":
-            choice = self._choice("/chat/completions", ids, count, **self._messages(ids))
-            text = (choice.get("message") or {}).get("content")
-        else:
-            text = self._choice("/completions", ids, count, prompt=list(ids)).get("text")
+        text = self._choice(ids, count).get("text")
         if not isinstance(text, str):
             raise UnusableAnswer("the answer has no text")
         prompt = self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
@@ -187,11 +180,11 @@ class Served:
             raise UnusableAnswer(f"{tokens} tokens are too many for an answer of {count}")
         return text
 
-    def _choice(self, path: str, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
+    def _choice(self, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
         """Return the first choice of a response that is consistent with the request."""
         name = self.server.served_model_name
-        body |= {"model": name, "temperature": 0, "max_tokens": count}
-        answer: Any = self.client.post(path, cast_to=object, body=body)
+        body |= {"model": name, "prompt": self._prompt(ids), "temperature": 0, "max_tokens": count}
+        answer: Any = self.client.post("/completions", cast_to=object, body=body)
         try:
             choice, usage = dict(answer["choices"][0]), dict(answer.get("usage") or {})
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -210,13 +203,7 @@ class Served:
 
     def _losses(self, case: Case) -> torch.Tensor:
         """Return negative log likelihoods of all tokens except the first, float64, nats."""
-        if self.settings.api == "chat":
-            raise MeasureError(
-                f"{case.task} needs the log-probabilities of a prompt, which chat completions do "
-                f"not return; give --api completions"
-            )
-        asked = {"prompt": list(case.ids), "echo": True, "logprobs": 1}
-        logprobs = self._choice("/completions", case.ids, 1, **asked).get("logprobs")
+        logprobs = self._choice(case.ids, 1, echo=True, logprobs=1).get("logprobs")
         given = (logprobs or {}).get("token_logprobs") or []
         found = given[1 : len(case.ids)]
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
@@ -230,29 +217,20 @@ class Served:
             raise UnusableAnswer("its log-probabilities are not those of the prompt")
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
-    def _messages(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return a prompt as messages, and options that make the server continue their answer."""
-        if self.frame.around is None:
-            raise MeasureError(
-                "--api chat needs prompts in a chat template; give --chat yes and a --tokenizer "
-                "that has one"
-            )
-        before, after = self.frame.around
-        text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        ).removeprefix(before)
-        # A template without a marker for the answer continues the user's turn.
-        content, found, lead = text.rpartition(after) if after else (text, "all", "")
-        messages = [{"role": "user", "content": content}]
-        messages += [{"role": "assistant", "content": lead}] if lead else []
-        begun = bool(lead)
-        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
-        made = self.tokenizer.apply_chat_template(messages, tokenize=False, **how)
-        if not found or encode(self.tokenizer, made) != list(ids):
-            raise MeasureError(
-                "the chat template makes another prompt of the messages; give --api completions"
-            )
-        return {"messages": messages, **(how if begun else {})}
+    def _prompt(self, ids: Sequence[int]) -> Any:
+        """Return token IDs, or text that the server's tokenizer encodes to these IDs."""
+        ids, start = list(ids), len(beginning(self.tokenizer))  # the server adds it
+        if self.settings.api == "completions":
+            return ids
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        for part in (ids[start:], ids):
+            text = self.tokenizer.decode(part, **how)
+            if self.tokenizer(text, verbose=False)["input_ids"] == ids:
+                return text
+        raise MeasureError(
+            f"a prompt of {len(ids)} tokens cannot be sent as text: its tokenizer would make other "
+            f"tokens of it; give --api completions"
+        )
 
 
 def _openai() -> Any:

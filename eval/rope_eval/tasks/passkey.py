@@ -112,14 +112,12 @@ class PasskeyPrompts:
         units, _ = fill("passkey", lambda units: self._whole(units, depth, key)[0], length)
         ids, count = self._whole(units, depth, key)
         lead = blanks(self.frame.tokenizer, ids, count)
-        case = Case(
-            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin), lead=lead
-        )
+        case = Case("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin)
         if not generate:
             return case
         judge = None if self.words else FirstNumber(key)
         cut, size = (count, max(10, count)) if self.published else (case.count, case.count)
-        return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge, lead=0)
+        return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge)
 
     def _whole(self, units: int, depth: float, key: str) -> tuple[array, int]:
         """Build the prompt with ``units`` characters of filler (``published``), or sentences."""

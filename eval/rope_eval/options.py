@@ -60,6 +60,13 @@ def check_options(options: Any) -> None:
             raise OptionError(f"{field.name}={value!r} is not valid; it must be {wrong}")
 
 
+def refuse(*faults: tuple[bool, str]) -> None:
+    """Raise OptionError for the first of these faults that is found."""
+    for found, fault in faults:
+        if found:
+            raise OptionError(fault)
+
+
 def command_options(*classes: type) -> Callable[[F], F]:
     """Decorator: replace ``**options`` of a typer command by the options of ``classes``.
 

@@ -159,8 +159,8 @@ def bias_at(
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    ``distance`` contains integers below ``length``, as float64, ``[n]``; ``learned`` are trained
-    parameters, and None initializes them with seed 0.
+    ``distance`` contains integers below ``length``, as float64, ``[n]``; parameters that are not
+    ``learned`` are initialized with seed 0.
     """
     if learned is None:
         with torch.random.fork_rng(devices=[]):
@@ -261,21 +261,11 @@ def draw(
     length: int | None = None,
     compose: bool | str = False,
 ) -> None:
-    """Plot several methods and save the plot as a PNG.
+    """Plot several methods as a PNG; no weights are read.
 
-    For a model with sliding-window layers, the plot shows the other layers.
-
-    Args:
-        kind: ``spectrum``: the frequencies; ``angles``: the largest angles, compared with those
-            seen in training; ``decay``: q.k by distance, and the initial biases of encodings (seed
-            0); ``distances``: those that position methods use instead of the true ones.
-        model: an unpatched model, which is not changed, or a configuration, folder or Hub ID; no
-            weights are read.
-        shown: frequency methods for ``spectrum``, position methods for ``distances``; encodings
-            only for ``decay``.
-        path: path of the PNG.
-        length: length in tokens; default: the longest target length of the methods.
-        compose: apply frequency methods on top of existing RoPE scaling.
+    ``kind`` is one of ``KINDS``. For a model with sliding-window layers, the plot shows the other
+    layers. ``length`` is in tokens, by default the longest target length of the methods;
+    ``compose`` applies frequency methods on top of existing RoPE scaling.
 
     Raises:
         RopeExtError: the kind is unknown or cannot show a method, the path or length is not valid,

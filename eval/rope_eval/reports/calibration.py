@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -252,40 +252,38 @@ def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | Bina
 
     A line connects candidates of a method that differ only in the attention factor.
     """
-    panels = 1 + all(t.found_beyond is not None for choice in choices for t in choice.tried)
-    figure = style.figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * panels)
-    grid = figure.subplots(panels, 1, squeeze=False)[:, 0]
-    for index, choice in enumerate(choices):
-        published, look = choice.published, style.style_of(index)
-        beside = published.options() | {SCALAR: None}
-        line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
-        line.sort(key=lambda trial: trial.attention_factor)
-        known = option_texts(published)
-        new = [t for t in option_texts(choice.method) if t not in known and SCALAR not in t]
-        label = published.name + (f" (chosen: {', '.join(new)})" if new else "")
-        mark = {"linestyle": "none", "color": look["color"], "zorder": 3}
-        ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.6}
-        star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
-        for panel, axes in enumerate(grid):
-
-            def point(trial: Trial, panel: int = panel) -> tuple[float, Any]:
-                value = trial.found_beyond if panel else math.exp(min(trial.far, 700))
-                return trial.attention_factor, value
-
-            points = zip(*map(point, line), strict=True)
-            axes.plot(*points, label=label, linewidth=1.5, markersize=4, **look)
-            axes.plot(*point(choice.tried[0]), **mark, **ring)
-            axes.plot(*point(choice.trial), **mark, **star)
-    titles = ["perplexity at the end (lower is better)", "answers found (higher is better)"]
-    for axes, title in zip(grid, titles, strict=False):
+    panels: dict[str, Callable[[Trial], Any]] = {
+        "perplexity at the end (lower is better)": lambda t: math.exp(min(t.far, 700))
+    }
+    if all(t.found_beyond is not None for choice in choices for t in choice.tried):
+        panels["answers found (higher is better)"] = lambda t: t.found_beyond
+    figure = style.figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * len(panels))
+    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.6}
+    star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
+    for (title, value), axes in zip(panels.items(), grid, strict=True):
+        for index, choice in enumerate(choices):
+            published, look = choice.published, style.style_of(index)
+            beside = published.options() | {SCALAR: None}
+            line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
+            line.sort(key=lambda trial: trial.attention_factor)
+            known = option_texts(published)
+            new = [t for t in option_texts(choice.method) if t not in known and SCALAR not in t]
+            label = published.name + (f" (chosen: {', '.join(new)})" if new else "")
+            factors = [trial.attention_factor for trial in line]
+            axes.plot(factors, list(map(value, line)), label=label, linewidth=1.5, markersize=4,
+                      **look)  # fmt: skip
+            for trial, mark in ((choice.tried[0], ring), (choice.trial, star)):
+                axes.plot(trial.attention_factor, value(trial), linestyle="none",
+                          color=look["color"], zorder=3, **mark)  # fmt: skip
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("attention factor (on cos and sin)")
         style.bare(axes)
     grid[0].set_yscale("log")
     style.log_axis(grid[0])
-    if panels == 2:
-        grid[1].set_ylim(-0.04, 1.04)
-        grid[1].yaxis.set_major_formatter(style.ticker().PercentFormatter(1))
+    for axes in grid[1:]:
+        axes.set_ylim(-0.04, 1.04)
+        axes.yaxis.set_major_formatter(style.ticker().PercentFormatter(1))
     figure.suptitle(
         f"{trained} \u2192 {target} tokens, on the half of the text used for selection\n"
         f"(ring: published default, star: chosen)",

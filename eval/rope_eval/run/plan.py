@@ -16,14 +16,14 @@ import torch
 from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
-from rope_eval.options import check_options
+from rope_eval.options import check_options, refuse
 from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
 from rope_eval.systems import System, beyond
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.method_options import ADAPTER, built, checked_methods, label, saved_otherwise
-from rope_ext.errors import MeasureError, OptionError, RopeExtError
+from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.saving import checkpoints as models
 
 BEFORE_TRAINING, TRAINED = ", before training", ", trained"
@@ -170,39 +170,29 @@ def _check(settings: Settings) -> None:
     models.require_attention(settings.attn)
     require_seed(settings.seed)
     models.resolve_device(settings.device)
-    faults = {
-        "no model is given; give a directory, Hub ID or .gguf file first": (
-            not settings.models and not settings.url
-        ),
-        "a model is given twice; give --model each just once": (
-            len(set(settings.models)) < len(settings.models)
-        ),
-        "no length to measure; give --lengths, such as 512,1024,2048": not settings.lengths,
-        "--resume and --overwrite contradict each other; give one of them": (
-            settings.resume and settings.overwrite
-        ),
-        f"--method {BEFORE} needs {ADAPTER} beside it; give --method {BEFORE},{ADAPTER}": (
-            BEFORE in settings.methods and ADAPTER not in settings.methods
-        ),
-    }
-    for fault, found in faults.items():
-        if found:
-            raise OptionError(fault)
+    several, adapter = len(set(settings.models)) < len(settings.models), ADAPTER in settings.methods
+    refuse(
+        (not settings.models and not settings.url, "no model is given; give a directory, Hub ID or "
+         ".gguf file first"),
+        (several, "a model is given twice; give --model each just once"),
+        (not settings.lengths, "no length to measure; give --lengths, such as 512,1024,2048"),
+        (settings.resume and settings.overwrite, "--resume and --overwrite contradict each other; "
+         "give one of them"),
+        (BEFORE in settings.methods and not adapter, f"--method {BEFORE} needs {ADAPTER} beside "
+         f"it; give --method {BEFORE},{ADAPTER}"),
+    )  # fmt: skip
     require_server(settings)
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
-    if settings.url and any(task.name == "longppl" for task in tasks):
-        raise OptionError(
-            "longppl chooses tokens with a model in this process; leave it out with --url, or "
-            "measure perplexity"
-        )
     parts = tuple(part for task in tasks for part in task.parts(settings))
-    if not parts:
-        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
     names = [task.name for task in parts]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise OptionError(f"the task {twice[0]} is given twice; measure one of them at a time")
+    twice = [name for name in names if names.count(name) > 1]
+    refuse(
+        (not parts, "no task is given, so there is nothing to measure; give --tasks some"),
+        (bool(twice), f"the task {', '.join(twice[:1])} is given twice; measure one of them at a "
+         f"time"),
+    )  # fmt: skip
     return parts
 
 
@@ -240,27 +230,19 @@ def _systems(
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
         key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
         yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
-    for model in [] if settings.servers else settings.models:
-        short = Path(model).name  # of the model, where there are several
-        if [Path(name).name for name in settings.models].count(short) > 1:
-            short = model
+    shorts = [Path(name).name for name in settings.models]
+    for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
+        first = f"{short if shorts.count(short) == 1 else model} " if len(shorts) > 1 else ""
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
             if not adapted:
                 identity["adapter"] = None
             named = label(method, options, settings.factor) + stage
             dynamic = method != UNPATCHED and built(method, options).is_dynamic
-            yield System(
-                name=named if len(settings.models) == 1 else f"{short} {named}",
-                label=named,
-                model=model,
-                method=method,
-                options=options,
-                trained=identity["trained_length"],
-                is_dynamic=dynamic or models.is_dynamic(configs[model]),
-                identity=digest(identity, method, options),
-                adapted=adapted,
-            )
+            dynamic = dynamic or models.is_dynamic(configs[model])
+            key, trained = digest(identity, method, options), identity["trained_length"]
+            known = (model, method, options, trained, dynamic, key, adapted)
+            yield System(first + named, named, *known)
 
 
 def _rows(

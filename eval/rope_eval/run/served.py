@@ -17,6 +17,7 @@ import torch
 
 from rope_eval.cases import Case
 from rope_eval.data.prompts import beginning, encode
+from rope_eval.options import refuse
 from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
@@ -43,29 +44,24 @@ def require_server(settings: Settings) -> None:
     addresses = [urlsplit(url) for url in urls]
     hosts = [a.hostname if a.scheme in ("http", "https") else None for a in addresses]
     wrong = next((url for url, host in zip(urls, hosts, strict=True) if not host), None)
-    faults = {
-        f"--url {wrong!r} is not valid; give an address such as http://HOST:PORT/v1": (
-            wrong is not None
-        ),
-        f"--url holds a password, which reports would show; set it as {KEY} in the environment": (
-            any(address.username or address.password for address in addresses)
-        ),
-        "--url needs the name of the model on the server; give --served-model-name NAME": not count,
-        f"--served-model-name gives {count} names for {len(urls)} addresses; give one, or one for "
-        f"every --url, as NAME,NAME": count not in (1, len(urls)),
-        "a server is given twice; give --url each just once, or other names": (
-            len(set(settings.servers)) < len(urls)
-        ),
-        "--url needs the tokenizer of the served model, with which prompts are made; give "
-        "--tokenizer a directory or Hub ID": not settings.models,
-        "--timeout must be a number of seconds above 0": not settings.timeout > 0,
-        "--batch-size is for a model in this process; give --concurrency": (
-            settings.batch_size is not None
-        ),
-    }
-    for fault, found in faults.items():
-        if found:
-            raise OptionError(fault)
+    secret = any(address.username or address.password for address in addresses)
+    refuse(
+        (wrong is not None, f"--url {wrong!r} is not valid; give an address such as "
+         f"http://HOST:PORT/v1"),
+        (secret, f"--url holds a password, which reports would show; set it as {KEY} in the "
+         f"environment"),
+        (not count, "--url needs the name of the model on the server; give --served-model-name "
+         "NAME"),
+        (count not in (1, len(urls)), f"--served-model-name gives {count} names for {len(urls)} "
+         f"addresses; give one, or one for every --url, as NAME,NAME"),
+        (len(set(settings.servers)) < len(urls), "a server is given twice; give --url each just "
+         "once, or other names"),
+        (not settings.models, "--url needs the tokenizer of the served model, with which prompts "
+         "are made; give --tokenizer a directory or Hub ID"),
+        (not settings.timeout > 0, "--timeout must be a number of seconds above 0"),
+        (settings.batch_size is not None, "--batch-size is for a model in this process; give "
+         "--concurrency"),
+    )  # fmt: skip
     _openai()
 
 

@@ -59,6 +59,11 @@ class LongPPL(Segments):
 
         if self.opened is not None:
             return super().parts(settings)
+        if settings.url:
+            raise OptionError(
+                "longppl chooses tokens with a model in this process; leave it out with --url, or "
+                "measure perplexity"
+            )
         names = [name for name in settings.methods if name not in (UNPATCHED, BEFORE)]
         who = self.evaluator or (f"the model with {names[0]}" if names else "the model")
         itself = self.evaluator in (None, *settings.models)

@@ -30,8 +30,7 @@ class Case:
     * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
       teacher-forced forward.
     * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
-      The case's weight is the number of tokens, or ``weight``; losses of all tokens are summed
-      up to each position of ``curve``.
+      The case's weight is the number of tokens, or ``weight``.
     * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
       in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that can be called,
       whose fields belong to the case.
@@ -48,7 +47,6 @@ class Case:
     bin: int | None = None
     group: int = 0
     weight: int | None = None
-    curve: tuple[int, ...] = ()
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
 
@@ -71,7 +69,7 @@ class Case:
     @cached_property
     def prompt(self) -> str:
         """A digest of the model's input and of the scoring."""
-        how = (self.mode, self.count, self.answers, self.curve, self.only)
+        how = (self.mode, self.count, self.answers, self.only)
         how += () if self.judge is None else (self.judge,)
         how += () if self.weight is None else ("weight", self.weight)
         text = self.ids.tobytes() + repr(how).encode()
@@ -96,7 +94,7 @@ class Outcome:
 
     ``key`` is a digest of everything that determines the rest, ``value`` the share of the answers
     found or the mean loss in nats per token, ``tokens`` what it counts as, ``written`` what was
-    generated. ``curve`` has (position, summed loss of the tokens before it, their number).
+    generated.
     """
 
     key: str
@@ -112,27 +110,17 @@ class Outcome:
     value: float
     tokens: int
     written: str | None = None
-    curve: tuple[tuple[int, float, int], ...] = ()
 
     def to_line(self) -> bytes:
         """Return a line of the log; an infinite loss becomes None, since JSON has no infinity."""
-        curve = [(at, _plain(total), count) for at, total, count in self.curve]
-        return to_line({**asdict(self), "value": _plain(self.value), "curve": curve})
+        value = self.value if math.isfinite(self.value) else None
+        return to_line({**asdict(self), "value": value})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The inverse of ``to_line``, of the line as JSON."""
-        curve = tuple((at, _infinite(total), count) for at, total, count in data["curve"])
-        changed = {"answers": tuple(data["answers"]), "value": _infinite(data["value"])}
-        return cls(**{**data, **changed, "curve": curve})
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _infinite(value: float | None) -> float:
-    return math.inf if value is None else value
+        value = math.inf if data["value"] is None else data["value"]
+        return cls(**{**data, "answers": tuple(data["answers"]), "value": value})
 
 
 def digest(*determinants: Any) -> str:

@@ -215,21 +215,6 @@ def test_beyond_the_reach_of_a_method_needs_force(settings: Settings) -> None:
 # Perplexity
 
 
-def test_curves_are_the_losses_by_position(settings: Settings) -> None:
-    plan = prepare(settings, [Perplexity(BOOK, windows=1)])
-    outcomes = run.run(plan)
-    system, curve = plan.systems[0], Report(plan, outcomes).curve("perplexity")
-    case = next(case for case in plan.cases(system) if case.length == 256)
-    model = AutoModelForCausalLM.from_pretrained(settings.models[0]).eval()
-    losses, _ = score(model, [case.ids], 255)
-    edges = [edge for name, edge in curve if name == "none"]
-    assert {128, 256} <= set(edges) and edges == sorted(edges)
-    assert len(edges) >= 9 and edges[0] == 16
-    for low, high in zip([1, *edges], edges, strict=False):
-        mean = float(losses[0, low - 1 : high - 1].mean())
-        assert curve["none", high].value == pytest.approx(float(torch.tensor(mean).exp()), rel=1e-4)
-
-
 def naive_keys(model: Any, ids: list[int], short: int) -> set[int]:
     """Places in the text of the tokens that gain more than 2 nats, a short forward for each."""
     keys, whole = set(), score(model, [ids], len(ids) - 1)[0][0]

@@ -36,7 +36,6 @@ def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
             value=value,
             tokens=100,
             written=None,
-            curve=(),
         )
         for number, value in enumerate(values)
     ]

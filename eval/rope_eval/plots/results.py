@@ -26,8 +26,6 @@ def draw_lines(
     panels: Mapping[str, Mapping[tuple[str, int], Estimate]],
     kind: str,
     trained: Mapping[str, int],
-    axis: str = "context, tokens",
-    ticks: Sequence[int] | None = None,
 ) -> None:
     """Plot perplexity (``loss``) or rates by length: a panel per title, a line per system.
 
@@ -36,10 +34,9 @@ def draw_lines(
     Estimates are by (system, length); the trained length of each system is marked.
     """
     systems, lengths = _axes_of(next(iter(panels.values())))
-    ticks, few = lengths if ticks is None else ticks, len(systems) <= _MOST_SHADED
-    across = min(2, len(panels))
+    few, across = len(systems) <= _MOST_SHADED, min(2, len(panels))
     down = math.ceil(len(panels) / across)
-    slanted = sum(len(str(length)) for length in ticks) > 40 // across
+    slanted = sum(len(str(length)) for length in lengths) > 40 // across
     figure = style.figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + (3.6 / across + 0.6) * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for index, (title, estimates) in enumerate(panels.items()):
@@ -63,7 +60,7 @@ def draw_lines(
                 axes.fill_between(lengths, *zip(*ends, strict=True), color=look["color"],
                                   alpha=0.12, linewidth=0)  # fmt: skip
         axes.set(xscale="log", ylim=(bottom, top))
-        axes.set_xticks(ticks, [str(n) for n in ticks], rotation=45 if slanted else 0)
+        axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
         axes.minorticks_off()
         if kind == "loss":
             axes.set_yscale("log")
@@ -72,7 +69,7 @@ def draw_lines(
             axes.yaxis.set_major_formatter(style.ticker().PercentFormatter(1))
         if index + across >= len(panels):  # the last panel of its column
             axes.tick_params(labelbottom=True)
-            axes.set_xlabel(axis)
+            axes.set_xlabel("context, tokens")
         axes.set_title(title, **style.TITLE)
         style.bare(axes)
         style.mark_trained(axes, trained.values(), lengths[-1])

@@ -172,11 +172,6 @@ class Report(Advice):
                 suite: {system.name: self._suite(suite, system.name) for system in plan.systems}
                 for suite in self.suites
             },
-            "curves": [
-                {"task": task.name, **row}
-                for task in plan.tasks
-                for row in _rows(("system", "up_to"), self.curve(task.name))
-            ],
         }
 
     def _suite(self, suite: str, system: str) -> dict[str, Any]:
@@ -213,7 +208,7 @@ class Report(Advice):
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
-        lengths, rates = self.plan.lengths, {}
+        rates, draw = {}, figures.draw_lines
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
             part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
@@ -223,17 +218,11 @@ class Report(Advice):
                     png = _png(figures.draw_depths, bins, trained, f"{title}, % found")
                     yield task.name, task.name, png
                 continue
-            draw, name = figures.draw_lines, task.name
-            yield name, name, _png(draw, {f"{title} by length": part}, "loss", trained)
-            if curve := self.curve(name):
-                panels = {f"{title} by position in {lengths[-1]} tokens": curve}
-                axis = "tokens up to this position, from the one before"
-                ticks = [4**k for k in range(1, 12) if 2 * 4**k < lengths[0]]
-                png = _png(draw, panels, "loss", trained, axis, [*ticks, *lengths])
-                yield name, f"{name}_positions", png
+            panels = {f"{title} by length": part}
+            yield task.name, task.name, _png(draw, panels, "loss", trained)
         if rates:
             where = next(iter([*self.suites, *rates]))
-            yield where, "rates", _png(figures.draw_lines, rates, "rate", trained)
+            yield where, "rates", _png(draw, rates, "rate", trained)
 
 
 def _png(draw: Callable[..., None], *given: Any) -> bytes:

@@ -19,7 +19,6 @@ from rope_eval.reports.summary import (
     Estimate,
     difference,
     estimate,
-    estimate_perplexity,
     is_clear,
     signed,
 )
@@ -194,26 +193,6 @@ class Results:
             if lengths
         ]
         return f"Training under {before.method}: {'; '.join(said)}."
-
-    def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
-        """Perplexity between two positions of the longest windows, by (system, later one)."""
-        curve: dict[tuple[str, int], Estimate] = {}
-        for system in self.plan.systems:
-            outcomes = self.places[task, system.name, self.plan.lengths[-1]]
-            outcomes = [outcome for outcome in outcomes if len(outcome.curve) > 1]
-            for index in range(len(outcomes[0].curve) if outcomes else 0):
-                means, weights, position = [], [], 0
-                for group in grouped(outcomes, lambda outcome: outcome.group).values():
-                    loss = tokens = 0
-                    for outcome in group:
-                        position, total, count = outcome.curve[index]
-                        _, less, before = outcome.curve[index - 1] if index else (0, 0.0, 0)
-                        loss += total - less if math.isfinite(total) else math.inf
-                        tokens += count - before
-                    means.append(loss / tokens)
-                    weights.append(tokens)
-                curve[system.name, position] = estimate_perplexity(means, weights)
-        return curve
 
     @cached_property
     def warnings(self) -> list[str]:

@@ -271,5 +271,4 @@ def require_free(settings: Settings) -> None:
 def written(tasks: Sequence[Task]) -> list[str]:
     """Return the files that a report of these tasks may consist of."""
     pictures = ["rates", *(task.name for task in tasks)]
-    pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
     return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]

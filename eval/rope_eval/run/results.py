@@ -17,28 +17,21 @@ class Result:
     value: float
     tokens: int
     written: str | None = None
-    curve: tuple[tuple[int, float, int], ...] = ()
 
 
 def tail(case: Case) -> int:
-    if case.curve:
-        return len(case.ids) - 1
     return len(case.ids) - min(case.only) if case.only else case.count
 
 
 def loss(case: Case, losses: torch.Tensor) -> Result:
     """Return the mean loss of the scored tokens; NaN counts as infinite."""
     losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
-    first = len(case.ids) - len(losses)
     scored = losses[-case.count :]
     if case.only:
+        first = len(case.ids) - len(losses)
         scored = losses[torch.tensor(case.only, device="cpu") - first]
-    sums = losses.cumsum(0)
-    curve = tuple(
-        (edge, float(sums[edge - first - 1]), edge - first) for edge in case.curve if edge > first
-    )
     tokens = len(scored) if case.weight is None else case.weight
-    return Result(float(scored.mean()), tokens, curve=curve)
+    return Result(float(scored.mean()), tokens)
 
 
 def share_found(case: Case, written: str) -> float:

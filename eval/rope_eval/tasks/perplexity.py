@@ -104,13 +104,6 @@ def _cut(
     return [(number, text) for _, number, text in sorted(found, key=lambda one: one[0])]
 
 
-def positions(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Positions up to which losses are summed: half octaves from 16 tokens on, and ``lengths``."""
-    longest = max(lengths)
-    octaves = {round(16 * 2 ** (k / 2)) for k in range(2 * longest.bit_length())}
-    return tuple(sorted({edge for edge in octaves if edge < longest} | set(lengths)))
-
-
 @dataclass(frozen=True)
 class Segments(Task):
     """Segments of text with moving windows, shared by perplexity and LongPPL.
@@ -273,8 +266,6 @@ class Perplexity(Segments):
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
-            # The longest windows cover all contexts: their losses form the curve by position.
-            curve = positions(lengths) if length == lengths[-1] else ()
             for number, text in enumerate(windows.texts):
                 bos, group = windows.bos, windows.documents[number]
                 if self.protocol == "start":
@@ -282,7 +273,7 @@ class Perplexity(Segments):
                     count = len(ids) - max(len(bos), 1)
                 else:
                     ids, count = bos + text[len(bos) - length :], windows.scored
-                yield self._case(length, number, ids, count, group, curve=curve)
+                yield self._case(length, number, ids, count, group)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:

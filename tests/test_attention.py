@@ -135,6 +135,76 @@ def test_torchs_operators_of_cuda_take_what_they_are_given(name):
         assert [grad.shape for grad in grads] == [y.shape for y in x]
 
 
+def visible(query, key, causal):
+    shown = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    return shown.tril() if causal else shown
+
+
+def model_forward(query, key, value, causal, scale):
+    """What torch documents of its fused kernels: output, natural log-sum-exp, first-row masks."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    logits = (query @ key.mT * scale).masked_fill(~visible(query, key, causal), -torch.inf)
+    return logits.softmax(-1) @ value, logits.logsumexp(-1)
+
+
+def model_backward(grad, query, key, value, out, lse, causal, scale):
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (key, value))
+    logits = (query @ keys.mT * scale).masked_fill(~visible(query, key, causal), -torch.inf)
+    weights = (logits - lse[..., None]).exp()
+    of_logits = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    made = of_logits.mT @ query, weights.mT @ grad
+    return of_logits @ keys, *(x.unflatten(1, (-1, groups)).sum(2) for x in made)
+
+
+def turned(tensors):
+    return [x.transpose(1, 2) for x in tensors]
+
+
+@pytest.fixture(params=["flash", "cudnn"])
+def operators_of_cuda(request, monkeypatch):
+    """Register models of torch's operators on the CPU, as FA3 and FA4 register theirs on CUDA."""
+
+    def flash_forward(
+        q, k, v, _starts_q, _starts_k, _most_q, _most_k, _drop, causal, _debug, scale
+    ):
+        out, lse = model_forward(*turned((q, k, v)), causal, scale)
+        return out.transpose(1, 2), lse, lse[:0], lse[:0], lse[:0]
+
+    def flash_backward(grad, q, k, v, out, lse, *rest, scale):
+        grad, q, k, v, out = turned((grad, q, k, v, out))
+        return tuple(turned(model_backward(grad, q, k, v, out, lse, rest[5], scale)))
+
+    def cudnn_forward(q, k, v, _bias, logs, _drop=0.0, causal=False, _debug=False, scale=None):
+        assert logs
+        out, lse = model_forward(q, k, v, causal, scale)
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], lse[:0], lse[:0], lse[:0]
+
+    def cudnn_backward(grad, q, k, v, out, lse, *rest, scale):
+        return model_backward(grad, q, k, v, out, lse[..., 0], rest[-1], scale)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
+    monkeypatch.setattr(flash, "kernel_of", lambda *_: request.param)
+    if request.param == "cudnn":  # which comes with compiled rotations and merges
+        monkeypatch.setattr(flash, "uses_cudnn", lambda *_: True)
+        monkeypatch.setattr(flash.cards, "compiles", lambda: True)
+        monkeypatch.setattr(flash, "_compiled", partial(torch.compile, backend="aot_eager"))
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tiles_and_gradients_by_torchs_operators_of_cuda(method, operators_of_cuda):
+    for queries, keys in ((90, 90), (33, 90), (1, 61)):
+        at = torch.arange(keys)
+        bands = method_bands(method, 16, 8, at[keys - queries :], at)
+        compare(fused, inputs(2, 4, 2, queries, keys), bands, HALVES)
+
+
 biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 
 

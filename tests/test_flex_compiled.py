@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 import re
 import types
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rope_ext.attention import cards, flex
+from rope_ext.attention import cards, flash, flex
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.attention.cards import Card, Heads
@@ -153,6 +155,38 @@ def test_auto_knows_what_a_card_cannot_do(card, dtype, columns, call, kernel, re
         found, why = attention.chosen(query, query, call, card)
         assert found == kernel
         assert why is None if reason is None else re.search(reason, why)
+
+
+def test_long_prompts_on_hopper_take_cudnn_unless_torch_is_told_otherwise(monkeypatch) -> None:
+    def kernels(card, queries=2**14, columns=128) -> set[str]:
+        monkeypatch.setattr(cards, "card", lambda device: card)
+        with FakeTensorMode():
+            x = torch.empty(1, 2, queries, columns, dtype=bfloat16, device="cuda")
+        name = attention.chosen(x, x, EVERYTHING, card)[0]
+        tiles = flash.tiles(Distance(4096, None), queries, queries)
+        return {name, *(flash.kernel_of(tile, x, x) for tile in tiles)}
+
+    assert kernels(H100) == kernels(NO_TRITON) == {"flash", "cudnn"}
+    assert kernels(A100) == kernels(H100, columns=256) == {"flex", "flash"}
+    assert kernels(H100, queries=6000) == {"flex", "flash"}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert kernels(H100) == {"flex", "flash"}
+    with torch_deterministic():
+        assert kernels(H100) == {"flex", "flash"}
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert kernels(H100) == {"flex", "flash"}
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 1, 64, dtype=bfloat16, device="cuda")
+    assert attention.chosen(x, x, EVERYTHING, NO_TRITON)[0] == "reference"  # FA4 would be slower
+
+
+@contextmanager
+def torch_deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

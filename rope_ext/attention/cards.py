@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-AMPERE = (8, 0)
-"""The lowest compute capability with PyTorch's flash kernel and bfloat16."""
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""The lowest compute capability with PyTorch's flash kernel and bfloat16, and the H100's."""
 A100, H100, SLACK = 163 * 2**10, 227 * 2**10, 2**10
 """Bytes of shared memory per block, and the margin left by estimates."""
 

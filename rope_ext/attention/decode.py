@@ -8,8 +8,8 @@ compiled steps and CUDA graphs run the same code. Queries and near keys are rota
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Ranges:
         query_rotated: bit ``b`` is set if band ``b`` rotates its queries.
         key: rotations of keys by position, ``[rotated bands, positions, pairs]``; None: none.
         temperature: factor for every query, float32, ``[rows or 1, queries]``; None: no factor.
+        launchers: prepared launches of this step, by what its layers may differ in.
     """
 
     low: torch.Tensor
@@ -49,6 +50,7 @@ class Ranges:
     query_rotated: int
     key: Rotation
     temperature: torch.Tensor | None
+    launchers: dict[Any, Callable[..., torch.Tensor]] = field(default_factory=dict)
 
 
 def ranges_of(
@@ -164,12 +166,23 @@ def attend(
     """
     columns = _columns(call.pairs, query.shape[-1])
     assert columns is not None, "callers ask refusal() first"
-    run: Any = _operator if torch.compiler.is_compiling() else _launch
-    return run(
-        query, key, value, ranges.low, ranges.high, ranges.origin, ranges.filled,
-        [*(ranges.query or ())], [*(ranges.key or ())], ranges.temperature, call.sinks, call.bias,
-        [*columns], ranges.query_rotated, call.scale, call.softcap,
-    ).transpose(1, 2)  # fmt: skip
+    settings = (
+        ranges.low, ranges.high, ranges.origin, ranges.filled, [*(ranges.query or ())],
+        [*(ranges.key or ())], ranges.temperature, call.sinks, call.bias, [*columns],
+        ranges.query_rotated, call.scale, call.softcap,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _operator(query, key, value, *settings).transpose(1, 2)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    # Triton compiles other kernels for other alignments of addresses.
+    alike = [
+        None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
+        for x in (query, key, value, call.sinks, call.bias)
+    ]
+    alike = *alike, columns, call.scale, call.softcap
+    if alike not in ranges.launchers:
+        ranges.launchers[alike] = _launcher(query, key, value, *settings)
+    return ranges.launchers[alike](query, key, value, call.sinks, call.bias).transpose(1, 2)
 
 
 def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, int]:
@@ -197,7 +210,7 @@ def _power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _launch(
+def _launcher(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -214,36 +227,37 @@ def _launch(
     query_rotated: int,
     scale: float,
     softcap: float | None,
-) -> torch.Tensor:
-    """``[rows, queries, heads, value columns]``."""
-    if query.is_cuda and query.device.index != torch.cuda.current_device():
-        with torch.cuda.device(query.device):  # Triton launches on the current device
-            return _launch(
-                query, key, value, low, high, origin, filled, query_rotation, key_rotation,
-                temperature, sinks, bias, columns, query_rotated, scale, softcap,
-            )  # fmt: skip
+) -> Callable[..., torch.Tensor]:
+    """Return a function of query, key, value, sinks and bias that differ in their numbers only.
+
+    It returns ``[rows, queries, heads, value columns]``. Its calls share memory for the splits, so
+    they have to be on one stream.
+    """
     kernels = importlib.import_module("rope_ext.attention.decode_kernel")  # it imports triton
     (batch, heads, tokens, _), (kv_heads, value_columns) = query.shape, value.shape[1::2]
     groups = heads // kv_heads
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     first, second, step, pairs, rest_at, rest = columns
     padded = [max(_power(x), 16) for x in (pairs, rest, value_columns)]
     every = (batch * kv_heads, SPLITS, groups * tokens)
     out = query.new_empty(*every, value_columns, dtype=torch.float32)
     lse = query.new_empty(every, dtype=torch.float32)
-    made = query.new_empty(batch, tokens, heads, value_columns)
     width = 2 * padded[0] * bool(pairs) + padded[1] * bool(rest)
     shape = tiles(groups * tokens, width, padded[2], query.element_size())
     unused = query  # kernels need a tensor even for arguments that they do not read
     cos, sin = query_rotation or (unused, unused)
     key_cos, key_sin = key_rotation or (unused, unused)
-    kernels.split_kernel[SPLITS, batch * kv_heads, -(-groups * tokens // shape["ROWS"])](
-        query, key, value, low, high, origin, filled, cos, sin, key_cos, key_sin,
-        unused if temperature is None else temperature, unused if bias is None else bias, out, lse,
-        scale, softcap or 1.0, *((1, 0) if bias is None else (bias.shape[1], bias.stride(0))),
+    before = low, high, origin, filled, cos, sin, key_cos, key_sin
+    before = *before, unused if temperature is None else temperature
+    after = (
+        out, lse, scale, softcap or 1.0,
+        *((1, 0) if bias is None else (bias.shape[1], bias.stride(0))),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], low.stride(0), _by_row(low, 1),
         cos.stride(0), _by_row(cos, 1), key_cos.stride(0),
         0 if temperature is None else _by_row(temperature, 0), len(origin) > 1,
+    )  # fmt: skip
+    split = _Launch(
+        kernels.split_kernel,
+        (SPLITS, batch * kv_heads, -(-groups * tokens // shape["ROWS"])),
         KV=kv_heads, GROUPS=groups, TOKENS=tokens, BANDS=len(low), QUERY_ROTATED=query_rotated,
         KEY_ROTATED=len(key_cos) if key_rotation else 0, HAS_TEMPERATURE=temperature is not None,
         HAS_BIAS=bias is not None, HAS_CAP=softcap is not None, PAIRS=pairs, PAIRS2=padded[0],
@@ -251,11 +265,49 @@ def _launch(
         DV=value_columns, DV2=padded[2], SPLITS=SPLITS,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **shape,
     )  # fmt: skip
-    kernels.merge_kernel[batch * kv_heads, groups * tokens](
-        out, lse, sinks if sinks is not None else lse, made, KV=kv_heads, GROUPS=groups,
+    merge = _Launch(
+        kernels.merge_kernel, (batch * kv_heads, groups * tokens, 1), KV=kv_heads, GROUPS=groups,
         TOKENS=tokens, HAS_SINKS=sinks is not None, DV=value_columns, DV2=padded[2], SPLITS=SPLITS,
     )  # fmt: skip
-    return made
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if query.is_cuda and query.device.index != torch.cuda.current_device():
+            with torch.cuda.device(query.device):  # Triton launches on the current device
+                return run(query, key, value, sinks, bias)
+        made = query.new_empty(batch, tokens, heads, value_columns)
+        split(query, key, value, *before, unused if bias is None else bias, *after)
+        merge(out, lse, lse if sinks is None else sinks, made)
+        return made
+
+    return run
+
+
+class _Launch:
+    """Launches of a kernel with the same grid, types, sizes and alignment.
+
+    Triton examines all arguments of a launch, which takes longer than the launch; only the first
+    one is examined here.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], **settings: Any) -> None:
+        self.kernel, self.grid, self.settings = kernel, grid, settings
+        self.compiled: Callable[..., object] | None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        if self.compiled is not None:
+            self.compiled(*tensors)
+            return
+        compiled = self.kernel[self.grid](*tensors, **self.settings)
+        if compiled is not None:  # not in Triton's interpreter
+            constants = [self.settings[x] for x in self.kernel.arg_names[len(tensors) :]]
+            run = compiled[self.grid]
+            self.compiled = lambda *tensors: run(*tensors, *constants)
 
 
 def _by_row(x: torch.Tensor, dim: int) -> int:
@@ -263,7 +315,22 @@ def _by_row(x: torch.Tensor, dim: int) -> int:
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
-_operator = torch.library.custom_op("rope_ext::decode", _launch, mutates_args=())
+_SETTINGS = (
+    "Tensor low, Tensor high, Tensor origin, Tensor filled, Tensor[] query_rotation, "
+    "Tensor[] key_rotation, Tensor? temperature, Tensor? sinks, Tensor? bias, SymInt[] columns, "
+    "SymInt query_rotated, float scale, float? softcap"
+)
+
+
+@torch.library.custom_op(
+    "rope_ext::decode",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> Tensor",
+)
+def _operator(query, key, value, *settings):  # noqa: ANN001, ANN002, ANN202
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    sinks, bias = settings[7:9]
+    return _launcher(query, key, value, *settings)(query, key, value, sinks, bias)
 
 
 @_operator.register_fake

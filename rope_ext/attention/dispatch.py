@@ -101,7 +101,10 @@ def chosen(
     ``card`` is the GPU of the tensors; None on other devices.
     """
     refused = {}
-    for kernel in ("flash",) if card is None else ("flex", "flash"):
+    order = ("flex", "flash") if card is not None else ("flash",)
+    if flash.uses_cudnn(query, value, card):
+        order = ("flash", "flex")
+    for kernel in order:
         why = refusal(kernel, query, value, call, card)
         if why is None:
             return kernel, None

@@ -1,4 +1,4 @@
-"""Banded attention with PyTorch's fused flash kernels, for CPUs and CUDA.
+"""Banded attention with PyTorch's fused kernels: flash for CPUs and CUDA, cuDNN for Hopper cards.
 
 The kernels support full rectangles and causal squares. Every band is split into a few such tiles,
 and equal tiles share a call. The left edge of a window is a causal square of reversed tokens.
@@ -8,19 +8,27 @@ and log-sum-exp, as in ring attention (Liu et al. 2023).
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import nn
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, RotatedBand, by_distance, wide
+from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, by_distance, wide
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
 ROWS = 256
 """Number of queries of a tile with a bias."""
+LONG, LEAST = 2**13, 2**11
+"""Queries of a call, and tokens of a tile, from which cuDNN is faster than flash on Hopper cards.
+
+It spends about 50 ms on a plan for each new shape.
+"""
 
 
 class Tile(NamedTuple):
@@ -166,12 +174,37 @@ def refusal(
         return f"it has float16 and bfloat16 on a GPU, and this is {query.dtype}"
     if columns % 8 or columns > 256:
         return f"it has heads of a multiple of 8 up to 256 columns, and these have {columns}"
+    if query.shape[2] == 1 and nn.attention.current_flash_attention_impl() == "FA4":
+        return "FA4 reads all keys in one thread block for a single query"
     if card.capability < cards.AMPERE:
         return f"it needs a GPU of capability 8.0 or later, and this one has {card.version}"
     return None
 
 
+def uses_cudnn(query: torch.Tensor, value: torch.Tensor, card: cards.Card | None) -> bool:
+    """Whether cuDNN's attention computes the long tiles of a call.
+
+    torch's own switches apply: ``sdpa_kernel``, deterministic algorithms, and another flash
+    attention (FA3, FA4), which is preferred if it was activated.
+    """
+    if card is None or card.capability != cards.HOPPER or query.shape[2] < LONG:
+        return False
+    if max(query.shape[-1], value.shape[-1]) > 128 or nn.attention.current_flash_attention_impl():
+        return False
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    return enabled and not torch.are_deterministic_algorithms_enabled()
+
+
+def kernel_of(tile: Tile, query: torch.Tensor, value: torch.Tensor) -> str:
+    """Return the kernel for a tile of a call: ``"cpu"``, ``"flash"`` or ``"cudnn"``."""
+    if query.device.type == "cpu":
+        return "cpu"
+    long = min(tile.rows, tile.keys) >= LEAST
+    return "cudnn" if long and uses_cudnn(query, value, cards.card(query.device)) else "flash"
+
+
 def forward(
+    kernel: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -181,20 +214,26 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output, ``[batch, heads, queries, columns]``, and its log-sum-exp.
 
-    ``causal`` requires as many queries as keys.
+    ``causal`` requires as many queries as keys; only ``kernel="cpu"`` has a mask.
     """
-    if query.device.type == "cpu":  # the function has less overhead than torch.ops
-        kernel = torch._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    ops: Any = torch.ops.aten
+    if kernel == "cpu":  # the function has less overhead than torch.ops
+        run = torch._scaled_dot_product_flash_attention_for_cpu
+        return run(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    if kernel == "cudnn":
+        run = ops._scaled_dot_product_cudnn_attention
+        out, lse = run(query, key, value, None, True, 0.0, causal, False, scale=scale)[:2]
+        return out, lse.reshape(lse.shape[:3])  # older versions have a fourth dimension
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = q.shape[1], k.shape[1]
-    out, lse = torch.ops.aten._flash_attention_forward(
+    out, lse = ops._flash_attention_forward(
         q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale
     )[:2]
     return out.transpose(1, 2), lse
 
 
 def backward(
+    kernel: str,
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -206,19 +245,46 @@ def backward(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of query, key and value; ``out`` and ``lse`` cover the keys of all calls."""
-    ops = torch.ops.aten
-    if query.device.type == "cpu":
+    ops: Any = torch.ops.aten
+    if kernel == "cpu":
         return ops._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
+    sizes = query.shape[2], key.shape[2]
+    if kernel == "cudnn":
+        unused = torch.zeros((), dtype=torch.long, device=query.device)  # dropout state
+        return ops._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, lse[..., None], unused, unused, None, None, None, *sizes,
+            0.0, causal, scale=scale,
+        )  # fmt: skip
     g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # dropout state
-    sizes = q.shape[1], k.shape[1]
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
     made = ops._flash_attention_backward(
         g, q, k, v, o, lse, None, None, *sizes, 0.0, causal, unused, unused, scale=scale
     )
     a, b, c = (x.transpose(1, 2) for x in made)
     return a, b, c
+
+
+def _rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    return x if rotation is None else pairs.rotate(x, rotation)
+
+
+def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
+    total.lerp_(out.to(total.dtype), torch.sigmoid(new - lse)[..., None])
+    lse.copy_(torch.logaddexp(lse, new))
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _fused(function: _Function, query: torch.Tensor, value: torch.Tensor) -> _Function:
+    """Compile elementwise operations where they would take as long as cuDNN's attention."""
+    card = cards.card(query.device) if query.is_cuda else None
+    fuses = uses_cudnn(query, value, card) and cards.compiles()
+    return cast("_Function", _compiled(function)) if fuses else function
 
 
 def compute(
@@ -230,14 +296,16 @@ def compute(
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
     if call.sinks is not None:  # a sink acts as a key without a value
         lse = lse.maximum(call.sinks[:, None].to(lse))
+    rotate, merge = _fused(_rotate, query, value), _fused(_merge, query, value)
     for band in call.bands:
-        q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
         for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(q), tile.among(k), tile.among(value)
-            out, new = map(tile.back, forward(*given, tile.shape != WHOLE, call.scale, mask))
-            old, there = (x.narrow(2, tile.row, new.shape[2]) for x in (lse, total))
-            there.lerp_(out.to(total.dtype), torch.sigmoid(new - old)[..., None])
-            old.copy_(torch.logaddexp(old, new))
+            kernel = kernel_of(tile, query, value)
+            made = forward(kernel, *given, tile.shape != WHOLE, call.scale, mask)
+            out, new = map(tile.back, made)
+            there, old = (x.narrow(2, tile.row, new.shape[2]) for x in (total, lse))
+            merge(there, old, out, new)
     return total.to(query.dtype), lse
 
 
@@ -252,18 +320,19 @@ def differentiate(
 ) -> list[torch.Tensor]:
     """Return gradients of query, key and value."""
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-    grad = grad.to(query.dtype)
+    grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
     for band in call.bands:
-        q, k = call.pairs.rotate(query, band.query), call.pairs.rotate(key, band.key)
+        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
         found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
         for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
             more = tile.queries(out), tile.queries(lse).contiguous()
-            made = backward(*given, *more, tile.shape != WHOLE, call.scale, mask)
+            kernel = kernel_of(tile, query, value)
+            made = backward(kernel, *given, *more, tile.shape != WHOLE, call.scale, mask)
             firsts = tile.row, tile.key, tile.key
             for into, first, x in zip((*found, total[2]), firsts, made, strict=True):
                 x = tile.back(x)
                 into.narrow(2, first, x.shape[2]).add_(x)
         for into, x, by in zip(total[:2], found, (band.query, band.key), strict=True):
-            into += call.pairs.rotate(x, by and (by[0], -by[1]))
+            into += rotate(call.pairs, x, by and (by[0], -by[1]))
     return [x.to(y.dtype) for x, y in zip(total, (query, key, value), strict=True)]

@@ -182,7 +182,10 @@ class Step:
             if forward.padding is not None and not forward.reads:  # otherwise already checked
                 apart = (forward.slots() - forward.origin() != forward.key) & forward.real()
                 torch._assert_async(~apart.any(), APART)
-            filled = torch.as_tensor(forward.filled, device=forward.device).view(1) - self.offset
+            filled = forward.filled
+            if isinstance(filled, int):  # filled on the device, without a copy
+                filled = torch.full((1,), filled, device=forward.device)
+            filled = filled.view(1) - self.offset
             bands = [
                 RotatedBand(geometry, self._at(q, t, torch.float32), self._everywhere(k))
                 for geometry, q, k in self.rotations

@@ -111,7 +111,7 @@ def test_one_document_has_no_interval_anywhere(
     assert all(re.fullmatch(r"[\d.]+ \(too few documents\)", cell.text) for cell in cells)
     assert all(row["low"] == row["high"] == "" for row in rows if row["task"] == "perplexity")
     data = report.to_json()
-    for entry in (*data["summary"], *data["curves"], *data["costs"], *data["differences"]):
+    for entry in (*data["summary"], *data["costs"], *data["differences"]):
         if entry["task"] == "perplexity":
             assert entry["low"] is entry["high"] is None and entry["value"] is not None
     assert data["notes"][0] == "all windows are from one document, so there is no interval"

@@ -78,10 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Questions:
-    """All cases of a task for one model, in the order of the report.
-
-    ``definition`` defines the numbers, and ``notes`` has further notes for readers.
-    """
+    """All cases of a task for one model, in order, and what defines the numbers."""
 
     cases: Sequence[Case]
     definition: str

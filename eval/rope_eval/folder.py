@@ -62,11 +62,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def lock(
     folder: Path, name: str = "", *, option: str = "--output", required: bool = True
 ) -> Iterator[None]:
-    """Lock ``name`` in ``folder``, or the whole folder, against other processes.
-
-    It is an operating system lock, released if the process is killed. Unless ``required``, file
-    systems without locks are accepted; ``option`` names the folder in errors.
-    """
+    """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):
         (folder / HIDDEN).mkdir(parents=True, exist_ok=True)
@@ -99,7 +95,7 @@ class Folder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock out other runs; of processes launched together, the first locks for all."""
+        """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
         return lock(self.path) if first_process() else nullcontext()
 
     @property

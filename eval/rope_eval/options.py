@@ -90,10 +90,7 @@ def command_options(*classes: type) -> Callable[[F], F]:
 
 
 def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the options of ``cls`` from the command line, by field name.
-
-    None, False and an empty list are not typed.
-    """
+    """Parse the typed options of ``cls`` from the command line, by field name."""
     values = {}
     for field in option_fields(cls):
         value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)

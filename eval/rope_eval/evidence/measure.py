@@ -150,10 +150,7 @@ class Measurement:
         return patched(self.model, method, **given)
 
     def _plan(self) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
-        """Methods, their options, and the cells to measure under them, the most valuable first.
-
-        Patching takes a second, so cells of one method are measured together.
-        """
+        """Methods, options, and cells to measure under them, the most valuable first."""
         trained, names = self.trained, [*self.questions.documents]
         double, quadruple = 2 * trained, 4 * trained
         longest = min(map(len, self.questions.documents.values()))

@@ -132,10 +132,7 @@ class Evidence:
         return None
 
     def seconds(self, method: str) -> float | None:
-        """Median seconds of one forward of the longest length under factor 2, with its loss.
-
-        None on a CPU, where other processes affect the time.
-        """
+        """Median seconds of the longest forward under factor 2; None on a CPU, which others use."""
         found = sorted(
             line["seconds"]
             for line in self.of("loss", method)
@@ -145,10 +142,7 @@ class Evidence:
 
 
 def table(evidence: Evidence) -> str:
-    """Perplexity by position, the cost within the trained length, and prompts answered.
-
-    Methods that were measured only on some documents are in ``behind``.
-    """
+    """Perplexity by position, cost, and prompts answered; some methods are only in ``behind``."""
     spans = [span for span in SPANS if evidence.losses("unpatched", span)]
     head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans)]
     head.append("within the length")
@@ -315,10 +309,7 @@ def put(path: Path, name: str, text: str) -> None:
 
 
 def write(root: Path) -> None:
-    """Put the numbers in ``docs/evidence/*.jsonl`` into the pages and into ``recommend``.
-
-    README and ``recommend`` take models whose differences have intervals.
-    """
+    """Put the numbers in ``docs/evidence/*.jsonl`` into the pages and into ``recommend``."""
     found = [Evidence.read(path) for path in sorted((root / "docs/evidence").glob("*.jsonl"))]
     found.sort(key=lambda one: list(TRAINED).index(one.model))
     for one in found:

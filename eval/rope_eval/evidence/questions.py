@@ -106,20 +106,13 @@ class Prompt(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """Documents and prompts as tokens for one model.
-
-    ``documents`` are by name, each as long as the longest text that is measured, and ``prompts`` by
-    task and length.
-    """
+    """Documents by name and prompts by task and length, as tokens for one model."""
 
     documents: dict[str, list[int]]
     prompts: dict[tuple[str, int], list[Prompt]]
 
     def digest(self, task: str, length: int, document: str | None = None) -> str | None:
-        """A short name for the tokens of a document, or of the prompts of a task and length.
-
-        None if there are none.
-        """
+        """A short name for tokens of a document, or of prompts; None if there are none."""
         if document is None:
             asked = [prompt.ids for prompt in self.prompts.get((task, length), [])]
         else:
@@ -130,10 +123,7 @@ class Questions(NamedTuple):
     def made(
         cls, tokenizer: Any, longest: int, lengths: Sequence[int], trials: int, texts: Sequence[str]
     ) -> Questions:
-        """Return documents of ``longest`` tokens, and ``trials`` prompts of each length and depth.
-
-        ``texts`` are those of ``MANUALS``.
-        """
+        """Return documents of ``longest`` tokens from the ``texts`` of ``MANUALS``, and prompts."""
         bos, documents = beginning(tokenizer), {}
         for manual, text in zip(MANUALS, texts, strict=True):
             # No manual has six characters per token.

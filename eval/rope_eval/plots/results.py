@@ -1,7 +1,4 @@
-"""Plots of results: perplexity and rates by length, rates by length and depth, loss by position.
-
-Every function saves a PNG to a path or an open file.
-"""
+"""Plots of results by length, and by length and depth; each saves a PNG to a path or file."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ def draw_depths(
     trained: Mapping[str, int],
     title: str,
 ) -> None:
-    """Plot rates: one heat map per system, with lengths as columns and depths as rows.
-
-    Estimates are by (system, length, depth bin); the trained length of each system is marked.
-    """
+    """Plot rates, by (system, length, depth bin): one heat map per system, depths as rows."""
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
     width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9

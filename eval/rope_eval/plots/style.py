@@ -1,7 +1,4 @@
-"""Shared by all plots: the matplotlib check, styles, and the marker of the trained length.
-
-matplotlib (the ``eval`` extra) is imported only when a plot is drawn.
-"""
+"""Shared by all plots; matplotlib (the ``eval`` extra) is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def bare(axes: Any) -> None:
 
 
 def mark_trained(axes: Any, trained: Iterable[int], last: int) -> None:
-    """Draw a vertical line at each trained length, on an axis in tokens that ends at ``last``.
-
-    The label is above the axes, where it cannot overlap a line.
-    """
+    """Draw a line at each trained length, on an axis in tokens that ends at ``last``."""
     for number, length in enumerate(sorted(set(trained))):
         axes.axvline(length, color="#777777", linewidth=1, zorder=0)
         side = "left" if length < last else "right"

@@ -29,10 +29,7 @@ Words = list[str]
 
 
 def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """Return the engines that can serve each method of a model, by label; reads no weights.
-
-    There are none if a family has no causal language model or does not support the method.
-    """
+    """Return the engines that can serve each method of a model, by label; reads no weights."""
     found: dict[str, tuple[str, ...]] = {}
     with suppress(RopeExtError):
         model = model_of(systems[0].model)
@@ -50,11 +47,7 @@ class Advice(Results):
 
     @cached_property
     def recommendations(self) -> list[str]:
-        """Conclusions for each model.
-
-        The change by training if ``before`` and ``adapter`` are measured; otherwise, given
-        perplexity and passkeys, which method to use (see :class:`Recommendation`).
-        """
+        """By model: the change by training, or else the method to use."""
         if pairs := self.trainings:
             return [_of(self.unpatched(one), self.training(one, two)) for one, two in pairs]
         return [f"{sentence} Next: {shlex.join(words)}" for sentence, words in self._advice]

@@ -47,10 +47,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Change:
-    """A score of the published default and of the proposal, in nats or as a share.
-
-    ``low`` and ``high`` are the 99 % interval of the paired difference.
-    """
+    """A score before and after, in nats or as a share, and the 99 % interval of the difference."""
 
     before: float
     after: float
@@ -248,10 +245,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | BinaryIO) -> None:
-    """Save a PNG with perplexity and, if measured, retrieval below it.
-
-    A line connects candidates of a method that differ only in the attention factor.
-    """
+    """Save a PNG by attention factor: perplexity and, if measured, retrieval below it."""
     panels: dict[str, Callable[[Trial], Any]] = {
         "perplexity at the end (lower is better)": lambda t: math.exp(min(t.far, 700))
     }

@@ -1,8 +1,4 @@
-"""Computes numbers from outcomes, shared by tables, plots and text.
-
-A change by training is called lower or higher only if it is clear (``is_clear``), and otherwise
-"cannot tell".
-"""
+"""Computes numbers from outcomes, shared by tables, plots and text."""
 
 from __future__ import annotations
 
@@ -88,20 +84,14 @@ class Results:
         return grouped([t for t in self.plan.tasks if t.suite], lambda task: str(task.suite))
 
     def average(self, suite: str, system: str, length: int) -> Estimate:
-        """Mean over the tasks of a suite, with equal weights, as in RULER.
-
-        The interval pools all prompts, and is somewhat wide if tasks differ.
-        """
+        """Mean over the tasks of a suite, with equal weights; the interval pools all prompts."""
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
         count = sum(task.count for task in tasks)
         return Estimate(mean, *rate_interval(min(mean * count, count), count), count)
 
     def threshold(self, suite: str) -> str | None:
-        """Return the name of the longest length at ``EFFECTIVE``; None if a suite has none.
-
-        It is the effective length if all of RULER's tasks are measured, over which it is defined.
-        """
+        """The name of the longest length at ``EFFECTIVE``; the effective length needs all tasks."""
         size = self.suites[suite][0].suite_size
         if size is None:
             return None
@@ -144,10 +134,7 @@ class Results:
 
     @cached_property
     def differences(self) -> dict[tuple[str, str, str], Estimate]:
-        """Differences by (task, one, other): one minus other on identical cases.
-
-        Over all lengths beyond the trained one, or over all lengths if there are none.
-        """
+        """(task, one, other): one minus other on the same cases, beyond the trained length."""
         found = {}
         for task in self.plan.tasks:
             for pair in combinations(self.plan.systems, 2):

@@ -1,7 +1,4 @@
-"""Checks everything that can be checked without weights, and chooses all cases.
-
-Batches depend only on the plan.
-"""
+"""Checks everything that can be checked without weights, and chooses all cases."""
 
 from __future__ import annotations
 

@@ -35,10 +35,7 @@ def loss(case: Case, losses: torch.Tensor) -> Result:
 
 
 def share_found(case: Case, written: str) -> float:
-    """Score generated text with the judge, or else by the share of answers in it.
-
-    The latter ignores case (RULER, arXiv 2404.06654).
-    """
+    """Score text with the judge, or by the share of answers in it, ignoring case, as RULER."""
     if case.judge is not None:
         return float(case.judge(written))
     text = written.lower()

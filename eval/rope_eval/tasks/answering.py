@@ -107,10 +107,7 @@ def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
 
 @dataclass(frozen=True)
 class Answering(Prompts):
-    """Question answering on one data set: the first questions of the file, as in RULER.
-
-    ``path`` is its file; None generates questions.
-    """
+    """The first questions of a file, as in RULER; a ``path`` of None generates questions."""
 
     tokens: int = 32
     source: Source = SQUAD

@@ -76,10 +76,7 @@ def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int])
 
 
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
-    """Read a text for a haystack; returns the text and its source, as options of ``Needles``.
-
-    RULER keeps its essays in the field ``text`` of a ``.json`` file.
-    """
+    """Read a text for a haystack; returns the text and its source, as options of ``Needles``."""
     if not sources:
         return {}
     return {"text": "\n\n".join(read_texts(sources)), "source": ", ".join(sources)}
@@ -194,11 +191,7 @@ class Needles(Prompts):
 @register
 @dataclass(frozen=True)
 class Needle(Task):
-    """Needles in a haystack that you choose: several needles, distractors, any text.
-
-    The first needle is placed at all depths, the others anywhere; the score is the fraction of the
-    requested numbers in the answer. Distractors look the same, but are not requested.
-    """
+    """Several needles, distractors, any text; the first needle is placed at all depths."""
 
     name: ClassVar[str] = "needle"
 

@@ -147,11 +147,7 @@ def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float 
 @register
 @dataclass(frozen=True)
 class NoLiMa(Task):
-    """NoLiMa: all tests in all books.
-
-    The authors' tables use the metric ``contains``, and ``lastline_EM`` for models that reason
-    first; a model may write 192 tokens.
-    """
+    """NoLiMa: all tests in all books."""
 
     name: ClassVar[str] = "nolima"
 

@@ -68,10 +68,7 @@ class FirstNumber:
 
 
 class PasskeyPrompts:
-    """Builds passkey prompts for one tokenizer, by default those of a base model.
-
-    Keys are ``words`` or numbers, and prompts are ``published`` ones or ``inline`` ones.
-    """
+    """Builds prompts for one tokenizer: words or numbers as keys, published or inline prompts."""
 
     def __init__(
         self,
@@ -135,10 +132,7 @@ class PasskeyPrompts:
 @register
 @dataclass(frozen=True)
 class Passkey(Task):
-    """Passkey retrieval on a grid of lengths and depths.
-
-    Every trial has its own key, and a depth sampled within its bin.
-    """
+    """Passkey retrieval on a grid of lengths and depths."""
 
     name: ClassVar[str] = "passkey"
 

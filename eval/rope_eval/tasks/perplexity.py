@@ -106,10 +106,7 @@ def _cut(
 
 @dataclass(frozen=True)
 class Segments(Task):
-    """Segments of text with moving windows, shared by perplexity and LongPPL.
-
-    ``documents`` are texts instead of those in ``text``.
-    """
+    """Segments of text with moving windows; ``documents`` are texts instead of ``text``."""
 
     kind: ClassVar[Kind] = "loss"
 

@@ -276,12 +276,7 @@ def made(
 @register
 @dataclass(frozen=True)
 class Ruler(Task):
-    """RULER: all of its tasks, or some.
-
-    Files are those of RULER: ``PaulGrahamEssays.json`` (by default, Python's documentation),
-    ``dev-v2.0.json`` of SQuAD for ``qa_1`` and ``hotpot_dev_distractor_v1.json`` of HotpotQA for
-    ``qa_2`` (by default, questions are generated).
-    """
+    """RULER: all of its tasks, or some, with its files or without."""
 
     name: ClassVar[str] = "ruler"
 

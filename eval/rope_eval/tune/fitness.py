@@ -97,10 +97,7 @@ def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
 def windows_of(
     tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int, cure: str
 ) -> Rows:
-    """Return ``count`` windows of ``length`` tokens, from as many documents as possible.
-
-    ``cure`` tells users in the error which option sets the number, and how to fix it.
-    """
+    """Return ``count`` windows from as many documents as possible; ``cure`` is for the error."""
     task = Perplexity(texts, windows=count, protocol="start")
     found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
     if len(found.texts) < count:
@@ -296,11 +293,7 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """The objective: the mean loss of the windows plus that of the answers.
-
-        Text alone does not show whether a model retrieves, and answers alone do not show whether it
-        writes well or only copies.
-        """
+        """The objective: the mean loss of the windows plus that of the answers."""
         return sum(mean(part) for part in (self.far, self.answers) if part)
 
     @property
@@ -320,10 +313,7 @@ class Scores:
 
 
 class Trials:
-    """Measures methods on an unpatched model, each once.
-
-    ``path`` is the log of this ``kind`` of run, and scores depend on ``settings``.
-    """
+    """Measures methods on an unpatched model, each once, in the log of this ``kind`` of run."""
 
     def __init__(
         self,
@@ -356,11 +346,7 @@ class Trials:
 
     @contextmanager
     def progress(self, samples: Sequence[tuple[Sample, int]]) -> Iterator[None]:
-        """Print the maximum number of forwards, and show progress.
-
-        ``samples`` come with the number of methods to measure on each; the unpatched model is
-        added.
-        """
+        """Print the maximum number of forwards, and show progress, by methods for each sample."""
         from rope_ext.command.terminal import progress, tell  # rich is imported on demand
 
         rounds = [*samples, *((sample.within(self.rope.length), 1) for sample, _ in samples)]

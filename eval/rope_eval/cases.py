@@ -120,6 +120,38 @@ class Outcome:
         return cls(**{**data, "answers": tuple(data["answers"]), "value": value})
 
 
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a case without its key; see ``Outcome``."""
+
+    value: float
+    tokens: int
+    written: str | None = None
+
+
+def tail(case: Case) -> int:
+    return len(case.ids) - min(case.only) if case.only else case.count
+
+
+def loss(case: Case, losses: Any) -> Result:
+    """Return the mean of the scored tokens' ``losses``, a tensor; NaN counts as infinite."""
+    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
+    scored = losses[-case.count :]
+    if case.only:
+        first = len(case.ids) - len(losses)
+        scored = losses[[place - first for place in case.only]]
+    tokens = len(scored) if case.weight is None else case.weight
+    return Result(float(scored.mean()), tokens)
+
+
+def share_found(case: Case, written: str) -> float:
+    """Score text with the judge, or by the share of answers in it, ignoring case, as RULER."""
+    if case.judge is not None:
+        return float(case.judge(written))
+    text = written.lower()
+    return sum(answer.lower() in text for answer in case.answers) / len(case.answers)
+
+
 def digest(*determinants: Any) -> str:
     """Return a short digest of these values, the same in every process."""
     text = json.dumps(determinants, sort_keys=True, default=str)

@@ -46,10 +46,8 @@ class Server(NamedTuple):
 class Settings:
     """Options of every evaluation; ``rope-ext eval`` has an option for each field, with its help.
 
-    ``models`` are directories or Hub IDs, lengths tokens. The unpatched model is always measured,
-    too, and the trained length if some lengths are longer. With ``url``, ``models`` contains the
-    tokenizer and ``methods`` is ``("none",)``. A ``batch_size`` of None fits rows into
-    ``automatic_tokens``, and halves a batch that does not fit into memory.
+    The unpatched model is always measured, too, and the trained length if some lengths are longer.
+    With ``url``, ``models`` contains the tokenizer and ``methods`` is ``("none",)``.
     """
 
     models: tuple[str, ...]

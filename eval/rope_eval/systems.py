@@ -19,9 +19,7 @@ class System:
     """A model with a method: a row of the report.
 
     ``label`` is the method and its options, or a server; ``name`` adds the model if there are
-    several. ``trained`` is the trained length in tokens, ``is_dynamic`` whether frequencies depend
-    on the length, ``identity`` a digest of what results depend on besides the case, and
-    ``adapted`` whether the adapter is used.
+    several. ``identity`` is a digest of what results depend on besides the case.
     """
 
     name: str

@@ -24,12 +24,11 @@ from transformers import (
 )
 
 import rope_ext
-from rope_eval.cases import Case, Outcome
+from rope_eval.cases import Case, Outcome, loss, share_found
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
 from rope_eval.reports.summary import TOO_FEW, difference, estimate
-from rope_eval.run.results import loss, share_found
 from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity, choose_windows
 from rope_ext.errors import MeasureError, OptionError

@@ -92,7 +92,6 @@ class Measurement:
     until: float
     methods: Sequence[str] = ()
     lines: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-    refused: set[tuple[str, str]] = field(default_factory=set)
 
     def run(self) -> bool:
         """Measure all cells that are left; return whether none is left."""
@@ -108,11 +107,17 @@ class Measurement:
         common |= {"dtype": str(weight.dtype).removeprefix("torch.")}
         common |= {"device": torch.cuda.get_device_name(weight.device) if cuda else "cpu"}
         common |= versions()
+        refused: set[tuple[str, str]] = set()
+
+        def keep(cell: Cell, found: Mapping[str, Any]) -> None:
+            line = {**common, "questions": self._asked(cell), **vars(cell), **found}
+            log.add(to_line(line))
+            self.lines[cell.key] = line
+
         for method, options, cells in self._plan():
-            if self.methods and method not in self.methods:
-                continue
             cells = [cell for cell in cells if "refused" in self.lines.get(cell.key, ["refused"])]
-            if not cells or (method, str(options)) in self.refused:
+            left_out = self.methods and method not in self.methods
+            if left_out or not cells or (method, str(options)) in refused:
                 continue
             if time.monotonic() > self.until:
                 return False
@@ -122,19 +127,13 @@ class Measurement:
                     for cell in cells:
                         if time.monotonic() > self.until:
                             return False
-                        line = {**common, "questions": self._asked(cell)}
-                        line |= vars(cell) | self._measure(cell)
-                        log.add(to_line(line))
-                        self.lines[cell.key] = line
-                        print(_summary(line), flush=True)
+                        keep(cell, self._measure(cell))
+                        print(_summary(self.lines[cell.key]), flush=True)
             except (RopeExtError, torch.OutOfMemoryError) as error:
-                self.refused.add((method, str(options)))
+                refused.add((method, str(options)))
                 reason = str(error).splitlines()[0]
-                line = {**common, "questions": self._asked(cells[0])}
-                line |= vars(cells[0]) | {"refused": reason}
                 if self.lines.get(cells[0].key, {}).get("refused") != reason:
-                    log.add(to_line(line))
-                self.lines[cells[0].key] = line
+                    keep(cells[0], {"refused": reason})
                 print(f"{method} {options}: {reason}", flush=True)
         return True
 

@@ -102,10 +102,9 @@ class Choice:
 class Calibration:
     """The options that a calibration found for one or more methods; ``print`` it.
 
-    ``model`` is the class of the decoder, ``scored`` the tokens at the end of every window whose
-    loss counts, ``cost`` the largest accepted increase of perplexity, as a share, ``prompts`` those
-    of each length in the half that tests, ``rows`` the sequences that ran through the model, and
-    ``inside`` the loss of the unpatched model within its trained length on that half.
+    ``prompts`` are those of each length in the half that tests, ``rows`` the sequences that ran
+    through the model, and ``inside`` is the loss of the unpatched model within its trained length
+    on that half.
     """
 
     model: str

@@ -30,8 +30,8 @@ length of a method that "costs little"."""
 class Scores:
     """All measurements of one method.
 
-    ``losses`` are means of every document (nats per token) and ``passes`` 1 or 0 for every passkey
-    trial, by length; ``weights`` the tokens behind each document, equal if empty.
+    By length: ``losses`` of every document (nats per token, weighted by ``weights``), and
+    ``passes``, 1 or 0, of every passkey.
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
@@ -106,8 +106,7 @@ class Recommendation:
 
     ``scores`` are by method, the unpatched model under ``"none"``, and ``engines`` those that can
     serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of all,
-    of those that cost little within the trained length, and of those that an engine can serve;
-    None: there is none.
+    of those that cost little within the trained length, and of those that an engine can serve.
     """
 
     def __init__(

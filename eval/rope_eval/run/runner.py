@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from rope_eval.cases import Case, Outcome, case_log, read_outcomes
+from rope_eval.cases import Case, Outcome, Result, case_log, loss, read_outcomes, share_found, tail
 from rope_eval.folder import HIDDEN, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free
-from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.run.served import Served
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.systems import System, under

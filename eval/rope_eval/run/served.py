@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rope_eval.cases import Case
+from rope_eval.cases import Case, Result, loss, share_found, tail
 from rope_eval.data.prompts import beginning, encode
 from rope_eval.options import refuse
-from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.command.terminal import tell

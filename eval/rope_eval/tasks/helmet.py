@@ -19,9 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame
-from rope_eval.data.rows import Row, load_datasets, read_rows
+from rope_eval.data.rows import Row, read_rows
 from rope_eval.settings import Settings
 from rope_eval.tasks import base
 from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
@@ -185,11 +187,10 @@ Files = Mapping[int | None, Sequence[Row]]
 
 @dataclass(frozen=True)
 class DataSet(Task):
-    """The rows of one data set, each asked at every length.
+    """The rows of one data set, each asked at every length, cut at the end where it is too long.
 
-    If a prompt does not fit the length, its context is truncated at the end. Shorter rows are not
-    changed. ``shots`` demonstrations are sampled from ``demos``, except for ``icl``; ``samples``
-    is the number of questions, and None asks as many as the authors.
+    ``shots`` demonstrations are sampled from ``demos``, except for ``icl``; ``samples`` is the
+    number of questions, and None asks as many as the authors.
     """
 
     name: str
@@ -201,24 +202,20 @@ class DataSet(Task):
     shots: int = 2
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        cases, notes = [], []
+        cases, cut = [], dict.fromkeys(lengths, 0)
         for length in lengths:
-            rows, cut = self.chosen(length, seed), 0
+            rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
                 ids, is_cut, answers, judge = self.prompt(frame, row, rows, length, seed)
                 how = ("write", self.tokens, ids, answers)
                 cases.append(Case(self.name, length, number, *how, judge=judge))
-                cut += is_cut
-            notes += [f"{cut} at {length}"] if cut else []
+                cut[length] += is_cut
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
             f"{len(cases) // max(1, len(lengths))} prompts, exact intervals"
         )
-        if notes:
-            definition += (
-                f"; the end of the context is left out where a prompt is too long "
-                f"({', '.join(notes)})"
-            )
+        if shown := ", ".join(f"{number} at {length}" for length, number in cut.items() if number):
+            definition += f"; of prompts that are too long ({shown}), the context's end is left out"
         return Questions(cases, definition)
 
     def shown(self, length: int) -> int:
@@ -414,9 +411,8 @@ def _order(row: Row) -> str:
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    """Return indices in the order of a ``datasets`` shuffle of that many rows."""
-    data = load_datasets().Dataset.from_dict({"place": list(range(count))})
-    return list(data.shuffle(seed=seed)["place"])
+    """Return indices in the order of a shuffle of that many rows by ``datasets``."""
+    return np.random.default_rng(seed).permutation(count).tolist()
 
 
 def _balanced(rows: Sequence[Row], field: str, count: int, rng: random.Random) -> list[Row]:

@@ -180,13 +180,15 @@ class NoLiMa(Task):
             places = sorted(random.Random(f"nolima:{seed}").sample(places, self.samples))
         # Plots by depth show all of them.
         binned = len({depth for *_, depth in places}) == self.placements
-        cases = []
+        cases, tokens = [], self.new_tokens or 192
         for length in lengths:
             for number, (book, test, bin) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")
                 depth = bin / max(1, self.placements - 1)
-                place = (number, depth, bin if binned else None)
-                cases.append(self._case(frame, books[book], tests[test], length, *place, rng))
+                ids, answers = self._prompt(frame, books[book], tests[test], length, depth, rng)
+                how = (self.name, length, number, "write", tokens, ids, answers)
+                judge = Gold(answers, self.nolima_metric)
+                cases.append(Case(*how, depth, bin if binned else None, judge=judge))
         definition = (
             f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
             f"{len(tests)} questions in {len(books)} books at {self.placements} depths, a length "
@@ -194,17 +196,10 @@ class NoLiMa(Task):
         )
         return Questions(cases, definition)
 
-    def _case(
-        self,
-        frame: Frame,
-        book: Book,
-        test: Test,
-        length: int,
-        number: int,
-        depth: float,
-        bin: int | None,
-        rng: random.Random,
-    ) -> Case:
+    def _prompt(
+        self, frame: Frame, book: Book, test: Test, length: int, depth: float, rng: random.Random
+    ) -> tuple[array, tuple[str, ...]]:
+        """Return a prompt that leaves room for its answer, and the right answers."""
         tokens = self.new_tokens or 192
         character = rng.choice(test.characters) if "{CHAR}" in test.needle else ""
         needle, question = (t.replace("{CHAR}", character) for t in (test.needle, test.question))
@@ -222,6 +217,4 @@ class NoLiMa(Task):
             return frame.whole(asked)[0]
 
         most = max(0, length - tokens - len(build(0)))
-        _, ids = base.fill(self.name, build, length, tokens, most=most)
-        how = (self.name, length, number, "write", tokens, ids, answers)
-        return Case(*how, depth=depth, bin=bin, judge=Gold(answers, self.nolima_metric))
+        return base.fill(self.name, build, length, tokens, most=most)[1], answers

@@ -121,9 +121,8 @@ def _refuse_shared(classes: Sequence[type[Task]]) -> None:
         for field in option_fields(cls):
             if field.name in shared:
                 raise OptionError(
-                    f"the task {cls.name} has a field {field.name}, and "
-                    f"--{field.name.replace('_', '-')} is an option of every evaluation; give the "
-                    f"field another name"
+                    f"the field {field.name} of the task {cls.name} is called as an option of "
+                    f"every evaluation; give it another name"
                 )
 
 
@@ -135,8 +134,7 @@ def settings(models: Sequence[str], typed: Mapping[str, Any], **defaults: Any) -
     if values.get("url"):
         if models or values["methods"] or values.get("adapter"):
             raise OptionError(
-                "--url measures the model on the server; leave out --model, --method and "
-                "--adapter, and give --tokenizer"
+                "--url measures a server; leave out --model, --method, --adapter; give --tokenizer"
             )
         tokenizer = values.get("tokenizer")
         values |= {"models": (tokenizer,) if tokenizer else (), "methods": (UNPATCHED,)}

@@ -75,8 +75,7 @@ def lock(
         except NotImplementedError:
             if required:
                 raise MeasureError(
-                    f"{folder} is on a file system without locks; give {option} a folder on "
-                    f"another one"
+                    f"{folder} is on a file system without locks; give {option} another one"
                 ) from None
     try:
         yield
@@ -114,8 +113,7 @@ class Folder:
         for name in (*map(log_name, range(world_size())), *names):
             if os.path.lexists(self.path / name) and name not in ours:
                 raise MeasureError(
-                    f"{self.path / name} is not what this program wrote; it would be lost: move "
-                    f"it away, or give another --output"
+                    f"{self.path / name} is not what this program wrote; give another --output"
                 )
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:

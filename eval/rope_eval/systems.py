@@ -65,9 +65,6 @@ def beyond(
                 f"{length} tokens = {target} of {method} on {model}"
             )
             if far and not force:
-                raise OptionError(
-                    f"{note}; give a larger --factor, shorter --lengths, or --force to measure it "
-                    f"all the same"
-                )
+                raise OptionError(f"{note}; give a larger --factor, shorter --lengths, or --force")
             if far:
                 yield f"{note}, which is not meant to reach that far"

@@ -437,7 +437,7 @@ def test_qa_1_is_rulers_on_a_file_of_squad(tmp_path: Path) -> None:
         assert case.answers == ("old", "Very Old") and case.count == 32
     for written, value in ((" OLD, I think", 1), ("very old", 1), ("new", 0)):
         assert share_found(case, written) == value  # string_match_part
-    with pytest.raises(OptionError, match="has 1 questions, and trials=2 are asked for"):
+    with pytest.raises(OptionError, match="has 1 questions; give fewer --trials"):
         cases(ruler.made("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
 
 

@@ -30,8 +30,7 @@ class Row:
         if name not in self:
             known = ", ".join(map(repr, self.data)) or "none"
             raise MeasureError(
-                f"{self.where} has no field {name!r} but {known}; give {self.option} the data as "
-                f"they are published"
+                f"{self.where} has no field {name!r} but {known}; give {self.option} other data"
             )
         if types and type(self.data[name]) not in types:
             raise self.wrong(name, wanted)
@@ -100,8 +99,7 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
         raise MeasureError(f"{source} holds no rows; give {option} another file")
     if not all(isinstance(one, dict) for one in found):
         raise MeasureError(
-            f"{source} holds something else than a list of objects; give {option} the data as "
-            f"they are published"
+            f"{source} holds something else than a list of objects; give {option} other data"
         )
     return [Row(one, f"{source}, row {number}", option) for number, one in enumerate(found, 1)]
 
@@ -119,8 +117,7 @@ def _json(path: Path, option: str) -> list[Any]:
         data = json.loads(content)
     except (json.JSONDecodeError, RecursionError) as error:
         raise MeasureError(
-            f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
-            f"published"
+            f"{where} is not JSON ({first_line(error)}); give {option} the published data"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a file name
         reason = getattr(error, "strerror", None) or first_line(error)
@@ -144,8 +141,7 @@ def _load(source: str, option: str, *what: Any, most: int | None = None, **how: 
         return list(data if most is None else data.take(most))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise MeasureError(
-            f"cannot read {source} ({first_line(error)}); give {option} a file, or "
-            f"hf:ID/CONFIG:SPLIT"
+            f"cannot read {source} ({first_line(error)}); give {option} a file, or hf:ID"
         ) from None
 
 
@@ -154,8 +150,7 @@ def load_datasets() -> Any:
         import datasets
     except ImportError:
         raise MeasureError(
-            "these data need datasets, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
+            'these data need datasets; install it with: pip install "rope-ext[eval]"'
         ) from None
     datasets.disable_progress_bars()
     return datasets

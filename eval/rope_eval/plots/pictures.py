@@ -169,8 +169,7 @@ def bias_at(
     scores = encoding.scores(heads, rope, learned)
     if (scores is not None and not encoding.adds()) or encoding.computes_positions():
         raise OptionError(
-            f"the logits of {encoding.name} depend on queries and keys, so it cannot be plotted by "
-            f"distance; leave {encoding.name} out"
+            f"the logits of {encoding.name} depend on queries and keys; leave {encoding.name} out"
         )
     with torch.no_grad():
         if scores is not None:
@@ -281,8 +280,7 @@ def draw(
         if kinds and method.kind not in kinds:
             others = [k for k, (_, fits, _) in KINDS.items() if not fits or method.kind in fits]
             raise OptionError(
-                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave "
-                f"{method.name} out"
+                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave it out"
             )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")

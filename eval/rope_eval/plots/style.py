@@ -26,10 +26,7 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise MeasureError(
-            "plots need matplotlib, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
-        )
+        raise MeasureError('plots need matplotlib; install it with: pip install "rope-ext[eval]"')
 
 
 def bare(axes: Any) -> None:

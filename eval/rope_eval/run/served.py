@@ -191,8 +191,7 @@ class Served:
         read, written = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
         if (read or len(ids)) != len(ids) or (written or 0) > count:
             raise UnusableAnswer(
-                f"the server says that it read {read} of {len(ids)} tokens, and wrote {written} of "
-                f"at most {count}"
+                f"it says that it read {read} of {len(ids)} and wrote {written} of {count} tokens"
             )
         return choice
 
@@ -203,9 +202,8 @@ class Served:
         found = given[1 : len(case.ids)]
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
             raise MeasureError(
-                f"{self.server.url} does not return the log-probabilities of a prompt "
-                f"(echo=True with logprobs=1), which {case.task} needs; leave "
-                f"{case.task} out for this server"
+                f"{self.server.url} does not return the log-probabilities of a prompt (echo=True, "
+                f"logprobs=1), which {case.task} needs; leave it out for this server"
             )
         usable = all(type(value) in (int, float) and value <= _ROUNDING for value in found)
         if not usable or len(given) > len(case.ids) + 1:  # and that of the token which it writes
@@ -223,8 +221,7 @@ class Served:
             if self.tokenizer(text, verbose=False)["input_ids"] == ids:
                 return text
         raise MeasureError(
-            f"a prompt of {len(ids)} tokens cannot be sent as text: its tokenizer would make other "
-            f"tokens of it; give --api completions"
+            f"a prompt of {len(ids)} tokens would become others as text; give --api completions"
         )
 
 
@@ -233,7 +230,6 @@ def _openai() -> Any:
         import openai
     except ImportError:
         raise MeasureError(
-            "--url needs the package openai, which is not installed; install it with: "
-            'pip install "rope-ext[server]"'
+            '--url needs openai; install it with: pip install "rope-ext[server]"'
         ) from None
     return openai

@@ -212,8 +212,7 @@ class Answering(Prompts):
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         if self.trials > len(self._data[0]):
             raise OptionError(
-                f"{self.name} has {len(self._data[0])} questions, and trials={self.trials} are "
-                f"asked for; give fewer --trials"
+                f"{self.name} has {len(self._data[0])} questions; give fewer --trials"
             )
         return super().questions(frame, lengths, seed)
 

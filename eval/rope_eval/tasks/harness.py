@@ -98,8 +98,7 @@ def _mean(name: str, task: Any) -> str:
     metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)
     if metric is None:
         raise OptionError(
-            f"the task {name} has no metric that is a mean over its documents; measure it with "
-            f"python -m rope_ext.lm_eval"
+            f"no metric of the task {name} is a mean; measure it with python -m rope_ext.lm_eval"
         )
     return metric
 

@@ -51,8 +51,7 @@ def distinct(kind: Word, count: int, rng: random.Random, taken: Iterable[str] = 
     count += len(found)
     if kind == "words" and count > len(pairs()):
         raise OptionError(
-            f"{count} needles need as many keys, and there are {len(pairs())}; give shorter "
-            f"--lengths"
+            f"{count} needles need as many keys, of {len(pairs())}; give shorter --lengths"
         )
     while len(found) < count:  # ends: there are millions of the other kinds
         found[make(kind, rng)] = None

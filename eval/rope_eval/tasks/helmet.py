@@ -299,8 +299,8 @@ class DataSet(Task):
                 break
         if len(found) < self.shots:
             raise MeasureError(
-                f"{self.name} has {len(found)} other questions to show, {self.shots} are asked "
-                f"for; give {DEMOS} more of them, or --shots {len(found)}"
+                f"{self.name} has {len(found)} other questions to show; give {DEMOS} more of them, "
+                f"or --shots {len(found)}"
             )
         return list(found.values())
 
@@ -365,8 +365,7 @@ class DataSet(Task):
 def _ends(tokenizer: Any, text: str) -> list[int]:
     if not getattr(tokenizer, "is_fast", False):
         raise MeasureError(
-            "this tokenizer does not say which text a token stands for, so that no context can be "
-            "cut; give longer --lengths, or a model with a fast tokenizer"
+            "only a fast tokenizer can cut a context; give longer --lengths, or another model"
         )
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [end for _, end in made["offset_mapping"]]

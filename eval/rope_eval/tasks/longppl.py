@@ -61,8 +61,7 @@ class LongPPL(Segments):
             return super().parts(settings)
         if settings.url:
             raise OptionError(
-                "longppl chooses tokens with a model in this process; leave it out with --url, or "
-                "measure perplexity"
+                "longppl needs a model in this process; measure perplexity, or leave out --url"
             )
         names = [name for name in settings.methods if name not in (UNPATCHED, BEFORE)]
         who = self.evaluator or (f"the model with {names[0]}" if names else "the model")
@@ -71,8 +70,7 @@ class LongPPL(Segments):
         for name in settings.models if words else ():
             if models.load_tokenizer(name).get_vocab() not in words:
                 raise OptionError(
-                    f"{who} has another tokenizer than {name}; give an --evaluator of the same "
-                    f"family, or leave it out"
+                    f"{who} has another tokenizer than {name}; give another --evaluator, or none"
                 )
         opened = partial(self._open, settings, names[:1])
         return replace(self, opened=opened, who=who, judges_itself=itself).parts(settings)
@@ -115,9 +113,8 @@ class LongPPL(Segments):
         count = sum(map(len, keys))
         if not count:
             raise MeasureError(
-                f"{self.who} finds no token in the text that needs more than "
-                f"{self.short_context} tokens of context; give another --text or a shorter "
-                f"--short-context"
+                f"{self.who} finds no token in the text that needs more than {self.short_context} "
+                f"tokens of context; give another --text or a shorter --short-context"
             )
         cases = list(sliding.slide(windows, sorted(lengths), keys))
         size = sum(map(len, windows.texts))

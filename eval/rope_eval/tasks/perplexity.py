@@ -144,8 +144,7 @@ class Segments(Task):
             )
         if self.stride is not None and self.stride > shortest - self._unscored:
             raise OptionError(
-                f"stride={self.stride} would skip tokens at length {shortest}; give a "
-                f"--stride below that, or longer --lengths"
+                f"stride={self.stride} would skip tokens at length {shortest}; give a smaller one"
             )
         documents = [encode(frame.tokenizer, text) for text in self._texts]
         eos = frame.tokenizer.eos_token_id
@@ -224,8 +223,7 @@ class Perplexity(Segments):
             raise OptionError(f"--protocol {protocol} needs --stride TOKENS; give both")
         if protocol not in STRIDING and self.stride is not None:
             raise OptionError(
-                f"--stride does not apply to the protocol {protocol}; leave it out, or give "
-                f"--protocol {', '.join(STRIDING)}"
+                f"--stride does not apply to the protocol {protocol}, but to {', '.join(STRIDING)}"
             )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:

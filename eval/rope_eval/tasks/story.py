@@ -131,8 +131,7 @@ class Conversation(Prompts):
                 answers.append(one)
         if len(answers) < self.needles:
             raise OptionError(
-                f"the text has {len(answers)} different answers for {self.needles} requests; give "
-                f"--haystack a longer one"
+                f"{self.needles} requests need as many different answers; give a longer --haystack"
             )
         asked = rng.randrange(self.needles)
         prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))

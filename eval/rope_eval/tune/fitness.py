@@ -115,8 +115,7 @@ def windows_of(
     if share > MOST_REPEATED:
         raise MeasureError(
             f"{share:.0%} of the text is repeated (spans of {_SPAN} characters that occur "
-            f"earlier), and at most {MOST_REPEATED:.0%} may be, since results would not carry over "
-            f"to other text; give a text without copies"
+            f"earlier), and at most {MOST_REPEATED:.0%} may be; give a text without copies"
         )
     return Rows(windows, found.documents)
 
@@ -416,8 +415,7 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
         raise OptionError(
-            f"target_length={given.target_length} is not beyond the {rope.length} tokens that "
-            f"the model was trained for; give a larger one"
+            f"target_length={given.target_length} is not beyond the trained {rope.length} tokens; raise it"
         )
     if given.tail >= given.target_length:
         raise OptionError(

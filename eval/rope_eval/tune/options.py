@@ -51,8 +51,7 @@ class TuneOptions:
         self._require_whole(target_length=2)
         if 0 < self.prompts < FEWEST_PROMPTS:
             raise OptionError(
-                f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}, "
-                f"since fewer say too little about retrieval"
+                f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}"
             )
         require_seed(self.seed)
 

@@ -311,7 +311,7 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
 # Wrong and unusual input
 
 BAD = [
-    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
+    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 trained tokens"),
     ({"target_length": 4096}, "only 1 windows of 4096 tokens, and samples=4"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated .*at most 20%"),

@@ -414,9 +414,8 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
     """Return the rotary embedding that ``model`` was trained with."""
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
-        raise OptionError(
-            f"target_length={given.target_length} is not beyond the trained {rope.length} tokens; raise it"
-        )
+        length = given.target_length
+        raise OptionError(f"target_length={length} is not beyond the {rope.length} trained tokens")
     if given.tail >= given.target_length:
         raise OptionError(
             f"scored={given.tail} is not valid; it must be below "

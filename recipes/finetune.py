@@ -611,10 +611,14 @@ def resume_stream(rows: Stream, args: TrainingArguments) -> None:
 
 
 class Epochs(TrainerCallback):
-    """Sets the epoch of the collator."""
+    """Tells how much there is to train, and sets the epoch of the collator."""
 
     def __init__(self, collator: data.Collator) -> None:
-        self.collator = collator
+        self.collator, self.tokens = collator, 0  # tokens of a step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        left = state.max_steps - state.global_step
+        tell(f"{left:,} steps of {self.tokens:,} tokens")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.collator.epoch = int(state.epoch)
@@ -670,7 +674,7 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held:
     model = build(recipe, plan.config, rows=rows)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
-    collator = collator_of(recipe, args, plan)
+    epochs = Epochs(collator_of(recipe, args, plan))
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the row index
     args.per_device_eval_batch_size = 1  # evaluation rows are long
@@ -679,13 +683,14 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held:
         recipe,
         model,
         args,
-        data_collator=collator,
+        data_collator=epochs.collator,
         train_dataset=rows,
         eval_dataset=held,
         processing_class=plan.tokenizer,
-        callbacks=[Epochs(collator)],
+        callbacks=[epochs],
         plan=plan,
     )
+    epochs.tokens = trainer.get_total_train_batch_size(args) * recipe.length
     if args.should_save:
         write_settings(recipe, args)
     if isinstance(rows, Stream):

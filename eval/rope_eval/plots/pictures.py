@@ -13,12 +13,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_eval.plots.style import (
+    MARK,
     TITLE,
     UNPATCHED_STYLE,
     bare,
     figure_of,
     mark_trained,
     require_matplotlib,
+    require_png,
     style_of,
     ticker,
 )
@@ -33,7 +35,6 @@ from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site
 from rope_ext.rotary.sites import text_config, text_decoder
-from rope_ext.saving.drafts import may_replace
 from rope_ext.saving.folder import model_of
 
 _CHARACTERS = 150  # maximum characters in a legend line
@@ -264,8 +265,6 @@ KINDS: dict[str, tuple[Callable[..., None], tuple[str, ...], str]] = {
     "distances": (distances, ("position",), "effective distances"),
 }
 """For each kind of plot: its function, supported kinds of methods (none: all), and title."""
-_MARK = "rope-ext plot"
-"""Marks, in its metadata, a plot that may be overwritten."""
 
 
 def draw(
@@ -309,10 +308,7 @@ def draw(
                 f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave "
                 f"{method.name} out"
             )
-    if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
-    if not may_replace(path, _MARK):
-        raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
+    require_png(path)
     require_matplotlib()
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
@@ -347,6 +343,6 @@ def draw(
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
                   frameon=False)  # fmt: skip
     try:
-        figure.savefig(path, dpi=130, metadata={"Software": _MARK})
+        figure.savefig(path, dpi=130, metadata={"Software": MARK})
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_eval.evidence import pages, questions
 from rope_eval.evidence.measure import Measurement
+from rope_eval.evidence.sliding import in_blocks
 from rope_ext.methods import all_methods
 
 
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         questions.write(path, tokenizer, chosen.longest, chosen.lengths, chosen.trials, cache)
     if args.prepare:
         return
+    in_blocks()
     output = args.output or folder / f"{args.checkpoint}.jsonl"
     model = AutoModelForCausalLM.from_pretrained(folder_of, dtype=torch.bfloat16, **weights)
     model.to(args.device).eval()

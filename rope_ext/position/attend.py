@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import dispatch, runs
@@ -334,11 +334,12 @@ def _natively(asked: Asked, forward: Any) -> torch.Tensor:
         elif mask.ready is not None:
             mask = mask.ready
         else:
-            mask = sdpa_mask(**{**(mask.arguments or {}), "q_offset": forward.filled})
+            arguments = {**(mask.arguments or {}), "q_offset": forward.filled}
+            mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
     if asked.call.softcap is None and asked.call.sinks is None:
         tensors = asked.query, asked.key, asked.value
         given = {"dropout": asked.dropout, "scaling": asked.call.scale, **asked.more}
-        return sdpa_attention_forward(asked.module, *tensors, mask, **given)[0]
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](asked.module, *tensors, mask, **given)[0]
     dense = _native_dense(asked, mask)
     out = plain.attend(dense.query, dense.key, asked.value, dense.call, dense.places)
     return out.transpose(1, 2).contiguous()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
@@ -145,7 +145,8 @@ class BatchMask:
             slots = arguments["kv_length"]
             self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
         if arguments.get("q_length") == 1:
-            self.ready = sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+            make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+            self.ready = make(**{**arguments, "allow_is_causal_skip": False})
         elif arguments:
             self.plain = self.causal and documents_of(arguments["mask_function"]) is None
 
@@ -157,7 +158,9 @@ class BatchMask:
     @functools.cached_property
     def dense(self) -> torch.Tensor | None:
         """The mask for layers that the map does not change; None: causal."""
-        return self.given if self.arguments is None else sdpa_mask(**self.arguments)
+        if self.arguments is None:
+            return self.given
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**self.arguments)
 
     def dense_on(self, device: torch.device) -> torch.Tensor | None:
         """:attr:`dense` on the device of a layer, moved there once for all layers."""

@@ -42,7 +42,7 @@ import rope_ext
 from lab.benchmarks import attention as bands
 from lab.benchmarks.measuring import NATIVE, ratios, seconds_of, tensors, trained
 from rope_ext.attention import bands as plain
-from rope_ext.attention import cards
+from rope_ext.attention import cards, flash
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention.call import Call, RotatedBand
 from rope_ext.attention.dispatch import attend
@@ -53,10 +53,18 @@ MIB = 2**20
 SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, "model": 25}
 SHARES |= {"decode": 20, "lora": 10, "methods": 20}
 """Share of the time for each part, per cent; later parts get the unused time."""
-KERNELS = ("flash", "flex")
+KERNELS = ("cudnn", "flash", "flex")
 TILINGS = ({}, {"SIZE_ROTATED": 32}, {"SIZE_ROTATED": 64}, {"SIZE": 128}, {"num_warps": 2})
 TILINGS = (*TILINGS, {"num_stages": 2}, {"num_stages": 4})
 """Other tiles to try in the decoding kernel."""
+
+
+@contextlib.contextmanager
+def using(kernel: str, least: int = flash.LEAST) -> Iterator[str]:
+    """Yield the argument ``kernel`` for ``"cudnn"``, in tiles from ``least`` tokens, or another."""
+    long = 2**62 if kernel == "flash" else 4 * least
+    with mock.patch.multiple(flash, LONG=long, LEAST=least):
+        yield "flash" if kernel == "cudnn" else kernel
 
 
 class OutOfTimeError(Exception):
@@ -87,6 +95,11 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Kernels that are values of the option ``kernel``."""
+        return tuple(kernel for kernel in self.kernels if kernel != "cudnn")
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
@@ -144,7 +157,10 @@ def exact(run: Run) -> None:
     ]
     for kernel, case in itertools.product(run.kernels, cases):
         kernel = "auto" if case.get("softcap") and run.device == "cpu" else kernel
-        if case.get("softcap") and kernel == "flash":
+        narrow = max(case["columns"][:2]) <= 128 and case["queries"] == n
+        if (case.get("softcap") and kernel in ("cudnn", "flash")) or (
+            kernel == "cudnn" and not narrow
+        ):
             continue
         check = functools.partial(_exact, run, kernel, n + 37, window, **case)
         run.attempt("exact", {"kernel": kernel, **case}, check)
@@ -188,14 +204,10 @@ def _exact(
         return decode_kernel.attend(*qkv, call, seen)
 
     truth = results(torch.float64, plain.attend)
-    ours = decoded if kernel == "decode" else functools.partial(attend, kernel=kernel)
-    found, own = (
-        _apart(got, truth)
-        for got in (
-            results(run.dtype, ours),
-            results(run.dtype, plain.attend),
-        )
-    )
+    with using(kernel, 128) as name:
+        ours = decoded if kernel == "decode" else functools.partial(attend, kernel=name)
+        got = results(run.dtype, ours)
+    found, own = (_apart(x, truth) for x in (got, results(run.dtype, plain.attend)))
     # The dense form has the error of torch's flash attention; a band adds a rotation and a merge.
     least = 1e-5 if run.dtype == torch.float32 else 5e-4
     ok = all(one <= 2 * other + least for one, other in zip(found, own, strict=True))
@@ -373,7 +385,7 @@ def never_dense() -> Iterator[None]:
 
 def graphs(run: Run) -> None:
     """Count compilations in evaluation, generation and training; a second round needs none."""
-    for method, kernel in itertools.product(("rerope", "dual_chunk"), run.kernels):
+    for method, kernel in itertools.product(("rerope", "dual_chunk"), run.options):
         model = rope_ext.patch(tiny(run), method, factor=4, kernel=kernel)
 
         def task(name: str, rows: int, more: int, model: nn.Module = model) -> None:
@@ -406,7 +418,7 @@ def syncs(run: Run) -> None:
     if run.device != "cuda":
         run.tell("syncs", skipped="only a GPU can be waited for")
         return
-    for kernel, rows in itertools.product(run.kernels, (1, 2)):
+    for kernel, rows in itertools.product(run.options, (1, 2)):
         model = rope_ext.patch(tiny(run), "rerope", factor=4, kernel=kernel)
         named = {"kernel": kernel, "rows": rows}
         eager = functools.partial(_eager_syncs, run, model, rows)
@@ -497,16 +509,15 @@ def _compared(
     window: int,
     graphed: bool,
 ) -> dict[str, Any]:
-    made = {
-        NATIVE: bands.attend(NATIVE, *given, window),
-        variant: bands.attend(variant, *given, window, kernel),
-    }
-    if part == "backward":
-        made = {name: functools.partial(trained, one, given) for name, one in made.items()}
     repeated = 20 if part == "decode" and not run.small else 1
     with contextlib.ExitStack() as stack:
-        if run.device == "cuda":
-            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        kernel = stack.enter_context(using(kernel))
+        made = {
+            NATIVE: _by_flash(run, bands.attend(NATIVE, *given, window)),
+            variant: bands.attend(variant, *given, window, kernel),
+        }
+        if part == "backward":
+            made = {name: functools.partial(trained, one, given) for name, one in made.items()}
         if part != "backward":
             stack.enter_context(torch.inference_mode())
         if graphed:
@@ -520,6 +531,16 @@ def _compared(
         "ratio": found[variant].ratio,
         "peak_mib": run.peak(),
     }
+
+
+def _by_flash(run: Run, one: Callable[[], Any]) -> Callable[[], Any]:
+    """Compute torch's attention by its flash kernel; on Hopper cards, it would choose cuDNN."""
+
+    def once() -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if run.device == "cuda" else SDPBackend.MATH):
+            return one()
+
+    return once
 
 
 def _often(one: Callable[[], object], times: int) -> None:
@@ -546,9 +567,8 @@ FLASH = "unpatched, torch's flash attention"
 def variants(run: Run, layers: int, encodings: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """Patch one model with each variant in turn, because only one fits in memory."""
     model = model_of(run, layers)
-    if "flash" in run.kernels:
-        with rope_ext.patched(model, "rerope", factor=8):
-            yield "rerope", model
+    with rope_ext.patched(model, "rerope", factor=8):
+        yield "rerope", model
     backend = SDPBackend.FLASH_ATTENTION if run.device == "cuda" else SDPBackend.MATH
     with sdpa_kernel(backend):
         yield FLASH, model

@@ -390,7 +390,9 @@ def test_a_run_and_what_it_leaves(
     more = {"train_embeddings_and_norms": True, "gradient_accumulation_steps": 2}
     words = arguments(checkpoint, texts, run, **more)
     finetune.main(words)
-    assert "2 steps of 256 tokens\n" in capsys.readouterr().err  # two times two rows of 64
+    told = capsys.readouterr().err
+    assert "2 steps of 256 tokens\n" in told  # two times two rows of 64
+    assert told.count(" in all, after the first batch") == 1
     adapter = rope_ext.from_pretrained(run)
     assert rope_ext.describe(adapter).target_length == 512
     assert AutoTokenizer.from_pretrained(run).model_max_length == 512

@@ -627,7 +627,8 @@ class Steps(TrainerCallback):
         """Estimate the time after the first batch; Trainer does after the first step."""
         if self.batches:
             seconds = round((time.monotonic() - self.begun) * self.batches)
-            tell(f"about {timedelta(seconds=seconds)} in all, after the first batch")
+            end = "" if args.disable_tqdm else "\n"  # of the bar's line
+            tell(f"{end}about {timedelta(seconds=seconds)} in all, after the first batch")
         self.batches = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -310,7 +310,7 @@ def verify(
             tell(f"note: {refusal}", "yellow")
         for name in [server] if server in commands else list(commands)[:1]:
             address = f"http://localhost:{verifying.SERVERS[str(name)]}"
-            tell_next(asked.words("verify", engine=name, url=address))
+            tell_next(asked.words("verify", engine=name, url=address, length=length))
         return
     with tempfile.TemporaryDirectory() as folder:
         if url is None:

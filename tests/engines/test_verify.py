@@ -277,6 +277,8 @@ def test_only_a_prompt_beyond_the_trained_length_is_enough(folder: str, tmp_path
         assert ("done: " in result.stderr) is passed
         assert ("as patched within 64 tokens only" in result.stdout) is not passed
         assert ("give --length 72" in result.stderr) is not passed
+    result = run(*words[:3], "--write", tmp_path / "small", "--length", 72)
+    assert "--url http://localhost:8080 --length 72" in result.stderr
     for trained, longest in ((64, 255), (8192, 9216), (32768, 2048)):
         config = LlamaConfig(**CONFIG | {"max_position_embeddings": trained})
         assert Miniature.from_config(config, "yarn", factor=4).lengths()[-1] == longest

@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 import rope_ext
 from rope_eval.evidence import pages
@@ -142,25 +136,10 @@ def test_intervals_are_paired_over_documents() -> None:
 
 
 SPANS = {"1x": 1, "1.5x": 1.5, "2x": 2}  # and times of the trained length
-SMALL = {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 100}
-SMOLLM2 = LlamaConfig(
-    hidden_size=576,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    max_position_embeddings=8192,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    **SMALL,
-)
-GEMMA_3 = Gemma3TextConfig(
-    hidden_size=640,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=256,
-    max_position_embeddings=32768,
-    sliding_window=512,
-    layer_types=["sliding_attention", "full_attention"],
-    **SMALL,
-)
+CONFIGS = {  # with what recommend reads of them
+    "smollm2": LlamaConfig(num_hidden_layers=2, max_position_embeddings=8192),
+    "gemma3": Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=32768),
+}
 
 
 def compared(evidence: pages.Evidence, first: str, others: Sequence[str]) -> dict[str, Scores]:
@@ -189,9 +168,12 @@ def compared(evidence: pages.Evidence, first: str, others: Sequence[str]) -> dic
 
 def not_worse(scores: dict[str, Scores], trained: int) -> set[str] | None:
     """Methods that `compare` does not find worse than the best; None: it cannot tell."""
+    documents = len(scores["none"].losses_at([2 * trained]))
+    if not documents:
+        return None
     found = Recommendation(scores, trained)
     assert found.beyond is not None
-    if len(scores["none"].losses_at([2 * trained])) < MIN_DOCUMENTS:
+    if documents < MIN_DOCUMENTS:
         assert str(found).startswith("Cannot tell whether any method helps")
         return None
     best = found.beyond.best.name
@@ -199,12 +181,10 @@ def not_worse(scores: dict[str, Scores], trained: int) -> set[str] | None:
     return {best, *(rival.name for rival in found.beyond.rivals)}
 
 
-@pytest.mark.parametrize(("file", "config"), [("smollm2", SMOLLM2), ("gemma3", GEMMA_3)])
-def test_what_recommend_names_first_is_not_worse_than_the_others_beyond_noise(
-    file: str, config: PreTrainedConfig
-) -> None:
+@pytest.mark.parametrize("file", CONFIGS)
+def test_what_recommend_names_first_is_not_worse_than_the_others_beyond_noise(file: str) -> None:
     shipped = pages.Evidence.read(ROOT / "docs" / "evidence" / f"{file}.jsonl")
-    advice = rope_ext.recommend(config, 2 * shipped.trained)
+    advice = rope_ext.recommend(CONFIGS[file], 2 * shipped.trained)
     assert advice.serve is not None
     others = [method.name for method, _ in advice.alternatives]
     for first, rivals in ((advice.method, others), (advice.serve, ["ntk", "llama3", "mrrope"])):

@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, by_distance, wide
+from rope_ext.attention.call import (
+    Call,
+    Pairs,
+    RotatedBand,
+    Rotation,
+    by_distance,
+    each_table,
+    wide,
+)
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -267,11 +275,14 @@ def backward(
 
 
 def _rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    return x if rotation is None else pairs.rotate(x, rotation)
+    # Heads are next to each other in memory; the result of a compiled rotation keeps that.
+    of_tokens = each_table(rotation, lambda table: table.unsqueeze(-2))
+    return pairs.rotate(x.transpose(1, 2), of_tokens).transpose(1, 2)
 
 
 def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
-    total.lerp_(out.to(total.dtype), torch.sigmoid(new - lse)[..., None])
+    weight = torch.sigmoid(new - lse).transpose(1, 2)[..., None]
+    total.transpose(1, 2).lerp_(out.transpose(1, 2).to(total.dtype), weight)
     lse.copy_(torch.logaddexp(lse, new))
 
 
@@ -297,6 +308,7 @@ def compute(
     if call.sinks is not None:  # a sink acts as a key without a value
         lse = lse.maximum(call.sinks[:, None].to(lse))
     rotate, merge = _fused(_rotate, query, value), _fused(_merge, query, value)
+    merged = 0  # queries from here on have no output yet
     for band in call.bands:
         q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
         for tile, mask in _tiles(call, band, query, key):
@@ -305,7 +317,12 @@ def compute(
             made = forward(kernel, *given, tile.shape != WHOLE, call.scale, mask)
             out, new = map(tile.back, made)
             there, old = (x.narrow(2, tile.row, new.shape[2]) for x in (total, lse))
-            merge(there, old, out, new)
+            if tile.row < merged or call.sinks is not None:
+                merge(there, old, out, new)
+            else:  # the first tile of its queries
+                there.copy_(out)
+                old.copy_(new)
+            merged = max(merged, tile.row + new.shape[2])
     return total.to(query.dtype), lse
 
 

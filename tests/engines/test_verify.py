@@ -252,6 +252,23 @@ def test_what_a_server_says_instead_is_shown(folder: str, raw: str) -> None:
     assert "Not here" in result.stderr or raw == "[1]"
 
 
+def test_only_a_prompt_beyond_the_trained_length_is_enough(folder: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = [folder, "--method", "yarn", "--engine", "transformers", "--json", report, "--length"]
+    for length, passed in ((64, False), (72, True)):
+        result = run(*words, length)
+        assert result.exit_code == (0 if passed else 3), result.output
+        assert json.loads(report.read_text())["passed"] is passed
+        assert ("done: " in result.stderr) is passed
+        assert ("as patched within 64 tokens only" in result.stdout) is not passed
+        assert ("give --length 72" in result.stderr) is not passed
+    result = run(*words[:3], "--write", tmp_path / "small", "--length", 72)
+    assert "--url http://localhost:8080 --length 72" in result.stderr
+    for trained, longest in ((64, 255), (8192, 9216), (32768, 2048)):
+        config = LlamaConfig(**CONFIG | {"max_position_embeddings": trained})
+        assert Miniature.from_config(config, "yarn", factor=4).lengths()[-1] == longest
+
+
 def test_wrong_options_are_refused(folder: str, tmp_path: Path) -> None:
     for words in (["--url", "localhost:8000"], ["--url", "http://a", "--write", tmp_path / "out"]):
         result = run(folder, "--method", "yarn", *words)

@@ -319,7 +319,7 @@ def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(ids, precise:
         with nullcontext() if start is None else patched:
             rotary = model.model.rotary_emb
             handle = rotary.register_forward_hook(lambda *call: seen.append(call[-1]))
-            recomputed(model, ids)
+            logits(model, ids, use_cache=False)
             handle.remove()
         return seen[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_ext.position import install, queries  # noqa: F401 - these register all
+from rope_ext.position import install  # noqa: F401 - it registers all
 from rope_ext.position.learned import NAMES
 from rope_ext.rotary.context import forward_context
 from tests.helpers.sources import PACKAGES, nodes

@@ -616,6 +616,7 @@ def _decode(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
 
 
 def _graph(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
+    torch.compiler.reset()  # CUDA graphs of an earlier variant would share its memory pool
     step, _ = _static(run, model, 1, length, "reduce-overhead")
     _often(step, 3)
     return _rate(run, functools.partial(_often, step, 8), 8)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rope_ext.errors import NoRopeError, UnsupportedModelError
-from rope_ext.position.layers import find_layouts, rotated_layers
+from rope_ext.position.layers import find_layouts
 from rope_ext.rotary.sites import find_sites, text_decoder
 from tests.families.zoo import NotBuildable, model_types, tiny_model
 
@@ -60,7 +60,6 @@ def test_layouts_do_not_depend_on_the_sizes_of_weights(model_type: str) -> None:
     try:
         decoder = text_decoder(tiny_model(model_type))
         expected = found(decoder)
-        rotated = [*rotated_layers(decoder, find_sites(decoder)).values()]
     except (NotBuildable, NoRopeError, UnsupportedModelError) as error:
         pytest.skip(str(error))
     normed_after = model_type in NORM_AFTER_ROTATION
@@ -72,4 +71,3 @@ def test_layouts_do_not_depend_on_the_sizes_of_weights(model_type: str) -> None:
                 found(decoder)
             continue
         assert found(decoder) == expected, dtype
-        assert [*rotated_layers(decoder, find_sites(decoder)).values()] == rotated

@@ -130,3 +130,8 @@ def test_it_is_drawn_with_a_line_for_every_method(checkpoint: Path, tmp_path: Pa
     figure = figure_of(4, 3)
     attention.draw(figure.subplots(), *drawn)
     assert (tmp_path / "one.png").stat().st_size > 1000
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(rope_ext.OptionError, match=r"give a \.png file"):
+        attention.main([*words[:-1], str(other)])
+    assert other.read_text() == "mine"

@@ -15,7 +15,7 @@ import rope_ext
 from rope_ext.methods import Method, Rope, all_methods, build_method
 from rope_ext.methods.temperature import as_temperature
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import EXACT, METHODS, logits
+from tests.helpers.positions import EXACT, FAMILIES, METHODS, logits
 
 ROPE = Rope.geometric(base=1e4, dim=16, length=LENGTH)
 T = torch.arange(300, dtype=torch.float64)
@@ -106,6 +106,23 @@ def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> No
     assert (of(1.1, 1.2) - of(1, 1)).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2 scaled", "gpt_oss scaled", "gpt_neox", "smollm3"]
+)
+@pytest.mark.parametrize("given", [1.5, "yarn"])
+def test_a_constant_is_in_the_softmax_scale_of_the_layers_that_rotate(kind, given, ids) -> None:
+    family = FAMILIES[kind]
+    model, found = family.model(), []
+    scales = [getattr(module, "scaling", None) for module in model.modules()]
+    for layers in (None, family.mapped or range(2)):  # with these, queries are multiplied
+        options = {"factor": 4, "temperature": given, "layers": layers, **family.options}
+        with rope_ext.patched(model, "pi", **options):
+            assert (model.config._attn_implementation == "rope_ext") == (layers is not None)
+            found.append(logits(model, ids))
+    torch.testing.assert_close(*found, **EXACT)
+    assert scales == [getattr(module, "scaling", None) for module in model.modules()]
+
+
 def test_on_top_of_a_scaled_checkpoint_both_numbers_hold_too() -> None:
     scaled = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
     scaled["original_max_position_embeddings"] = 32
@@ -163,7 +180,7 @@ def test_a_new_ssmax_is_log_n_and_leaves_the_trained_length_alone(name: str, ids
     with rope_ext.patched(model, name, temperature="ssmax", **options):
         torch.testing.assert_close(logits(model, ids), right, **EXACT)
     with rope_ext.patched(model, name, temperature=rope_ext.SSMax(scale=0), **options):
-        assert torch.equal(logits(model, ids), none)
+        torch.testing.assert_close(logits(model, ids), none, **EXACT)
     # Whatever is learned, a text of the trained length is read as without it.
     learned = rope_ext.patched(model, name, temperature=rope_ext.SSMax(scale=3), **options)
     with learned:

@@ -13,9 +13,8 @@ from tests.helpers.positions import EXACT, padded
 TABLE = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0]
 METHODS = {
     "dynamic_yarn": rope_ext.DynamicYaRN(factor=4),
-    "two tables, start tokens": rope_ext.LongRoPE(
-        factor=4, long_factor=TABLE, short_factor=[1.0] * 8, start_tokens=20
-    ),
+    "two tables": rope_ext.LongRoPE(factor=4, long_factor=TABLE, short_factor=[1.0] * 8),
+    "start tokens": rope_ext.LongRoPE(factor=4, long_factor=TABLE, start_tokens=20),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 

@@ -145,8 +145,8 @@ def test_a_forward_within_generate_has_its_own_length(ids) -> None:
 
 
 IN_GRAPHS = {
-    "dynamic_yarn": {"temperature": "log_n"},
-    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "start_tokens": 4},
+    "dynamic_yarn": {"temperature": 1.5},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
 }
 
 

@@ -353,12 +353,16 @@ def test_bad_input_is_refused_before_the_weights_are_loaded(
 
 
 def test_a_run_and_what_it_leaves(
-    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trains, saves with the patch, merges, refuses the folder; and another run goes on."""
     run, merged = tmp_path / "run", tmp_path / "merged"
-    words = arguments(checkpoint, texts, run, train_embeddings_and_norms=True)
+    more = {"train_embeddings_and_norms": True, "gradient_accumulation_steps": 2}
+    words = arguments(checkpoint, texts, run, **more)
     finetune.main(words)
+    told = capsys.readouterr().err
+    assert "2 steps of 256 tokens\n" in told  # two times two rows of 64
+    assert told.count(" in all, after the first batch") == 1
     adapter = rope_ext.from_pretrained(run)
     assert rope_ext.describe(adapter).target_length == 512
     assert AutoTokenizer.from_pretrained(run).model_max_length == 512

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import rope_ext
-from rope_ext.apply.older_readers import READ, STOP
+from rope_ext.apply.configuration import READ, STOP
 from rope_ext.config.record import OLDER
 from rope_ext.engines.families import MLX
 from tests.families.zoo import tiny_model

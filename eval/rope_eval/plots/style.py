@@ -1,7 +1,4 @@
-"""Shared by all plots: the matplotlib check, styles, and the marker of the trained length.
-
-matplotlib (the ``eval`` extra) is imported only when a plot is drawn.
-"""
+"""Shared by all plots; matplotlib (the ``eval`` extra) is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving.drafts import may_replace
 
 # Okabe and Ito's colors that stand out on white, safe for color-blind readers. Markers and dashes
 # distinguish further methods.
@@ -21,6 +19,8 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 DPI = 160
 NUMBERS = "rope_ext"
 """Key of the PNG text chunk that holds the plotted numbers as JSON."""
+MARK = "rope-ext plot"
+"""Marks, as the ``Software`` in its metadata, a plot that may be overwritten."""
 TITLE = {"loc": "left", "fontsize": 11, "pad": 17}
 """Title style of axes with a mark of the trained length, whose label is below the title."""
 _LINE = 460  # width of a legend line below several panels, points
@@ -28,12 +28,16 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 
 def require_matplotlib() -> None:
-    """Raise MeasureError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MeasureError(
-            "plots need matplotlib, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
-        )
+        raise MeasureError('plots need matplotlib; install it with: pip install "rope-ext[eval]"')
+
+
+def require_png(path: Path) -> None:
+    """Raise OptionError if a plot cannot be written there, or would replace another file."""
+    if path.suffix.lower() != ".png" or not path.parent.is_dir():
+        raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
+    if not may_replace(path, MARK):
+        raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
 
 
 def bare(axes: Any) -> None:
@@ -43,10 +47,7 @@ def bare(axes: Any) -> None:
 
 
 def mark_trained(axes: Any, trained: Iterable[int], last: int) -> None:
-    """Draw a vertical line at each trained length, on an axis in tokens that ends at ``last``.
-
-    The label is above the axes, where it cannot overlap a line.
-    """
+    """Draw a line at each trained length, on an axis in tokens that ends at ``last``."""
     for number, length in enumerate(sorted(set(trained))):
         axes.axvline(length, color="#777777", linewidth=1, zorder=0)
         side = "left" if length < last else "right"
@@ -79,7 +80,6 @@ def log_axis(axes: Any) -> None:
 
 
 def style_of(index: int) -> dict[str, Any]:
-    """Return color, dashes and marker of the line with this index."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
@@ -95,7 +95,6 @@ def figure_of(width: float, height: float) -> Any:
 
 
 def ticker() -> Any:
-    """Import ``matplotlib.ticker``."""
     from matplotlib import ticker as module
 
     return module

@@ -12,7 +12,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.position import install  # noqa: F401 - it registers all
 from rope_ext.position.learned import NAMES
-from rope_ext.rotary.context import forward_context
 from tests.helpers.sources import PACKAGES, nodes
 
 ROOT = Path(__file__).parents[1]
@@ -38,16 +37,6 @@ def test_every_name_put_on_the_objects_of_others_is_listed() -> None:
         for name in re.findall(r"^_rope_ext\w*$", node.value)
     }
     assert names == {name for name in LISTED if name.startswith("_rope_ext")}
-
-
-def test_all_that_a_thread_is_in_the_middle_of_is_in_one_place_and_listed() -> None:
-    users = {
-        file
-        for file, node in parsed()
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "threading.local"
-    }
-    assert users == {"rotary/context.py"}
-    assert {*vars(forward_context)} <= LISTED
 
 
 def test_every_name_in_the_registries_of_others_is_listed() -> None:

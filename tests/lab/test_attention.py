@@ -10,7 +10,7 @@ from torch import nn
 
 import rope_ext
 from lab import attention
-from lab.attention import FIRST, by_distance, evenly, octaves
+from lab.attention import FIRST, by_distance, evenly
 from rope_eval.plots.style import figure_of
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
@@ -100,20 +100,6 @@ def test_even_attention_by_hand() -> None:
     first = (4 + sum(4 / (n + 1) for n in range(4, 10))) / 10
     assert seen.first.tolist() == pytest.approx([first])
     assert evenly(seen.edges).tolist() == pytest.approx([itself, before, two, four, 0])
-
-
-def test_rows_are_averaged_and_everything_adds_up(row) -> None:
-    model = tiny_llama()
-    one, other = looked(model, row), looked(model, row[::-1])
-    both = torch.tensor(looked(model, row, row[::-1]))
-    assert_alike(both.tolist(), ((torch.tensor(one) + torch.tensor(other)) / 2).tolist())
-    assert both.sum(1).tolist() == pytest.approx([1, 1])
-
-
-def test_bins_are_octaves_that_meet_the_trained_length() -> None:
-    assert octaves(8, 64) == (0, 1, 2, 4, 8, 16, 32, 64)
-    assert octaves(100, 450) == (0, 1, 2, 3, 6, 12, 25, 50, 100, 200, 400, 450)
-    assert octaves(512, 5) == (0, 1, 2, 4, 5)
 
 
 def test_it_is_drawn_with_a_line_for_every_method(checkpoint: Path, tmp_path: Path) -> None:

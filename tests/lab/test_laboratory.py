@@ -41,14 +41,6 @@ def test_models_of_one_seed_begin_with_the_same_weights(name: str) -> None:
     assert not rope["lm_head.weight"].equal(other["lm_head.weight"])
 
 
-def test_rows_depend_on_seed_and_step_alone() -> None:
-    for subject in (text(), Tasks()):
-        ids, weights = subject.rows_of(0, 3)
-        again, same = subject.rows_of(0, 3)
-        assert ids.equal(again) and weights.equal(same) and ids.shape == weights.shape
-        assert not any(subject.rows_of(*other)[0].equal(ids) for other in ((0, 4), (1, 3)))
-
-
 def test_every_answer_is_the_word_that_was_given_once_before() -> None:
     subject = text()
     assert subject.stream.max() == texts.END and set(subject.stream) <= {*range(128), texts.END}

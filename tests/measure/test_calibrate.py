@@ -46,9 +46,6 @@ def lines(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "calibration.jsonl").read_text().splitlines()]
 
 
-# What is measured
-
-
 def losses(model, ids: list[int]) -> torch.Tensor:
     """Of every token but the first, by transformers' own logits."""
     row = torch.tensor([ids])
@@ -119,9 +116,6 @@ def test_the_cheap_preset_says_what_it_costs_before_it_starts(
         r"at most (\d+) forwards of one row, ([\d,]+) tokens", capsys.readouterr().err
     )
     assert result.rows <= int(said[0]) and int(said[1].replace(",", "")) > TARGET
-
-
-# What is chosen: losses that are functions of the attention factor
 
 
 def pretend(monkeypatch, far=lambda a, i: 2.0, inside=lambda a, i: 1.0) -> None:
@@ -223,9 +217,6 @@ def test_prompts_do_not_count_where_the_unpatched_model_finds_none(model, tokeni
     assert "answers found" not in str(result)
 
 
-# Seeds, logs, folders
-
-
 @pytest.fixture
 def counting(monkeypatch) -> None:
     """Prompts count although a random model answers none."""
@@ -313,9 +304,6 @@ def test_bad_input_is_told_before_any_forward(model, tokenizer, changed, message
     assert not ran or "rerope" in str(changed)  # position methods are proven with the weights
 
 
-# The command
-
-
 def test_the_command_calibrates_prints_and_goes_on(checkpoint, tmp_path) -> None:
     text, output = tmp_path / "text.jsonl", tmp_path / "found"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
@@ -331,9 +319,6 @@ def test_the_command_calibrates_prints_and_goes_on(checkpoint, tmp_path) -> None
     again = CliRunner().invoke(app, [*words, "--resume"])
     assert again.exit_code == 0 and again.stdout == result.stdout
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()} == before
-
-
-# Advice
 
 
 def test_advice_puts_first_what_was_calibrated_and_else_says_how(

@@ -55,9 +55,6 @@ def settings(checkpoint: Path, tmp_path: Path) -> Settings:
 TASKS = (Perplexity(BOOK, windows=3), Passkey(trials=2, depths=2))
 
 
-# The run
-
-
 def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> None:
     plan = prepare(settings, TASKS)
     work: list[float] = []
@@ -201,9 +198,6 @@ def test_beyond_the_reach_of_a_method_needs_force(settings: Settings) -> None:
     assert "not meant to reach that far" in notes[0]
 
 
-# Perplexity
-
-
 def naive_keys(model: Any, ids: list[int], short: int) -> set[int]:
     """Places in the text of the tokens that gain more than 2 nats, a short forward for each."""
     keys, whole = set(), score(model, [ids], len(ids) - 1)[0][0]
@@ -260,9 +254,6 @@ def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     assert at["yarn", 1024] < min(at["yarn", 512], at["none", 1024])
 
 
-# Passkey
-
-
 @pytest.mark.parametrize(
     "method",
     ["dynamic_ntk"]
@@ -290,9 +281,6 @@ def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path:
     assert all(o.tokens <= 5 for o in generated)
     if method == "none":  # or agreement would say little
         assert {o.value for o in forced} == {0.0, 1.0}
-
-
-# Needles and RULER
 
 
 def ask(task: Any, frame: Frame, *lengths: int, seed: int = 0) -> list[Case]:
@@ -347,9 +335,6 @@ def test_the_third_frequent_word_is_never_tied(frame: Frame) -> None:
             times = [words.count(word) for word in set(words) - set(case.answers)]
             assert words.count(case.answers[2]) > max(times, default=0)
             assert case.tokens <= length
-
-
-# Reports
 
 
 def test_two_models_are_two_blocks_of_one_report(

@@ -56,9 +56,6 @@ def prompt(name: str, length: int = 9000, **options: Any) -> tuple[Case, str]:
     return case, text_of(case)
 
 
-# Tokens
-
-
 @pytest.mark.parametrize("made", [merging, spacing], ids=lambda made: made.__name__)
 def test_a_prompt_is_the_tokens_of_its_text(made: Any) -> None:
     """As a user's text would be tokenised; parts that are tokenised alone give other tokens."""
@@ -79,9 +76,6 @@ def test_a_prompt_is_the_tokens_of_its_text(made: Any) -> None:
         text = tokenizer.decode(list(case.ids), skip_special_tokens=True)
         assert tokenizer(text)["input_ids"] == case.ids.tolist(), task.name
         assert 3800 < case.tokens <= 4000
-
-
-# Passkey
 
 
 def test_the_published_passkey_prompt_is_its_five_lines() -> None:
@@ -236,9 +230,6 @@ def test_the_essays_of_ruler_are_read_from_their_beginning(tmp_path: Path) -> No
         essays.write_text(wrong)
         with pytest.raises(MeasureError, match="PaulGrahamEssays"):
             haystack.read_haystack([str(essays)])
-
-
-# RULER: tracing, counting
 
 
 def test_vt_is_rulers_with_a_solved_example() -> None:
@@ -534,9 +525,6 @@ def test_huggingface_perplexity_is_that_of_the_documentation(
         assert estimate_perplexity(values, weights).value == pytest.approx(
             expected[length], rel=1e-5
         )
-
-
-# What is in the way
 
 
 # The page

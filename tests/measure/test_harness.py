@@ -54,15 +54,12 @@ metric_list:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """Passkeys at the start of 1500 tokens: a prompt that is cut on the left has lost them."""
+    """A passkey at the start of 1500 tokens: a prompt that is cut on the left has lost it."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     prompts = PasskeyPrompts(tokenizer)
-    rows = []
-    for seed in range(1):
-        case = prompts.case(1500, 0.05, seed)
-        text = tokenizer.decode(case.ids[: -case.count], skip_special_tokens=True)
-        rows.append(json.dumps({"prompt": text, "key": case.key}) + "\n")
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    case = prompts.case(1500, 0.05, seed=0)
+    text = tokenizer.decode(case.ids[: -case.count], skip_special_tokens=True)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": text, "key": case.key}) + "\n")
     (tmp_path / "early_passkey.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl"))
     return tmp_path
 
@@ -99,10 +96,7 @@ def test_its_tasks_are_measured_in_the_window_of_the_patch(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--metadata", "[1]"], "--metadata '[1]' is not a JSON object"),
-    ],
+    ("words", "said"), [(["--metadata", "[1]"], "--metadata '[1]' is not a JSON object")]
 )
 def test_a_wrong_request_is_one_line(task: Path, words: list[str], said: str) -> None:
     pytest.importorskip("lm_eval")

@@ -40,9 +40,6 @@ def tiny(checkpoint: Path) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 
 
-# Perplexity
-
-
 def documents(*sizes: int) -> list[list[int]]:
     """Token k of document d is 1000 d + k."""
     return [list(range(1000 * d, 1000 * d + size)) for d, size in enumerate(sizes, 1)]
@@ -146,9 +143,6 @@ def test_perplexity_is_weighted_by_tokens_and_resampled_by_document() -> None:
     assert estimate(outcomes, "loss").note == TOO_FEW  # windows of one document count once
 
 
-# Windows of the three protocols
-
-
 def book(words: int, start: int = 0) -> str:
     return " ".join(f"word{(start + i) * 7 % 97}" for i in range(words))
 
@@ -195,9 +189,6 @@ def test_perplexity_refuses(tokenizer: Any, options: dict, message: str) -> None
         Perplexity([book(300)], **options).questions(
             Frame.from_tokenizer(tokenizer), [64, 210], seed=0
         )
-
-
-# Passkey and prompts
 
 
 def test_passkey_prompts_have_the_length_asked_for_but_for_a_sentence(tokenizer: Any) -> None:
@@ -310,9 +301,6 @@ def test_a_difference_needs_identical_prompts() -> None:
         for prompt, value in (("a", 1), ("a", 0.5), ("b", 0.5))
     )
     assert difference(one, same, "rate").value == 0.5 and difference(one, other, "rate") is None
-
-
-# Texts
 
 
 def test_read_texts(tmp_path: Path) -> None:

@@ -127,33 +127,6 @@ def test_a_table_that_is_best_for_text_and_finds_nothing_is_not_found(
     assert found(model, tokenizer, prompts=0).attention_factor == 1.0
 
 
-def test_of_the_best_tables_the_one_that_is_best_on_other_windows_is_found(
-    model, tokenizer, monkeypatch, tmp_path
-) -> None:
-    """The windows that rank tables cannot tell them apart, the others like a factor of 1.1."""
-    validated = []
-
-    def of_text(model, windows, scored, advance):
-        other = len(windows) == 4
-        factor = model.model.rotary_emb.attention_scaling
-        validated.extend([factor] * other)
-        return [2 + other * abs(factor - 1.1)] * len(windows)
-
-    monkeypatch.setattr(fitness, "losses_at_end", of_text)
-    output = tmp_path / "found.json"
-    by_ranking = found(model, tokenizer, population=40)
-    assert not validated
-    best = found(model, tokenizer, output, population=40, validation_samples=4)
-    assert len(set(validated)) > 1
-    nearest = min(validated, key=lambda factor: abs(factor - 1.1))
-    assert best.attention_factor == nearest != by_ranking.attention_factor
-    assert rope_ext.LongRoPE(**json.loads(output.read_text())) == best
-    finalists = log(output, "validation")
-    assert len(finalists) == len(validated)
-    assert found(model, tokenizer, output, population=40, validation_samples=4) == best
-    assert len(finalists) == len(validated)  # all of it was in the log
-
-
 def trial(text: np.ndarray, answers: np.ndarray) -> Scores:
     return Scores(tuple(text.tolist()), (), tuple(answers.tolist()), ())
 

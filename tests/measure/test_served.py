@@ -242,9 +242,6 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
     assert f"plain served at {first}" in table and f"yarn served at {second}" in table
 
 
-# Real servers
-
-
 @pytest.mark.slow
 def test_transformers_serve_answers_as_its_model_does(tmp_path: Path) -> None:
     if importlib.util.find_spec("fastapi") is None:

@@ -232,17 +232,6 @@ def test_resonance_rounds_wavelengths_to_whole_tokens(on: str | FrequencyMethod)
     assert method.attention_scaling(LLAMA2) == method.on.attention_scaling(LLAMA2)
 
 
-def test_longrope_temperature_and_tables() -> None:
-    # Phi-3: ln 32 / ln 4096 = 5 / 12
-    method = LongRoPE(factor=32, long_factor=[2.0] * 64, short_factor=[1.0] * 64)
-    assert method.attention_scaling(LLAMA2) == pytest.approx(math.sqrt(17 / 12), rel=1e-15)
-    short, long = method.inv_freq_at(LLAMA2, torch.tensor([4096.0, 4097.0]))
-    assert torch.equal(short, LLAMA2.inv_freq) and torch.equal(long, LLAMA2.inv_freq / 2)
-    alone = LongRoPE(factor=32, long_factor=[2.0] * 64, attention_factor=1.5)
-    assert not alone.is_dynamic and alone.attention_scaling(LLAMA2) == 1.5
-    assert torch.equal(alone.inv_freq_at(LLAMA2, torch.tensor([1.0]))[0], LLAMA2.inv_freq / 2)
-
-
 def test_abf_takes_a_base_or_the_smallest_useful_one() -> None:
     given_base = ABF(factor=8, base=5e5)
     torch.testing.assert_close(given_base.inv_freq(LLAMA2), Rope.geometric(5e5, 128, 1).inv_freq)

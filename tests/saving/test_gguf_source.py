@@ -154,9 +154,3 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
         rope_ext.from_pretrained(path)
     with pytest.raises(rope_ext.RopeExtError, match=r"broken\.gguf"):
         rope_ext.describe(path)
-
-
-def test_names_on_the_hub_are_split() -> None:
-    assert gguf_source.split("owner/name/q4.gguf") == ("owner/name", {"gguf_file": "q4.gguf"})
-    assert gguf_source.split("owner/name/a/q4.gguf") == ("owner/name", {"gguf_file": "a/q4.gguf"})
-    assert gguf_source.split("owner/name") == ("owner/name", {})

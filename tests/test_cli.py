@@ -183,7 +183,6 @@ REFUSED = {
     "compare C --text hf:nobody/nothing": "cannot read hf:nobody/nothing",
     "eval M --model M --tasks passkey --lengths 1k --method none": "a model is given twice",
     "eval M --tasks perplexity --lengths 128 --method none --stride x": "--stride 'x' is not a num",
-    "eval M --tasks perplexity --lengths 64 --method none --min-context x": "--min-context 'x' is",
     "eval M --tasks needle --lengths 1k --method none --new-tokens x": "--new-tokens 'x' is not a",
     "eval M --tasks needle --lengths 1k --method none --new-tokens 0": "tokens=0 is not valid",
     "eval M --tasks ruler --lengths 1k --method none --ruler-tasks niah": "unknown task 'niah'",

@@ -51,7 +51,7 @@ def test_the_same_scale_for_every_head_is_log_n(model: torch.nn.Module, name: st
         expected = logits(model, ids)
     with rope_ext.patched(model, name, factor=4, temperature=1.0):
         with scaled(model, table(model, 1.5)):
-            torch.testing.assert_close(logits(model, ids), expected, atol=2e-4, rtol=0)
+            torch.testing.assert_close(logits(model, ids), expected, atol=5e-4, rtol=0)
         assert (logits(model, ids) - expected)[:, TRAINED + 1 :].abs().max() > 0.01
 
 

@@ -25,15 +25,7 @@ from checkpoints import pretrained
 from rope_eval.data.prompts import Frame
 from rope_eval.evidence.questions import MANUALS, hide
 from rope_eval.forward import score
-from rope_eval.plots.style import (
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    mark_trained,
-    require_matplotlib,
-    save,
-    style_of,
-)
+from rope_eval.plots import style
 from rope_eval.tasks.passkey import ASK, LEAD, NEEDLE
 
 TRAINED, FACTOR, WINDOW = 8192, 2, 1024
@@ -49,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, help="tokens; default: 12288, 11264 in float32")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="for the picture")
     args = parser.parse_args(arguments)
-    require_matplotlib()
+    style.require_matplotlib()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     start = time.monotonic()
@@ -72,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ends = range(WINDOW, length + WINDOW, WINDOW)
     print(f"\nperplexity by position, in windows of {WINDOW} tokens up to")
     print(f"{'':11}" + "".join(f"{min(end, len(ids)):>7}" for end in ends) + "  pass key")
-    axes = (figure := figure_of(7, 3.4)).subplots()
+    axes = (figure := style.figure_of(7, 3.4)).subplots()
     numbers = []
     for index, method in enumerate(("unpatched", *args.methods.split(","))):
         patch: Any = rope_ext.patched(model, method, factor=FACTOR) if index else nullcontext()
@@ -83,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = "".join(f"{value:7.1f}" for value in windows)
         print(f"{method:11}{shown}  {'found' if found else 'not found'}", flush=True)
         numbers.append({"method": method, "perplexity": windows, "found": found})
-        style = style_of(index - 1) if index else UNPATCHED_STYLE
-        axes.plot(ends[: len(windows)], windows, label=method, **style)
+        look = style.style_of(index - 1) if index else style.UNPATCHED_STYLE
+        axes.plot(ends[: len(windows)], windows, label=method, **look)
     axes.set_yscale("log")
     axes.set_xlabel("position, tokens")
     axes.set_ylabel("perplexity")
-    bare(axes)
-    mark_trained(axes, [TRAINED], ends[-1])
+    style.bare(axes)
+    style.mark_trained(axes, [TRAINED], ends[-1])
     axes.legend(frameon=False)
     path = args.output / "demo.png"
-    save(figure, path, numbers)
+    style.save(figure, path, numbers)
     print(
         f"\nThe line: rope_ext.patch(model, method={numbers[-1]['method']!r}, factor={FACTOR})"
         f"\nThe picture: {path} ({time.monotonic() - start:.0f} s)"

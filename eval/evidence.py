@@ -49,13 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("checkpoint", choices=[*CHECKPOINTS, "pages"])
     parser.add_argument("--model", type=Path, help="GGUF file or directory; default: downloaded")
-    parser.add_argument("--questions", type=Path, help="documents and prompts as tokens")
     parser.add_argument("--output", type=Path, help="JSON lines, appended to")
     names = ["unpatched", *(cls.name for cls in all_methods())]
     parser.add_argument("--methods", nargs="+", default=[], choices=names, metavar="METHOD")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after that")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--prepare", action="store_true", help="only write the file of questions")
+    parser.add_argument("--prepare", action="store_true", help="only download")
     args = parser.parse_args(arguments)
     if args.checkpoint == "pages":
         pages.write(Path(__file__).parents[1])
@@ -63,19 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = CHECKPOINTS[args.checkpoint]
     until = time.monotonic() + 60 * args.minutes
     folder = Path("runs/evidence")
-    path = args.questions or folder / f"{args.checkpoint}.npz"
     folder_of, weights = _weights(args.model or _downloaded(args.checkpoint))
-    if not path.exists():
-        tokenizer = AutoTokenizer.from_pretrained(folder_of, **weights)
-        cache = folder / "manuals"
-        questions.write(path, tokenizer, chosen.longest, chosen.lengths, chosen.trials, cache)
+    texts = [manual.read(folder / "manuals") for manual in questions.MANUALS]
     if args.prepare:
         return
+    tokenizer = AutoTokenizer.from_pretrained(folder_of, **weights)
+    read = questions.Questions.made(tokenizer, chosen.longest, chosen.lengths, chosen.trials, texts)
     in_blocks()
     output = args.output or folder / f"{args.checkpoint}.jsonl"
     model = AutoModelForCausalLM.from_pretrained(folder_of, dtype=torch.bfloat16, **weights)
     model.to(args.device).eval()
-    read = questions.Questions.read(path)
     measured = (chosen.name, model, read, chosen.trained, output, until, args.methods)
     finished = Measurement(*measured).run()
     print(f"{output}: {'nothing is left to measure' if finished else 'run it again to go on'}")

@@ -1,7 +1,5 @@
 """The command line. Commands import transformers only when they run."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from contextlib import suppress
@@ -14,14 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rope_ext.command.arguments import command_words, parse_length
-from rope_ext.command.cli_arguments import (
-    RUN_HERE,
-    Asked,
-    Commands,
-    Model,
-    Target,
-    command,
-)
+from rope_ext.command.cli_arguments import RUN_HERE, Asked, Commands, Model, Target, command
 from rope_ext.command.terminal import stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError, OptionError, RopeExtError
 from rope_ext.version import __version__

@@ -72,12 +72,12 @@ def ids() -> torch.Tensor:
 @pytest.fixture
 def own_registry() -> Iterator[None]:
     """Methods that the test registers are unknown after it."""
-    from rope_ext.methods import all_encodings, all_methods, registry
+    from rope_ext.methods import all_encodings, all_methods, kinds
 
     before = {*all_methods(), *all_encodings()}
     yield
     for cls in {*all_methods(), *all_encodings()} - before:
-        registry.unregister(cls)
+        kinds.unregister(cls)
 
 
 @pytest.fixture

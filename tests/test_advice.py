@@ -18,7 +18,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 import rope_ext
 from rope_ext.advice.card import write_card
 from rope_ext.advice.sources import ranked, sentence
-from rope_ext.methods import Band, distances_in_use, identity
+from rope_ext.methods import Band, identity, spans
 from rope_ext.methods.geometry import Distance
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
@@ -123,7 +123,7 @@ def test_the_distances_are_those_of_all_tokens_by_brute_force(bands: tuple[Band,
         query, key = (to(t) if callable(to) else t * 0 + to for to in (band.query, band.key))
         seen = band.geometry.sees(t[:, None], t[None])
         largest = max(largest, float((query[:, None] - key[None])[seen].max()))
-    assert distances_in_use(bands, 200) == largest + 1
+    assert float(spans(bands, 200).max()) == largest + 1
 
 
 def test_sliding_layers_never_leave_their_window() -> None:

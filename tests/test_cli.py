@@ -24,7 +24,7 @@ from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama
 
-PICTURES = ["passkey.png", "perplexity.png", "perplexity_positions.png", "rates.png"]
+PICTURES = ["passkey.png", "perplexity.png", "rates.png"]
 FILES = [
     ".rope-ext",
     "cases.jsonl",

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_eval.evidence import pages
 from rope_eval.evidence.measure import BUCKET, Measurement
 from rope_eval.evidence.questions import Prompt, Questions
-from rope_ext.methods.registry import method_class
+from rope_ext.methods import method_class
 
 ROOT = Path(__file__).parents[1]
 TRAINED = 1024  # two buckets; the checkpoint need not agree
@@ -29,8 +29,8 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def questions() -> Questions:
     rng = np.random.default_rng(0)
-    documents = {name: rng.integers(5, 200, 2 * TRAINED, dtype=np.uint32) for name in "ab"}
-    prompts = [Prompt(rng.integers(5, 200, 60, dtype=np.uint32), 3, 0.5)]
+    documents = {name: rng.integers(5, 200, 2 * TRAINED).tolist() for name in "ab"}
+    prompts = [Prompt(rng.integers(5, 200, 60).tolist(), 3, 0.5)]
     return Questions(documents, {("passkey", TRAINED * 2): prompts})
 
 
@@ -83,7 +83,7 @@ def test_losses_are_those_of_the_model_by_position(
     output = tmp_path / "cells.jsonl"
     measured(model, questions, output, seconds=1e9)
     line = next(x for x in lines(output) if (x["document"], x["length"]) == ("b", 2 * TRAINED))
-    ids = torch.tensor([questions.documents["b"].tolist()])
+    ids = torch.tensor([questions.documents["b"]])
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
             model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none"

@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "rope_eval": (
         "rope_eval",
-        "folder forward next_commands options plots.style data",
+        "folder forward options plots.style data",
         "cases settings",
         "systems versions",
         "tasks",

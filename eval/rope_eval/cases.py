@@ -28,11 +28,9 @@ class Case:
     of one document share a ``group``, by which intervals resample.
 
     * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
-      teacher-forced forward. Whether it would choose the ``lead`` tokens before them, too, is
-      noted.
+      teacher-forced forward.
     * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
-      The case's weight is the number of tokens, or ``weight``; losses of all tokens are summed
-      up to each position of ``curve``.
+      The case's weight is the number of tokens, or ``weight``.
     * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
       in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that can be called,
       whose fields belong to the case.
@@ -49,10 +47,8 @@ class Case:
     bin: int | None = None
     group: int = 0
     weight: int | None = None
-    curve: tuple[int, ...] = ()
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
-    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.judge is not None and not is_dataclass(self.judge):  # its repr would be an address
@@ -68,13 +64,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the context when the case is finished."""
         return len(self.ids) + (self.count if self.mode == "write" else 0)
 
     @cached_property
     def prompt(self) -> str:
         """A digest of the model's input and of the scoring."""
-        how = (self.mode, self.count, self.answers, self.curve, self.only)
+        how = (self.mode, self.count, self.answers, self.only)
         how += () if self.judge is None else (self.judge,)
         how += () if self.weight is None else ("weight", self.weight)
         text = self.ids.tobytes() + repr(how).encode()
@@ -83,10 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Questions:
-    """All cases of a task for one model, in the order of the report.
-
-    ``definition`` defines the numbers, and ``notes`` has further notes for readers.
-    """
+    """All cases of a task for one model, in order, and what defines the numbers."""
 
     cases: Sequence[Case]
     definition: str
@@ -99,8 +91,7 @@ class Outcome:
 
     ``key`` is a digest of everything that determines the rest, ``value`` the share of the answers
     found or the mean loss in nats per token, ``tokens`` what it counts as, ``written`` what was
-    generated, and ``led`` whether the model would write the ``lead`` of the case itself (None: it
-    has none). ``curve`` has (position, summed loss of the tokens before it, their number).
+    generated.
     """
 
     key: str
@@ -116,28 +107,49 @@ class Outcome:
     value: float
     tokens: int
     written: str | None = None
-    curve: tuple[tuple[int, float, int], ...] = ()
-    led: bool | None = None
 
     def to_line(self) -> bytes:
         """Return a line of the log; an infinite loss becomes None, since JSON has no infinity."""
-        curve = [(at, _plain(total), count) for at, total, count in self.curve]
-        return to_line({**asdict(self), "value": _plain(self.value), "curve": curve})
+        value = self.value if math.isfinite(self.value) else None
+        return to_line({**asdict(self), "value": value})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """The inverse of ``to_line``, of the line as JSON."""
-        curve = tuple((at, _infinite(total), count) for at, total, count in data["curve"])
-        changed = {"answers": tuple(data["answers"]), "value": _infinite(data["value"])}
-        return cls(**{**data, **changed, "curve": curve})
+        value = math.inf if data["value"] is None else data["value"]
+        return cls(**{**data, "answers": tuple(data["answers"]), "value": value})
 
 
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a case without its key; see ``Outcome``."""
+
+    value: float
+    tokens: int
+    written: str | None = None
 
 
-def _infinite(value: float | None) -> float:
-    return math.inf if value is None else value
+def tail(case: Case) -> int:
+    return len(case.ids) - min(case.only) if case.only else case.count
+
+
+def loss(case: Case, losses: Any) -> Result:
+    """Return the mean of the scored tokens' ``losses``, a tensor; NaN counts as infinite."""
+    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
+    scored = losses[-case.count :]
+    if case.only:
+        first = len(case.ids) - len(losses)
+        scored = losses[[place - first for place in case.only]]
+    tokens = len(scored) if case.weight is None else case.weight
+    return Result(float(scored.mean()), tokens)
+
+
+def share_found(case: Case, written: str) -> float:
+    """Score text with the judge, or by the share of answers in it, ignoring case, as RULER."""
+    if case.judge is not None:
+        return float(case.judge(written))
+    text = written.lower()
+    return sum(answer.lower() in text for answer in case.answers) / len(case.answers)
 
 
 def digest(*determinants: Any) -> str:

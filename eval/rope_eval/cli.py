@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_eval.next_commands import training_command
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
 from rope_ext.command.arguments import command_words, parse_length, parse_options, split
@@ -33,7 +32,6 @@ class Evaluation(ModelCommand):
     def make_context(
         self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """Create the context of the command with these options."""
         from rope_eval import command
 
         made = command.command_for(str(self.name), args)
@@ -154,6 +152,8 @@ def calibrate(
         print(found)
         tell(f"wrote {output}")
         if finetune:
+            from rope_eval.reports.advice import training_command
+
             words = training_command(
                 *(model, found.method.name, found.trained_length, tokens),
                 options=str(output / RESULT),

@@ -20,7 +20,7 @@ from rope_eval.tasks import Task, all_tasks, build, chosen, from_file
 from rope_eval.tasks.harness import Harness
 from rope_ext.command.arguments import parse_options, split, take
 from rope_ext.command.cli_arguments import ModelCommand
-from rope_ext.errors import Mistakes, OptionError
+from rope_ext.errors import OptionError
 
 COMPARED = ("perplexity", "passkey")
 """The tasks of `rope-ext compare`, which is `rope-ext eval` with tasks and some defaults chosen."""
@@ -74,11 +74,7 @@ class ModelsCommand(ModelCommand):
 
 
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
-    """The command ``eval``, whose tasks are among the ``words``, or ``compare``, with its options.
-
-    Raises:
-        OptionError: there is no such task, or a field of it is called as a shared option is.
-    """
+    """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
     tasks, more = COMPARED, {}
     if name == "eval":
         asked = [b for a, b in pairwise(words) if a in ("--tasks", "--task")]
@@ -116,7 +112,6 @@ def _names_tasks(word: str) -> bool:
 
 
 def _first(words: Sequence[str]) -> list[str]:
-    """Return the words before the first option."""
     return list(takewhile(lambda word: not word.startswith("-"), words))
 
 
@@ -126,35 +121,20 @@ def _refuse_shared(classes: Sequence[type[Task]]) -> None:
         for field in option_fields(cls):
             if field.name in shared:
                 raise OptionError(
-                    f"the task {cls.name} has a field {field.name}, and "
-                    f"--{field.name.replace('_', '-')} is an option of every evaluation; give the "
-                    f"field another name"
+                    f"the field {field.name} of the task {cls.name} is called as an option of "
+                    f"every evaluation; give it another name"
                 )
 
 
-def settings(
-    models: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes, **defaults: Any
-) -> Settings:
-    """The shared options as settings; ``defaults`` override those of ``Settings``.
-
-    Options that cannot be parsed are added to ``mistakes``.
-    """
-    values = {"models": tuple(models), "methods": (), **defaults}
-    values |= read_options(Settings, typed, mistakes)
-    values["options"] = mistakes.check(
-        parse_options, values.get("options"), values["methods"], default={}
-    )
-    if not (models or values.get("url")):
-        raise OptionError("no model is given; give a directory, Hub ID or .gguf file first")
-    if not values.get("lengths"):
-        if not mistakes:
-            raise OptionError("no length to measure; give --lengths, such as 512,1024,2048")
-        values["lengths"] = (2,)  # any value: after a mistake, nothing is measured
+def settings(models: Sequence[str], typed: Mapping[str, Any], **defaults: Any) -> Settings:
+    """The shared options as settings; ``defaults`` override those of ``Settings``."""
+    values = {"models": tuple(models), "methods": (), "lengths": (), **defaults}
+    values |= read_options(Settings, typed)
+    values["options"] = parse_options(values.get("options"), values["methods"])
     if values.get("url"):
         if models or values["methods"] or values.get("adapter"):
-            mistakes.add(
-                "--url measures the model on the server; leave out --model, --method and "
-                "--adapter, and give --tokenizer"
+            raise OptionError(
+                "--url measures a server; leave out --model, --method, --adapter; give --tokenizer"
             )
         tokenizer = values.get("tokenizer")
         values |= {"models": (tokenizer,) if tokenizer else (), "methods": (UNPATCHED,)}
@@ -167,19 +147,15 @@ def main(
     typed: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Check, measure, print and write; all errors are reported together."""
+    """Check, measure, print and write."""
     from rope_eval.evaluate import evaluate
 
-    mistakes = Mistakes()
-    given = settings(models, typed, mistakes, **defaults)
-    evaluate(given, asked(tasks, typed, mistakes), mistakes)
+    given = settings(models, typed, **defaults)
+    evaluate(given, asked(tasks, typed))
 
 
-def asked(
-    tasks: Sequence[str], typed: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> list[Task | None]:
-    """Return the tasks with these names, each with its command-line options."""
+def asked(tasks: Sequence[str], typed: Mapping[str, Any]) -> list[Task]:
     given: dict[str, Any] = {}
     for cls in chosen(tasks):
-        given = read_options(cls, typed, mistakes) | given
-    return build(tasks, given, mistakes)
+        given = read_options(cls, typed) | given
+    return build(tasks, given)

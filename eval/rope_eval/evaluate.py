@@ -11,23 +11,14 @@ from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task
 from rope_ext.command.terminal import progress, quiet, stoppable, tell, tell_next
-from rope_ext.errors import Mistakes
 
 
-def evaluate(
-    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
-) -> Report | None:
-    """Check, measure, print and write; returns None in all processes except the first.
-
-    ``mistakes`` are errors found so far, to report with later ones; a task with an error is None.
-
-    Raises:
-        RopeExtError: see ``prepare`` and ``run``.
-    """
+def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
+    """Check, measure, print and write; returns None in all processes except the first."""
     with stoppable():
         require_matplotlib()
         quiet()
-        plan = prepare(settings, tasks, mistakes)
+        plan = prepare(settings, tasks)
         for note in plan.notes:
             tell(f"note: {note}", "yellow")
         with plan.folder.lock():
@@ -45,7 +36,7 @@ def evaluate(
                 )
             if outcomes is None:
                 return None
-            report = Report(plan.measured(), outcomes)
+            report = Report(plan, outcomes)
             paths = report.write()
         report.print()  # the files exist even if this fails
         for path in paths:

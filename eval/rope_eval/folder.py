@@ -33,7 +33,6 @@ def log_name(rank: int) -> str:
 
 
 def world_size() -> int:
-    """Number of processes launched together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -63,14 +62,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def lock(
     folder: Path, name: str = "", *, option: str = "--output", required: bool = True
 ) -> Iterator[None]:
-    """Lock ``name`` in ``folder``, or the whole folder, against other processes.
-
-    It is an operating system lock, released if the process is killed. Unless ``required``, file
-    systems without locks are accepted; ``option`` names the folder in errors.
-
-    Raises:
-        MeasureError: another process is in it.
-    """
+    """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):
         (folder / HIDDEN).mkdir(parents=True, exist_ok=True)
@@ -83,8 +75,7 @@ def lock(
         except NotImplementedError:
             if required:
                 raise MeasureError(
-                    f"{folder} is on a file system without locks; give {option} a folder on "
-                    f"another one"
+                    f"{folder} is on a file system without locks; give {option} another one"
                 ) from None
     try:
         yield
@@ -93,7 +84,6 @@ def lock(
 
 
 def is_log(path: Path) -> bool:
-    """Whether this program created the file."""
     return path.is_file() and path.read_bytes()[: len(HEADER)] == HEADER
 
 
@@ -104,7 +94,7 @@ class Folder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock out other runs; of processes launched together, the first locks for all."""
+        """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
         return lock(self.path) if first_process() else nullcontext()
 
     @property
@@ -123,8 +113,7 @@ class Folder:
         for name in (*map(log_name, range(world_size())), *names):
             if os.path.lexists(self.path / name) and name not in ours:
                 raise MeasureError(
-                    f"{self.path / name} is not what this program wrote; it would be lost: move "
-                    f"it away, or give another --output"
+                    f"{self.path / name} is not what this program wrote; give another --output"
                 )
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:
@@ -137,7 +126,6 @@ class Folder:
         return [self.path / name for name in contents]
 
     def clear(self) -> None:
-        """Delete only the files that this program wrote."""
         with writing(self.path):
             for path in (*self.logs, *(self.path / name for name in self._written())):
                 path.unlink(missing_ok=True)
@@ -193,7 +181,6 @@ class Log:
 
 
 def to_line(entry: Mapping[str, Any]) -> bytes:
-    """Return one line of a log."""
     return (json.dumps(entry) + "\n").encode()
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from rope_ext.command.arguments import parse_length, parse_lengths
-from rope_ext.errors import Mistakes
+from rope_ext.errors import OptionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,20 +29,42 @@ def option(
     read: Callable[..., Any] | None = None,
     *flags: str,
     repeat: bool | None = None,
+    least: int = 1,
 ) -> Any:
     """Create a field that is also a command-line option: ``new_tokens`` is --new-tokens.
 
     A default of False makes a flag. ``read`` parses the text from the command line; None uses the
     field's type. ``flags`` replace the name of the field. With ``repeat`` the option is repeatable,
     and ``read`` gets all values; None repeats options with a tuple as default and reads each.
+    ``least`` is the lowest value of a whole number, for :func:`check_options`.
     """
-    metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat}
+    metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat, "least": least}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a dataclass that are command-line options."""
     return [field for field in dataclasses.fields(cls) if "help" in field.metadata]
+
+
+def check_options(options: Any) -> None:
+    """Raise OptionError for a whole number that is too low, or a word that is not a valid one."""
+    for field in option_fields(type(options)):
+        value, kind = getattr(options, field.name), _type(type(options), field)
+        least, words, wrong = field.metadata["least"], typing.get_args(kind), ""
+        several = value if isinstance(value, tuple) else (value,)
+        if kind is int and any(type(one) is not int or one < least for one in several):
+            wrong = f"a whole number of at least {least}"
+        elif words and value not in words:
+            wrong = f"one of {', '.join(words)}"
+        if wrong and value is not None:
+            raise OptionError(f"{field.name}={value!r} is not valid; it must be {wrong}")
+
+
+def refuse(*faults: tuple[bool, str]) -> None:
+    """Raise OptionError for the first of these faults that is found."""
+    for found, fault in faults:
+        if found:
+            raise OptionError(fault)
 
 
 def command_options(*classes: type) -> Callable[[F], F]:
@@ -67,26 +89,17 @@ def command_options(*classes: type) -> Callable[[F], F]:
     return decorate
 
 
-def read_options(
-    cls: type, typed: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> dict[str, Any]:
-    """Parse the options of ``cls`` from the command line, by field name.
-
-    None, False and an empty list are not typed. ``mistakes`` collects options that cannot be read;
-    without it the first is raised.
-    """
-    found, values = Mistakes() if mistakes is None else mistakes, {}
+def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the typed options of ``cls`` from the command line, by field name."""
+    values = {}
     for field in option_fields(cls):
         value, read = typed.get(field.name), field.metadata["read"] or (lambda value: value)
         if value is None or value is False or value in ([], ()):
             continue
         if read in (parse_length, parse_lengths):  # its errors name the option
             read = partial(read, option=_flags(field)[0])
-        with found.collected():
-            each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
-            values[field.name] = [read(one) for one in value] if each else read(value)
-    if mistakes is None:
-        found.report()
+        each = isinstance(value, (list, tuple)) and not field.metadata["repeat"]
+        values[field.name] = [read(one) for one in value] if each else read(value)
     return values
 
 
@@ -119,7 +132,12 @@ def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:
         return read if read in (int, float) else str
     if type(field.default) in (bool, int, float):
         return type(field.default)
+    return _type(cls, field)
+
+
+def _type(cls: type, field: dataclasses.Field[Any]) -> Any:
+    """The type of a value, without ``None``: of ``int | None``, or of each in a tuple."""
     kind = typing.get_type_hints(cls)[field.name]
-    while typing.get_origin(kind) not in (None, Literal):  # of `int | None`, `tuple[str, ...]`
+    while typing.get_origin(kind) not in (None, Literal):
         kind = next(one for one in typing.get_args(kind) if one not in (NoneType, ...))
     return kind

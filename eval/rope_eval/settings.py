@@ -13,7 +13,8 @@ from rope_eval.options import option
 from rope_ext.command.arguments import parse_compose, parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
-Api = Literal["completions", "text", "chat"]
+Api = Literal["completions", "text"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 UNPATCHED = "none"
 """Instead of a method: the unpatched model, which every evaluation also measures."""
 BEFORE = "before"
@@ -22,7 +23,6 @@ LARGEST_SEED = 2**32 - 1  # NumPy's
 
 
 def batch_size(text: str) -> int | None:
-    """Parse a number of rows, or None for ``auto``."""
     if text == "auto":
         return None
     if not re.fullmatch("[0-9]{1,15}", text):
@@ -46,10 +46,8 @@ class Server(NamedTuple):
 class Settings:
     """Options of every evaluation; ``rope-ext eval`` has an option for each field, with its help.
 
-    ``models`` are directories or Hub IDs, lengths tokens. The unpatched model is always measured,
-    too, and the trained length if some lengths are longer. With ``url``, ``models`` contains the
-    tokenizer and ``methods`` is ``("none",)``. A ``batch_size`` of None fits rows into
-    ``automatic_tokens``, and halves a batch that does not fit into memory.
+    The unpatched model is always measured, too, and the trained length if some lengths are longer.
+    With ``url``, ``models`` contains the tokenizer and ``methods`` is ``("none",)``.
     """
 
     models: tuple[str, ...]
@@ -88,12 +86,14 @@ class Settings:
         "with existing RoPE scaling: apply on top of it (stack, or no value), or raise its factor",
         parse_compose,
     )
-    dtype: str = option("auto", "auto (float32 on CPU), float32, bfloat16 or float16")
+    dtype: Dtype = option(  # noqa: RUF009
+        "auto", "auto (float32 on CPU), float32, bfloat16 or float16"
+    )
     attn: str | None = option(
         None, "attention implementation, such as sdpa, eager, flash_attention_2"
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
-    seed: int = option(0, "random seed")
+    seed: int = option(0, "random seed", least=0)
     batch_size: int | None = option(None, "rows per forward, or auto; default: auto", batch_size)
     chat: Chat = option("auto", "use the chat template")  # noqa: RUF009
     force: bool = option(
@@ -120,11 +120,10 @@ class Settings:
     tokenizer: str | None = option(None, "directory or Hub ID of the tokenizer of the served model")
     api: Api = option(  # noqa: RUF009
         "completions",
-        "completions sends token IDs; text sends the prompt as text, for servers that accept no "
-        "IDs; chat sends messages, for servers without completions",
+        "completions sends token IDs; text sends text, for servers that accept no IDs",
     )
     concurrency: int = option(4, "number of concurrent requests")
-    retries: int = option(8, "retries of a failed request, with increasing delays")
+    retries: int = option(8, "retries of a failed request, with increasing delays", least=0)
     timeout: float = option(1800.0, "timeout of a request in seconds")
 
     @property

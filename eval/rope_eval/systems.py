@@ -19,9 +19,7 @@ class System:
     """A model with a method: a row of the report.
 
     ``label`` is the method and its options, or a server; ``name`` adds the model if there are
-    several. ``trained`` is the trained length in tokens, ``is_dynamic`` whether frequencies depend
-    on the length, ``identity`` a digest of what results depend on besides the case, and
-    ``adapted`` whether the adapter is used.
+    several. ``identity`` is a digest of what results depend on besides the case.
     """
 
     name: str
@@ -35,7 +33,6 @@ class System:
     adapted: bool = False
 
     def key(self, case: Case) -> str:
-        """Return a digest of everything that determines the outcome."""
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
 
 
@@ -46,7 +43,6 @@ def under(
     compose: bool | str,
     trained_length: int | None,
 ) -> AbstractContextManager[Any]:
-    """``model`` under a method of :func:`checked_methods`."""
     given = {"compose": compose, "original_max_position_embeddings": trained_length}
     return patched(model, name, **{**given, **options})
 
@@ -57,11 +53,7 @@ def beyond(
     trained: Mapping[str, int],
     force: bool,
 ) -> Iterator[str]:
-    """Yield a note for every method and model whose extended length is exceeded.
-
-    Raises:
-        OptionError: there is one, and ``force`` is not set.
-    """
+    """Yield a note for every method and model whose extended length is exceeded."""
     for model, length in trained.items():
         for method, options in methods.items():
             under = options.get("frequency")
@@ -73,9 +65,6 @@ def beyond(
                 f"{length} tokens = {target} of {method} on {model}"
             )
             if far and not force:
-                raise OptionError(
-                    f"{note}; give a larger --factor, shorter --lengths, or --force to measure it "
-                    f"all the same"
-                )
+                raise OptionError(f"{note}; give a larger --factor, shorter --lengths, or --force")
             if far:
                 yield f"{note}, which is not meant to reach that far"

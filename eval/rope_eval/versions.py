@@ -19,7 +19,6 @@ SHOWS = ("advice", "engines", "plots", "reports", "command", "cli.py", "__main__
 
 
 def versions() -> dict[str, str]:
-    """Return versions of everything that computes an outcome, and a digest of our sources."""
     return {
         "rope_ext": __version__,
         "rope_ext_sources": digest([sources(Path(p.__path__[0])) for p in PACKAGES]),

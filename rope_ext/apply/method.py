@@ -185,7 +185,7 @@ def apply_frequency(
         notes += raising.finish(place, saved.values, changes)
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
-        notes.append(f"temperature: {temperature.formula}, in {len(tempered)} attention layers")
+        notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")
     return Applied(
         method=method,
         target_length=length,
@@ -334,7 +334,7 @@ def apply_position(
     notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
-        notes.append(f"temperature: {temperature.formula}, in those attention layers")
+        notes.append(f"temperature: {temperature!r}, in those attention layers")
     if reached < length:
         notes.append(
             f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"

@@ -4,8 +4,6 @@ The engine's log-probabilities are compared with those of transformers with the 
 known mistakes of engines; :func:`judge` decides between them.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -22,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
+from typing_extensions import Self
 
 from rope_ext.engines import export, gguf_file, gguf_model, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, refuse_unproven
@@ -116,16 +115,13 @@ class Verification:
 def judge(
     got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: float
 ) -> tuple[str, tuple[str, ...], dict[str, float]]:
-    """Decide which of several hypotheses an engine computes.
+    """Decide which of several hypotheses an engine computes: verdict, candidates and differences.
 
     The nearest by root mean square over what the engine returned is accepted if it is within
     ``rounding``. A rival is ruled out if it is more than twice as far from the nearest as the
-    engine is: then the engine's error could not account for half the way to the rival.
-
-    Returns:
-        Verdict, candidates and differences of a :class:`Verification`. The verdict is the part of
-        a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot tell"`` if
-        the remaining ones have different verdicts.
+    engine is: then the engine's error could not account for half the way to the rival. The verdict
+    is the part of a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot
+    tell"`` if the remaining ones have different verdicts.
     """
     known = ~got.isnan()
 
@@ -154,7 +150,7 @@ class Miniature:
     as_saved: bool  # whether the source configuration has the patch
 
     @classmethod
-    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
+    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Self:
         """Build one with the head size, layer types, base and scaling of a configuration.
 
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
@@ -196,15 +192,14 @@ class Miniature:
         arguments = {**self.state.record.arguments, **changes}
         return patch(model.to(dtype), self.state.record.method, **arguments)
 
-    def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
-        """Return prompt lengths in tokens, up to the context length or ``longest``."""
-        last = min(self.state.target_length - 1, longest)
-        return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
-
     def prompts(self, longest: int = LENGTH) -> list[list[int]]:
-        """Return deterministic token IDs; prompts of one length differ only in the last token."""
+        """Return deterministic token IDs, up to the context length or ``longest``.
+
+        Prompts of one length differ only in the last token.
+        """
         seeded, prompts = torch.Generator().manual_seed(0), []
-        for length in self.lengths(longest):
+        last = min(self.state.target_length - 1, longest)
+        for length in sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}):
             start = torch.randint(4, _VOCABULARY, (length - 1,), generator=seeded).tolist()
             tails = torch.randperm(_VOCABULARY - 4, generator=seeded)[:_TAILS] + 4
             prompts += [[*start, tail] for tail in tails.tolist()]
@@ -216,8 +211,17 @@ class Miniature:
         """Return log-probabilities as patched and for known mistakes, ``[prompts, vocabulary]``."""
         rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
         if self.scaling is not None:
-            for name, numbers in self._errors(self.scaling, factor_error):
-                rows[name] = log_probs_of(_scaled(model, *numbers), prompts)
+            known = [(self.scaling.inv_freq, self.scaling.scaling)]
+            for name, inv_freq, number in self._mistakes(self.scaling, factor_error):
+                if not any(
+                    torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and number == theirs
+                    for other, theirs in known
+                ):
+                    known.append((inv_freq, number))
+                    (site,) = find_sites(text_decoder(model))
+                    site.module._buffers[site.buffer] = inv_freq.float()
+                    setattr(site.module, site.scaling_attribute, number)
+                    rows[name] = log_probs_of(model, prompts)
             return rows
         rows["unextended"] = log_probs_of(model, prompts)
         for name, changes in {
@@ -230,23 +234,10 @@ class Miniature:
                     rows[name] = row
         return rows
 
-    def _errors(
-        self, made: Scaling, factor_error: float
-    ) -> Iterator[tuple[str, tuple[torch.Tensor, float]]]:
-        """Yield frequencies and scaling of each distinct mistake that differs from the patch."""
-        known = [(made.inv_freq, made.scaling)]
-        for name, inv_freq, number in self._mistakes(made, factor_error):
-            if not any(
-                torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and number == theirs
-                for other, theirs in known
-            ):
-                known.append((inv_freq, number))
-                yield name, known[-1]
-
     def _mistakes(
         self, made: Scaling, factor_error: float
     ) -> Iterator[tuple[str, torch.Tensor, float]]:
-        """Yield known mistakes of engines."""
+        """Yield known mistakes of engines: name, frequencies and scaling; some may be equal."""
         rope, right, number = made.rope, made.inv_freq, made.scaling
         method, factor = cast(FrequencyMethod, self.state.method), made.target / rope.length
         usual, short = yarn_factor(factor), getattr(method, "short_factor", None)
@@ -269,14 +260,6 @@ class Miniature:
             other = Rope.geometric(base, rope.dim, rope.length).inv_freq
             yield f"wrong base ({base:g})", other, 1.0
             yield f"wrong base ({base:g}, scaled)", other * right / rope.inv_freq, number
-
-
-def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
-    """Set the frequencies and the scaling of cosine and sine of ``model``, and return it."""
-    (site,) = find_sites(text_decoder(model))
-    site.module._buffers[site.buffer] = inv_freq.float()
-    setattr(site.module, site.scaling_attribute, number)
-    return model
 
 
 def _head(config: Any) -> int:
@@ -356,14 +339,8 @@ def verify(
 ) -> Verification:
     """Run a miniature in an engine, and decide what the engine computes; see :func:`judge`.
 
-    Args:
-        miniature: the model that the engine runs.
-        run: runs prompts in the engine.
-        engine: engine name, for the report.
-        longest: length of the longest prompt, tokens.
-        tolerance: largest root mean square difference of log-probabilities that counts as rounding;
-            None: three times that of transformers in bfloat16.
-        factor_error: smallest relative error of the factor to detect.
+    Differences of log-probabilities up to ``tolerance`` (root mean square) count as rounding; None:
+    up to three times that of transformers in bfloat16.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
@@ -442,14 +419,23 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     llama.cpp uses ``flags`` for the unscaled file instead of those from ``export``; with ``""``,
     mlx runs the folder as written by ``save_pretrained``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if miniature.scaling is None:
         raise ExportError(
             f"{engine} does not run {miniature.state.method.name}; for vLLM on CPUs, run with "
             f"--engine vllm --write FOLDER"
         )
     if engine == "llama.cpp":
-        words = _words(miniature, folder / "MODEL.gguf", flags)
+        gguf_model.write_model(miniature.plain, file := folder / "MODEL.gguf")
+        if flags is None:
+            made = gguf_file.plan(miniature.state, in_file=False)
+            flags = shlex.join(made.words())
+            if made.table is not None:
+                read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
+                read.write(file, made)
+        try:
+            words = ["--model", str(file), *shlex.split(flags)]
+        except ValueError as error:
+            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
         return lambda prompts: running.llama_cpp(words, prompts, _VOCABULARY)
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
@@ -458,21 +444,6 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if not miniature.as_saved and flags is None:
         export(miniature.model, "mlx").write(folder)
     return lambda prompts: running.mlx(folder, prompts)
-
-
-def _words(miniature: Miniature, file: Path, flags: str | None) -> list[str]:
-    """Return arguments of llama.cpp's server, and write the file that they need."""
-    gguf_model.write_model(miniature.plain, file)
-    if flags is not None:
-        try:
-            return ["--model", str(file), *shlex.split(flags)]
-        except ValueError as error:
-            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
-    made = gguf_file.plan(miniature.state, in_file=False)
-    if made.table is not None:
-        read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
-        read.write(file, made)
-    return ["--model", str(file), *made.words()]
 
 
 def endpoint(address: str, model: str | None = None) -> Run:

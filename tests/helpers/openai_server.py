@@ -36,23 +36,20 @@ class Fake:
     prompts: list[list[int]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self.lock:
             self.asked.append(body)
             fault = self.faults.pop(0) if self.faults else 0
         if fault:
             return fault, {"error": {"message": f"fault {fault}"}}
-        chat = path.endswith("/chat/completions")
-        ids = self._chat(body) if chat else self._ids(body["prompt"])
+        ids = self._ids(body["prompt"])
         with self.lock:  # one forward at a time
             self.prompts.append(ids)
             text, logprobs = self._run(ids, body)
-        choice = {"index": 0, "finish_reason": "length", "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None, "text": text}
         if logprobs is not None and self.logprobs:
             choice["logprobs"] = {"token_logprobs": logprobs, "tokens": [], "text_offset": []}
-        kind = "chat.completion" if chat else "text_completion"
-        made = {"id": "1", "object": kind, "created": 1, "model": body["model"]}
+        made = {"id": "1", "object": "text_completion", "created": 1, "model": body["model"]}
         made["usage"] = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": 0}
         with self.lock:
             spoil = self.spoils.pop(0) if self.spoils else dict
@@ -60,16 +57,6 @@ class Fake:
 
     def _ids(self, prompt: Any) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-
-    def _chat(self, body: dict[str, Any]) -> list[int]:
-        begun = body.get("continue_final_message", False)
-        text = self.tokenizer.apply_chat_template(
-            body["messages"],
-            tokenize=False,
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
-        )
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
     def _run(self, ids: list[int], body: dict[str, Any]) -> tuple[str, list[Any] | None]:
@@ -92,7 +79,7 @@ def serving(fake: Fake) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send(*fake.answer(self.path, body))
+            self.send(*fake.answer(body))
 
         def do_GET(self) -> None:
             self.send(200, {"object": "list", "data": fake.models})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rope_eval.plots import results
+from rope_eval.plots import style
 
 
 def draw_small(patched: pytest.MonkeyPatch) -> None:
@@ -15,4 +15,4 @@ def draw_small(patched: pytest.MonkeyPatch) -> None:
 
         return Figure(figsize=(width / 4, height / 4))
 
-    patched.setattr(results, "figure_of", small)
+    patched.setattr(style, "figure_of", small)

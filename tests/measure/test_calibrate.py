@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import random
 import re
 import shutil
@@ -111,6 +112,8 @@ def test_the_cheap_preset_says_what_it_costs_before_it_starts(
     result = found(model, tokenizer, cheap=True, samples=8, prompts=16, options=None)
     assert result.prompts == 0 and set(result.best.proposed.options()) >= {"attention_factor"}
     assert CalibrationOptions(target_length=8, cheap=True, samples=6, options="window").samples == 6
+    given = CalibrationOptions(target_length=8, samples=4, prompts=0, options="attention_factor")
+    assert CalibrationOptions(target_length=8, cheap=True) == given  # resumes its log
     # A window holds two of the trained length, which the unpatched model reads as well.
     assert (result.rows - 2 * 4 * 2) % (4 * 3) == 0
     [said] = re.findall(
@@ -254,6 +257,12 @@ def test_a_calibration_is_seeded_and_reads_back(model, tokenizer, tmp_path, coun
     saved = tmp_path / "new" / "folder"
     assert rope_ext.Calibration.load(saved) == result
     assert rope_ext.Calibration.load(saved / "calibration.json") == result
+    tried = tuple(dataclasses.replace(trial, far=math.inf) for trial in result.best.tried)
+    best = dataclasses.replace(result.best, tried=tried)
+    infinite = dataclasses.replace(result, choices=(best,))
+    (saved / "calibration.json").write_text(infinite.to_json())
+    assert "Infinity" not in infinite.to_json()
+    assert rope_ext.Calibration.load(saved) == infinite
     assert result.best.tried[0].answers > 0
     assert result.prompts == 16 and "0 of 16" in str(result)
     # Every row that it says: two halves, two windows inside each of the target length, prompts.
@@ -302,7 +311,7 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
 # Wrong and unusual input
 
 BAD = [
-    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
+    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 trained tokens"),
     ({"target_length": 4096}, "only 1 windows of 4096 tokens, and samples=4"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated .*at most 20%"),

@@ -1,6 +1,6 @@
 """The evaluators against the code of their authors.
 
-Expected values are computed here from the authors' definitions (NVIDIA/RULER, PKU-ML/LongPPL,
+Expected values are computed here from the authors' definitions (NVIDIA/RULER,
 epfml/landmark-attention, the documentation of transformers), without the code under test.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from rope_eval.reports.report import Report
 from rope_eval.reports.summary import estimate_perplexity
 from rope_eval.run.runner import Result, Runner, share_found
 from rope_eval.settings import Settings
-from rope_eval.tasks import LongPPL, Needle, Passkey, Perplexity, Ruler, haystack, ruler
+from rope_eval.tasks import Needle, Passkey, Perplexity, Ruler, haystack, ruler
 from rope_eval.tasks import answering as qa
 from rope_eval.tasks.passkey import FirstNumber, PasskeyPrompts, own_prompt
 from rope_eval.tasks.perplexity import choose_windows
@@ -105,7 +104,7 @@ def test_the_space_before_a_key_is_given_and_written_only_in_a_published_text() 
     for published in (True, False):
         prompts = PasskeyPrompts(tokenizer, published=published)
         case = prompts.case(300, 0.5, seed=0)
-        assert case.count == len(case.key) and case.lead == 1
+        assert case.count == len(case.key)
         assert tokenizer.convert_ids_to_tokens(case.ids[-case.count - 1]) == "▁"
         given = tokenizer.decode(list(case.ids[: -case.count]), skip_special_tokens=True)
         assert given.rstrip().endswith("What is the pass key? The pass key is")
@@ -120,7 +119,7 @@ def test_a_key_may_be_a_word() -> None:
     [written] = cases(Passkey(1, 1, needle="word", generate=True), CHARACTERS, 400)
     assert share_found(written, f": {written.key}. It is") == 1 and share_found(written, "7") == 0
     for wrong in ({"needle": "word", "digits": 3}, {"needle": "letter"}):
-        with pytest.raises(OptionError, match="must be number, or word without digits"):
+        with pytest.raises(OptionError, match=r"needle=.* is not valid"):
             Passkey(**wrong)
 
 
@@ -438,7 +437,7 @@ def test_qa_1_is_rulers_on_a_file_of_squad(tmp_path: Path) -> None:
         assert case.answers == ("old", "Very Old") and case.count == 32
     for written, value in ((" OLD, I think", 1), ("very old", 1), ("new", 0)):
         assert share_found(case, written) == value  # string_match_part
-    with pytest.raises(OptionError, match="has 1 questions, and trials=2 are asked for"):
+    with pytest.raises(OptionError, match="has 1 questions; give fewer --trials"):
         cases(ruler.made("qa_1", 2, squad=str(path)), CHARACTERS, 4000)
 
 
@@ -477,7 +476,7 @@ def test_an_effective_length_is_over_all_13_tasks() -> None:
     assert Report(SimpleNamespace(tasks=[own]), []).threshold("mine") is None
 
 
-# LongPPL
+# Perplexity
 
 FACTS = " ".join(f"def function_{i}(self, value): return value * {i}" for i in range(9))
 TEXT = f"secret_number = 83627194\n{FACTS}\nsecret_number = 83627194\n" * 3
@@ -488,85 +487,11 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
 
 
-# Characters of several tokens, twice.
-SCRIPTS = f"鍵は八三六二七一九四。 sécret = žluťoučký🙂🗝\n{FACTS[:190]}\n" * 2
-
-
 def measured(model: Any, cases: list[Case]) -> list[Result]:
     """One by one, as an evaluation measures them."""
     settings = Settings(models=(str(SHIPPED),), methods=("none",), lengths=(512,))
     runner = Runner(model, str(SHIPPED), settings)
     return [result for case in cases for result in runner.measure([case])]
-
-
-def losses_of(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0]
-    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
-
-
-def key_slices(text: str, evaluator: Any, tokenizer: Any, short: int, step: int) -> list[tuple]:
-    """``find_key_token``: stretches of characters, of which those that touch are joined."""
-    read = tokenizer(text, return_offsets_mapping=True)
-    ids, places = read["input_ids"], read["offset_mapping"]
-    full = losses_of(evaluator, ids)
-    slices: list[tuple[int, int]] = []
-    for start in range(0, len(ids) - short, step):
-        end = min(start + short + step, len(ids))
-        cut = losses_of(evaluator, ids[start:end])
-        for place in range(start + short, end):
-            gain = cut[place - start - 1] - full[place - 1]
-            if gain > 2 and full[place - 1] < 2:
-                begin, end_ = places[place]
-                joins = bool(slices) and slices[-1][1] == begin
-                slices = (
-                    [*slices[:-1], (slices[-1][0], end_)] if joins else [*slices, (begin, end_)]
-                )
-    return slices
-
-
-def authors_longppl(
-    text: str, model: Any, tokenizer: Any, evaluator: Any, reader: Any, short: int, step: int
-) -> tuple[list[int], float]:
-    """``compute_longppl``: which tokens of ``text`` are key tokens, and their perplexity.
-
-    The evaluator reads the text with its special tokens, the model without any; a token of the
-    model is a key token if all of its characters lie within one slice, also where both models have
-    the same tokenizer.
-    """
-    slices = key_slices(text, evaluator, reader, short, step)
-    read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    keys = [
-        token
-        for token, (begin, end) in enumerate(read["offset_mapping"])
-        if any(first <= begin and end <= last for first, last in slices)
-    ]
-    losses = losses_of(model, read["input_ids"])
-    return keys, float(losses[[key - 1 for key in keys]].mean().exp())
-
-
-@pytest.mark.parametrize("text", [TEXT[:700], SCRIPTS], ids=["plain", "scripts"])
-def test_official_longppl_is_what_the_authors_code_computes(
-    text: str, shipped: Frame, model: Any
-) -> None:
-    tokenizer = shipped.tokenizer
-    size = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    task = LongPPL(
-        [text], windows=1, stride=40, short_context=64, longppl_variant="official",
-        opened=lambda: nullcontext(model),
-    )  # fmt: skip
-    built = task.questions(shipped, [100, size + 1], seed=0)
-    [whole] = [case for case in built.cases if case.length == size + 1]
-    assert tokenizer.decode(list(whole.ids)) == text  # without a start token
-    keys, perplexity = authors_longppl(text, model, tokenizer, model, tokenizer, 64, 16)
-    assert list(whole.only) == keys and len(keys) > 3
-    [result] = measured(model, [whole])
-    assert math.exp(result.value) == pytest.approx(perplexity)
-    shorter = [case for case in built.cases if case.length == 100]
-    assert sum(len(case.only) for case in shorter) == len(keys)
-
-
-# Perplexity
 
 
 @torch.no_grad()
@@ -592,7 +517,6 @@ def documented_losses(model: Any, ids: list[int], length: int, stride: int) -> l
 def test_huggingface_perplexity_is_that_of_the_documentation(
     stride: int, shipped: Frame, model: Any
 ) -> None:
-    """Today's ``nll_sum / n_tokens``, and the mean of window means of older versions of it."""
     documents = [shipped.tokenizer(TEXT * 2, add_special_tokens=False)["input_ids"]]
     ids = [0, *choose_windows(documents, [300], 1, (0,), None, seed=0).texts[0]]
     expected = {}
@@ -600,23 +524,16 @@ def test_huggingface_perplexity_is_that_of_the_documentation(
         losses = documented_losses(model, ids, length, stride)
         nll_sum = sum(loss * tokens for loss, tokens in losses)
         n_tokens = sum(tokens for _, tokens in losses)
-        expected["huggingface", length] = math.exp(nll_sum / n_tokens)
-        means = sum(loss for loss, _ in losses) / len(losses)
-        expected["huggingface_means", length] = math.exp(means)
-    one, other = (expected[name, 128] for name in ("huggingface", "huggingface_means"))
-    assert abs(one - other) > 1e-3  # else nothing here could tell them apart
-    for protocol in ("huggingface", "huggingface_means"):
-        task = Perplexity([TEXT * 2], windows=1, stride=stride, protocol=protocol)
-        built = task.questions(shipped, [128, 300], 0)
-        assert ("mean of window means" in built.definition) == (protocol == "huggingface_means")
-        for length in (128, 300):
-            part = [case for case in built.cases if case.length == length]
-            found = measured(model, part)
-            values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
-            # Sums of float32 in another order.
-            assert estimate_perplexity(values, weights).value == pytest.approx(
-                expected[protocol, length], rel=1e-5
-            )
+        expected[length] = math.exp(nll_sum / n_tokens)
+    task = Perplexity([TEXT * 2], windows=1, stride=stride, protocol="huggingface")
+    built = task.questions(shipped, [128, 300], 0)
+    for length in (128, 300):
+        found = measured(model, [case for case in built.cases if case.length == length])
+        values, weights = ([getattr(r, name) for r in found] for name in ("value", "tokens"))
+        # Sums of float32 in another order.
+        assert estimate_perplexity(values, weights).value == pytest.approx(
+            expected[length], rel=1e-5
+        )
 
 
 # What is in the way

@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import rope_ext
+from rope_eval.settings import Settings
+from rope_eval.tasks.harness import Harness
 from rope_eval.tasks.passkey import PasskeyPrompts
 from rope_ext.cli import app
+from rope_ext.errors import OptionError
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
@@ -99,13 +102,18 @@ def test_its_tasks_are_measured_in_the_window_of_the_patch(
     ("words", "said"),
     [
         (["--metadata", "[1]"], "--metadata '[1]' is not a JSON object"),
-        (["--url", "http://h/v1"], "need the model in this process; leave them out with --url"),
     ],
 )
 def test_a_wrong_request_is_one_line(task: Path, words: list[str], said: str) -> None:
     pytest.importorskip("lm_eval")
     done = call(task, *words)
     assert done.exit_code == 2 and said in " ".join(done.stderr.split())
+
+
+def test_a_server_cannot_answer_the_harness() -> None:
+    given = Settings(models=("m",), methods=("none",), lengths=(9,), url="http://h/v1")
+    with pytest.raises(OptionError, match="need the model in this process; leave them out with"):
+        Harness(harness_tasks="arc_easy").parts(given)
 
 
 def test_a_missing_harness_is_told(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

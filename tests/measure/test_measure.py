@@ -24,12 +24,11 @@ from transformers import (
 )
 
 import rope_ext
-from rope_eval.cases import Case, Outcome
+from rope_eval.cases import Case, Outcome, loss, share_found
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
 from rope_eval.reports.summary import TOO_FEW, difference, estimate
-from rope_eval.run.results import loss, share_found
 from rope_eval.tasks.passkey import FILLER, INTRO, QUESTION, Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity, choose_windows
 from rope_ext.errors import MeasureError, OptionError
@@ -172,11 +171,11 @@ def test_sliding_scores_every_token_once_with_enough_context(tokenizer: Any) -> 
     assert len([case for case in built.cases if case.length == 210]) == 1
 
 
-def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
-    task = Perplexity([book(300)], windows=1, protocol="start", min_context=5)
+def test_start_scores_all_tokens(tokenizer: Any) -> None:
+    task = Perplexity([book(300)], windows=1, protocol="start")
     short, whole = task.questions(Frame.from_tokenizer(tokenizer), [64, 210], seed=0).cases
     assert whole.ids[:64] == short.ids
-    assert (short.count, whole.count) == (64 - 1 - 5, 210 - 1 - 5)
+    assert (short.count, whole.count) == (63, 209)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +186,6 @@ def test_start_scores_all_after_the_least_context(tokenizer: Any) -> None:
         ({"protocol": "ending", "stride": 5}, "--stride does not apply to the protocol ending"),
         ({"protocol": "sliding", "stride": 0}, "stride=0 is not valid"),
         ({"protocol": "sliding", "stride": 64}, "stride=64 would skip tokens at length 64"),
-        ({"protocol": "start", "min_context": 63}, "leaves nothing to score at length 64"),
-        ({"min_context": -1}, "min_context=-1 is not valid"),
         ({"windows": 0}, "windows=0 is not valid"),
     ],
     ids=str,

@@ -248,7 +248,7 @@ def test_tables_with_start_tokens_are_not_exported(model, tokenizer) -> None:
 
 
 BAD = [
-    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 tokens"),
+    ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 trained tokens"),
     ({"target_length": 4096}, "a window of 4096 is to be measured"),
     ({"scored": "needles", "prompts": 16}, "scored='needles' is not valid"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated"),

@@ -65,7 +65,7 @@ def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
         (["passkey", "--windows", "3"], "No such option: --windows"),
         (["nowhere.py"], "file nowhere.py does not exist"),
         (["empty.py"], "empty.py registers no task; decorate one with @register"),
-        (["clash.py"], "the task clash has a field seed, and --seed is an option of every"),
+        (["clash.py"], "the field seed of the task clash is called as an option of every"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

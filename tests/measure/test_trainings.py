@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rope_eval.cases import Outcome
-from rope_eval.reports.results import Training
+from rope_eval.reports.results import Results
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 
@@ -15,7 +15,9 @@ PERPLEXITY, PASSKEY = SimpleNamespace(name=Perplexity.name, kind="loss"), Passke
 
 
 def system(name: str) -> SimpleNamespace:
-    return SimpleNamespace(name=name, method="yarn", trained=512)
+    return SimpleNamespace(
+        name=name, model="m", method="yarn", trained=512, adapted=name == "yarn, trained"
+    )
 
 
 def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
@@ -34,7 +36,6 @@ def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
             value=value,
             tokens=100,
             written=None,
-            curve=(),
         )
         for number, value in enumerate(values)
     ]
@@ -54,15 +55,14 @@ def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
 )
 def test_a_change_is_said_where_it_is_clear(losses, found, said) -> None:
     names = ("none", "yarn, before training", "yarn, trained")
-    places = {}
+    measured: list[Outcome] = []
     for name, loss, hits in zip(names, (3.0, *losses), (0, *found), strict=True):
         spread = [loss + 0.01 * (n % 3) for n in range(12)]
-        places["perplexity", name, 4096] = outcomes("perplexity", name, spread)
+        measured += outcomes("perplexity", name, spread)
         rates = [float(n < hits) for n in range(100)]
-        places["passkey", name, 4096] = outcomes("passkey", name, rates)
-    training = Training(*map(system, names), [PERPLEXITY, PASSKEY], [4096], places)
-    sentence = training.sentence()
+        measured += outcomes("passkey", name, rates)
+    systems = list(map(system, names))
+    plan = SimpleNamespace(tasks=[PERPLEXITY, PASSKEY], lengths=[4096], systems=systems)
+    sentence = Results(plan, measured).training(*systems[1:])
     assert sentence.startswith("Training under yarn: beyond 512 tokens, ")
     assert all(part in sentence for part in said)
-    changed = training.table().rows[-1].cells[1:]
-    assert [cell.clear for cell in changed] == [losses[0] != losses[1]] * 2

@@ -433,7 +433,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another trained length": (
         lambda: patched(tiny_llama(max_position_embeddings=128), "rerope"),
-        "this model has a trained length of 128 tokens instead of 64",
+        "this model has a trained length of 128, not 64 tokens",
     ),
     "another base": (
         lambda: patched(

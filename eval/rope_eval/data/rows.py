@@ -30,15 +30,13 @@ class Row:
         if name not in self:
             known = ", ".join(map(repr, self.data)) or "none"
             raise MeasureError(
-                f"{self.where} has no field {name!r} but {known}; give {self.option} the data as "
-                f"they are published"
+                f"{self.where} has no field {name!r} but {known}; give {self.option} other data"
             )
         if types and type(self.data[name]) not in types:
             raise self.wrong(name, wanted)
         return self.data[name]
 
     def text(self, name: str) -> str:
-        """The field, a string."""
         return self.value(name, str, wanted="a string")
 
     def key(self, name: str) -> str | int:
@@ -56,7 +54,6 @@ class Row:
         return value
 
     def rows(self, name: str) -> list[Row]:
-        """The field, a list of objects."""
         value = self.value(name, list, wanted="a list of objects")
         if not all(isinstance(one, dict) for one in value):
             raise self.wrong(name, "a list of objects")
@@ -64,7 +61,6 @@ class Row:
         return [Row(one, f"{where} {number}", self.option) for number, one in enumerate(value, 1)]
 
     def row(self, name: str) -> Row:
-        """The field, an object."""
         value = self.value(name, dict, wanted="an object")
         return Row(value, f"{self.where}, {name}", self.option)
 
@@ -87,9 +83,6 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
             or a folder that ``datasets`` reads, with the split ``test`` by default.
         option: the command-line option, for errors.
         most: rows to stream from the Hub; None: all, which are stored.
-
-    Raises:
-        MeasureError: it cannot be read, or has no rows.
     """
     if source.startswith("hf:"):
         name, _, split = source[3:].partition(":")
@@ -106,8 +99,7 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
         raise MeasureError(f"{source} holds no rows; give {option} another file")
     if not all(isinstance(one, dict) for one in found):
         raise MeasureError(
-            f"{source} holds something else than a list of objects; give {option} the data as "
-            f"they are published"
+            f"{source} holds something else than a list of objects; give {option} other data"
         )
     return [Row(one, f"{source}, row {number}", option) for number, one in enumerate(found, 1)]
 
@@ -125,8 +117,7 @@ def _json(path: Path, option: str) -> list[Any]:
         data = json.loads(content)
     except (json.JSONDecodeError, RecursionError) as error:
         raise MeasureError(
-            f"{where} is not JSON ({first_line(error)}); give {option} the data as they are "
-            f"published"
+            f"{where} is not JSON ({first_line(error)}); give {option} the published data"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a file name
         reason = getattr(error, "strerror", None) or first_line(error)
@@ -150,19 +141,16 @@ def _load(source: str, option: str, *what: Any, most: int | None = None, **how: 
         return list(data if most is None else data.take(most))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise MeasureError(
-            f"cannot read {source} ({first_line(error)}); give {option} a file, or "
-            f"hf:ID/CONFIG:SPLIT"
+            f"cannot read {source} ({first_line(error)}); give {option} a file, or hf:ID"
         ) from None
 
 
 def load_datasets() -> Any:
-    """Import ``datasets``, without progress bars."""
     try:
         import datasets
     except ImportError:
         raise MeasureError(
-            "these data need datasets, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
+            'these data need datasets; install it with: pip install "rope-ext[eval]"'
         ) from None
     datasets.disable_progress_bars()
     return datasets

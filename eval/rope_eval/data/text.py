@@ -46,9 +46,6 @@ def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
     ``.json``, in its field ``text``. A folder stands for all such files in it but ``.json``, and
     ``hf:ID`` for the first ``most`` rows of a data set on the Hub, streamed: ``hf:ID``,
     ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``, with the split ``test`` by default.
-
-    Raises:
-        MeasureError: a source is missing, empty, or not UTF-8, or a document has no ``text``.
     """
     return [text for source in sources for text in _documents(str(source), most)]
 
@@ -111,7 +108,6 @@ def python_documentation() -> str:
 
 @cache
 def library_words() -> tuple[str, ...]:
-    """Return lower-case words in Python's library and documentation, in alphabetical order."""
     found: set[str] = set()
     for text in (python_documentation(), *python_library("train")):
         found.update(re.findall(r"(?<![A-Za-z_])[a-z]{4,9}(?![A-Za-z_])", text))

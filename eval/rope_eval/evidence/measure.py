@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -70,20 +69,19 @@ class Cell:
         return self.method, options, self.task, self.length, self.document
 
 
+def depends_on_length(method: str, **options: Any) -> bool:
+    """Whether the losses of a forward depend on its length."""
+    if method in ("unpatched", "lampe"):
+        return method == "lampe"
+    return build_method(method, **options).is_dynamic
+
+
 @dataclass
 class Measurement:
     """A run over the cells of one model.
 
-    A line counts if its digest matches these questions.
-
-    Args:
-        name: name of the model, for the lines.
-        model: a loaded, unpatched model.
-        questions: its documents and prompts.
-        trained: trained length, tokens.
-        output: file of JSON lines.
-        until: ``time.monotonic()`` after which no cell starts.
-        methods: the only ones to measure; all if empty.
+    A line of ``output`` counts if its digest matches these questions. No cell starts after
+    ``until``, in ``time.monotonic()``; ``methods`` are the only ones to measure (empty: all).
     """
 
     name: str
@@ -94,7 +92,6 @@ class Measurement:
     until: float
     methods: Sequence[str] = ()
     lines: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-    refused: set[tuple[str, str]] = field(default_factory=set)
 
     def run(self) -> bool:
         """Measure all cells that are left; return whether none is left."""
@@ -110,11 +107,17 @@ class Measurement:
         common |= {"dtype": str(weight.dtype).removeprefix("torch.")}
         common |= {"device": torch.cuda.get_device_name(weight.device) if cuda else "cpu"}
         common |= versions()
+        refused: set[tuple[str, str]] = set()
+
+        def keep(cell: Cell, found: Mapping[str, Any]) -> None:
+            line = {**common, "questions": self._asked(cell), **vars(cell), **found}
+            log.add(to_line(line))
+            self.lines[cell.key] = line
+
         for method, options, cells in self._plan():
-            if self.methods and method not in self.methods:
-                continue
             cells = [cell for cell in cells if "refused" in self.lines.get(cell.key, ["refused"])]
-            if not cells or (method, str(options)) in self.refused:
+            left_out = self.methods and method not in self.methods
+            if left_out or not cells or (method, str(options)) in refused:
                 continue
             if time.monotonic() > self.until:
                 return False
@@ -124,19 +127,13 @@ class Measurement:
                     for cell in cells:
                         if time.monotonic() > self.until:
                             return False
-                        line = {**common, "questions": self._asked(cell)}
-                        line |= vars(cell) | self._measure(cell)
-                        log.add(to_line(line))
-                        self.lines[cell.key] = line
-                        print(_summary(line), flush=True)
+                        keep(cell, self._measure(cell))
+                        print(_summary(self.lines[cell.key]), flush=True)
             except (RopeExtError, torch.OutOfMemoryError) as error:
-                self.refused.add((method, str(options)))
+                refused.add((method, str(options)))
                 reason = str(error).splitlines()[0]
-                line = {**common, "questions": self._asked(cells[0])}
-                line |= vars(cells[0]) | {"refused": reason}
                 if self.lines.get(cells[0].key, {}).get("refused") != reason:
-                    log.add(to_line(line))
-                self.lines[cells[0].key] = line
+                    keep(cells[0], {"refused": reason})
                 print(f"{method} {options}: {reason}", flush=True)
         return True
 
@@ -152,31 +149,29 @@ class Measurement:
         return patched(self.model, method, **given)
 
     def _plan(self) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
-        """Methods, their options, and the cells to measure under them, the most valuable first.
-
-        Patching takes a second, so cells of one method are measured together.
-        """
+        """Methods, options, and cells to measure under them, the most valuable first."""
         trained, names = self.trained, [*self.questions.documents]
         double, quadruple = 2 * trained, 4 * trained
         longest = min(map(len, self.questions.documents.values()))
-        phases: list[tuple[int, int, list[str], tuple[int, ...]] | None] = []
         if longest < quadruple:  # each forward is long
-            phases += [(2, trained // 4, names[:2], ()), (2, double, names[:2], ())]
-        phases.append((2, double, names[:4], (3 * trained // 2, double)))
+            yield from self._defaults(2, trained // 4, names[:2])
+            yield from self._defaults(2, double, names[:2])
+        yield from self._defaults(2, double, names[:4], 3 * trained // 2, double)
         if longest >= quadruple:
-            phases.append((4, quadruple, names[:2], (quadruple,)))
-        phases += [None, (2, double, names[4:], (trained,))]
-        for phase in phases:
-            if phase is None:
-                for method, more in VARIANTS:
-                    options = {"factor": 2, **more}
-                    losses = [Cell(method, options, "loss", double, name) for name in names[:4]]
-                    yield method, options, losses + self._prompts(method, options, (double,))
-                continue
-            factor, length, documents, lengths = phase
-            for method, options in self._methods(factor):
-                losses = self._losses(method, options, length, documents)
-                yield method, options, losses + self._prompts(method, options, lengths)
+            yield from self._defaults(4, quadruple, names[:2], quadruple)
+        for method, more in VARIANTS:
+            options = {"factor": 2, **more}
+            losses = [Cell(method, options, "loss", double, name) for name in names[:4]]
+            yield method, options, losses + self._prompts(method, options, (double,))
+        yield from self._defaults(2, double, names[4:], trained)
+
+    def _defaults(
+        self, factor: float, length: int, documents: Sequence[str], *lengths: int
+    ) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
+        """Methods with their default options: some documents, and prompts of some lengths."""
+        for method, options in self._methods(factor):
+            losses = self._losses(method, options, length, documents)
+            yield method, options, losses + self._prompts(method, options, lengths)
 
     def _methods(self, factor: float) -> Iterator[tuple[str, dict[str, Any]]]:
         registered = [cls.name for cls in all_methods()]
@@ -193,10 +188,8 @@ class Measurement:
         self, method: str, options: dict[str, Any], length: int, documents: Sequence[str]
     ) -> list[Cell]:
         lengths, factor = [length], options.get("factor", 64)
-        dynamic = method == "lampe" or (
-            method != "unpatched" and build_method(method, **options).is_dynamic
-        )
-        if length > self.trained and dynamic:  # one forward only has the losses of one length
+        # One forward only has the losses of one length.
+        if length > self.trained and depends_on_length(method, **options):
             shares = (1.25, 1.5, 2) if factor == 2 else (factor,)
             if factor == 2 and method == "lampe":  # it also changes short texts
                 shares = (1, *shares)
@@ -218,9 +211,8 @@ class Measurement:
         ]
 
     def _warm_up(self, length: int) -> None:
-        """Compile and fill caches before timing."""
         ids = next(iter(self.questions.documents.values()))[: length // 8]
-        score(self.model, [ids.tolist()], 1)
+        score(self.model, [ids], 1)
 
     def _measure(self, cell: Cell) -> dict[str, Any]:
         cuda = next(self.model.parameters()).is_cuda
@@ -236,16 +228,16 @@ class Measurement:
         return {**found, "seconds": seconds, "peak_bytes": peak}
 
     def _loss(self, cell: Cell, cuda: bool) -> dict[str, Any]:
-        ids = self.questions.documents[str(cell.document)][: cell.length].tolist()
+        ids = self.questions.documents[str(cell.document)][: cell.length]
         losses, _ = score(self.model, [ids], len(ids) - 1, logits=LOGITS * (4 if cuda else 1))
         # The first token has no loss: the first bucket has one token less.
-        buckets = np.split(losses[0].double().numpy(), range(BUCKET - 1, len(ids) - 1, BUCKET))
+        buckets = losses[0].double().tensor_split(tuple(range(BUCKET - 1, len(ids) - 1, BUCKET)))
         return {"losses": [round(float(bucket.mean()), 5) for bucket in buckets]}
 
     def _answers(self, cell: Cell) -> dict[str, Any]:
         found: dict[str, list[float]] = {"right": [], "answer_losses": [], "depths": []}
         for prompt in self.questions.prompts[cell.task, cell.length]:
-            losses, hits = score(self.model, [prompt.ids.tolist()], prompt.count)
+            losses, hits = score(self.model, [prompt.ids], prompt.count)
             found["right"].append(int(hits.all()))
             found["answer_losses"].append(round(float(losses.mean()), 4))
             found["depths"].append(round(prompt.depth, 3))

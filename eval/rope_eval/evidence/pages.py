@@ -10,26 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_eval.evidence.measure import BUCKET, VARIANTS
+from rope_eval.evidence.measure import BUCKET, VARIANTS, depends_on_length
 from rope_eval.evidence.questions import TASKS
 from rope_eval.folder import read_lines
-from rope_eval.plots.style import (
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    legend_below,
-    mark_trained,
-    save,
-    style_of,
-)
+from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval
-from rope_ext.methods import build_method
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
 SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
@@ -47,19 +37,13 @@ DRAWN = ("unpatched", "yarn", "self_extend")
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measured cells of one model.
-
-    Args:
-        model: its name.
-        lines: of the log, without those of refusals.
-    """
+    """The measured cells of one model: lines of the log, without those of refusals."""
 
     model: str
     lines: Sequence[Mapping[str, Any]]
 
     @classmethod
     def read(cls, path: Path) -> Evidence:
-        """Read a log of :class:`rope_eval.evidence.measure.Measurement`."""
         lines = [line for line in read_lines(path) if "task" in line and "refused" not in line]
         return cls(lines[0]["model"], lines)
 
@@ -82,7 +66,6 @@ class Evidence:
         return [x for x in self.lines if (x["task"], x["method"]) == (task, method) and same(x)]
 
     def rows(self) -> list[str]:
-        """Methods with default options, as they were measured."""
         names = dict.fromkeys(str(x["method"]) for x in self.lines)
         return [name for name in names if any(self.losses(name, span) for span in SPANS)]
 
@@ -111,7 +94,7 @@ class Evidence:
         begin, end = (round(share * self.trained) for share in SPANS[span])
         if factor == 4:
             begin, end = (round(share * self.trained) for share in (3.5, 4))
-        by_length = options is None and _depends_on_length(method)
+        by_length = options is None and depends_on_length(method, factor=1.9)
         if by_length and end <= self.trained and method != "lampe":
             return self.losses("unpatched", span)
         found: dict[str, float] = {}
@@ -151,37 +134,31 @@ class Evidence:
     def seconds(self, method: str) -> float | None:
         """Median seconds of one forward of the longest length under factor 2, with its loss.
 
-        None on a CPU, where other processes affect the time.
+        None on a CPU, where other processes affect the time, and where processes shared a GPU.
         """
         found = sorted(
             line["seconds"]
             for line in self.of("loss", method)
-            if line["device"] != "cpu" and 1.9 * self.trained <= line["length"] <= 2 * self.trained
+            if line["device"] != "cpu"
+            and line["seconds"] is not None
+            and 1.9 * self.trained <= line["length"] <= 2 * self.trained
         )
         return found[len(found) // 2] if found else None
 
 
-def _depends_on_length(method: str) -> bool:
-    if method == "unpatched":
-        return False
-    return method == "lampe" or build_method(method, factor=1.9).is_dynamic
-
-
 def table(evidence: Evidence) -> str:
-    """Perplexity by position, the cost within the trained length, and prompts answered.
-
-    Methods that were measured only on some documents are in ``behind``.
-    """
+    """Perplexity by position, cost, and prompts answered; some methods are only in ``behind``."""
     spans = [span for span in SPANS if evidence.losses("unpatched", span)]
     head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans)]
     head.append("within the length")
     far = "2x" in spans
     if far:
-        head += ["last column against yarn", "passkeys 1.5x", "2x", "fruits 1.5x", "2x", "seconds"]
+        head += ["last column against yarn", "passkeys 1.5x", "passkeys 2x"]
+        head += ["fruits 1.5x", "fruits 2x", "seconds"]
     rows = [head]
     order = sorted(evidence.complete(), key=lambda name: _mean(evidence.losses(name, spans[-1])))
     for name in ["unpatched", *(name for name in order if name != "unpatched")]:
-        row = [name if name == "unpatched" else f"`{name}`"]
+        row = [_named(name)]
         row += [evidence.perplexity(name, span) for span in spans]
         row.append("" if name == "unpatched" else evidence.cost(name))
         if far:
@@ -197,6 +174,10 @@ def table(evidence: Evidence) -> str:
     return _table([list(itertools.compress(row, measured)) for row in rows])
 
 
+def _named(method: str) -> str:
+    return method if method == "unpatched" else f"`{method}`"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |\n" for row in rows]
     return "".join([lines[0], f"| {' | '.join(['---'] * len(rows[0]))} |\n", *lines[1:]])
@@ -210,7 +191,7 @@ def short(evidence: Evidence) -> str:
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
         seconds, plain = evidence.seconds(name), name == "unpatched"
-        row = [name if plain else f"`{name}`", reason]
+        row = [_named(name), reason]
         row.append(f"{float(evidence.perplexity(name, '2x')):,g}")
         found = evidence.prompts(name, "passkey", 2)
         row.append("" if found is None else f"{found[0]} of {found[1]}")
@@ -221,7 +202,6 @@ def short(evidence: Evidence) -> str:
 
 
 def conditions(evidence: Evidence) -> str:
-    """Describe how the numbers were measured."""
     line = evidence.lines[0]
     count = len(evidence.losses("unpatched", "0.25x"))
     return (
@@ -249,14 +229,12 @@ def quadruple(evidence: Evidence) -> str:
         if shown := evidence.perplexity(name, "2x", factor=4):
             prompts = [_share(evidence.prompts(name, task, 4)) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
-            named = name if name == "unpatched" else f"`{name}`"
-            rows.append((value, [named, shown, *prompts]))
+            rows.append((value, [_named(name), shown, *prompts]))
     head = ["method", "perplexity", "passkeys", "fruits"]
     return _table([head, *(row for _, row in sorted(rows))]) if rows else ""
 
 
 def variants(evidence: Evidence) -> str:
-    """Other settings against the defaults of their methods."""
     rows = [["setting", "within the length", "at 2x", "fruits at 2x, default", "with it"]]
     for method, options in VARIANTS:
         parts = [
@@ -298,9 +276,8 @@ def summary(evidence: Evidence) -> dict[str, Any]:
 
 
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:
-    """Draw perplexity by position, factor 2, one panel for each model."""
     evidence = [found for found in evidence if found.losses("unpatched", "2x")]
-    figure = figure_of(max(7, 5 * len(evidence)), 3.2)
+    figure = style.figure_of(max(7, 5 * len(evidence)), 3.2)
     panels = figure.subplots(1, len(evidence), squeeze=False)[0]
     numbers = []
     for axes, found in zip(panels, evidence, strict=True):
@@ -316,39 +293,29 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
                 math.exp(sum(means[at : at + step]) / step) for at in range(0, len(means), step)
             ]
             places = [BUCKET * step * (at + 1) for at in range(len(points))]
-            style = UNPATCHED_STYLE if name == "unpatched" else style_of(index - 1)
-            axes.plot(places, points, label=name, **style | {"markersize": 4, "linewidth": 1.8})
+            look = style.UNPATCHED_STYLE if name == "unpatched" else style.style_of(index - 1)
+            axes.plot(places, points, label=name, **look | {"markersize": 4, "linewidth": 1.8})
             numbers.append({"model": found.model, "method": name, "perplexity": points})
         axes.set_yscale("log")
         axes.set_title(found.model, loc="left", fontsize=11, pad=17)
         axes.set_xlabel("position, tokens")
         axes.set_ylabel("perplexity")
-        bare(axes)
-        mark_trained(axes, [found.trained], 2 * found.trained)
-    legend_below(figure, panels[0])
-    save(figure, path, numbers)
+        style.bare(axes)
+        style.mark_trained(axes, [found.trained], 2 * found.trained)
+    style.legend_below(figure, panels[0])
+    style.save(figure, path, numbers)
 
 
 def put(path: Path, name: str, text: str) -> None:
-    """Replace what is between the marks ``name`` in a page.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
     page = path.read_text(encoding="utf-8")
     begin, end = f"<!-- evidence: {name} -->\n", "<!-- end of evidence -->"
-    pattern = re.compile(rf"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(page):
-        raise ValueError(f"{path} has no mark {begin.strip()}")
-    page = pattern.sub(lambda _: f"{begin}{text}{end}", page)
-    path.write_text(page, encoding="utf-8")
+    before, mark, after = page.partition(begin)
+    assert mark, f"{path} has no mark {begin.strip()}"
+    path.write_text(before + begin + text + end + after.partition(end)[2], encoding="utf-8")
 
 
 def write(root: Path) -> None:
-    """Put the numbers in ``docs/evidence/*.jsonl`` into the pages and into ``recommend``.
-
-    README and ``recommend`` take models whose differences have intervals.
-    """
+    """Put the numbers in ``docs/evidence/*.jsonl`` into the pages and into ``recommend``."""
     found = [Evidence.read(path) for path in sorted((root / "docs/evidence").glob("*.jsonl"))]
     found.sort(key=lambda one: list(TRAINED).index(one.model))
     for one in found:
@@ -356,12 +323,8 @@ def write(root: Path) -> None:
         page = root / "docs" / "evidence.md"
         put(page, f"{name} conditions", f"\n{conditions(one)}\n")
         put(page, f"{name} 2x", f"\n{table(one)}\n")
-        for mark, text in (
-            ("behind", behind(one)),
-            ("4x", quadruple(one)),
-            ("settings", variants(one)),
-        ):
-            if text:
+        for mark, made in {"behind": behind, "4x": quadruple, "settings": variants}.items():
+            if text := made(one):
                 put(page, f"{name} {mark}", f"\n{text}\n")
     judged = [one for one in found if len(one.losses("unpatched", "2x")) >= 4]
     put(root / "README.md", "table", f"\n{short(judged[0])}\n")

@@ -1,6 +1,5 @@
-"""A checkpoint's documents and prompts as tokens, in one file.
+"""A checkpoint's documents and prompts as tokens.
 
-Measuring needs only this file and the weights, and so no network access.
 Documents are manuals: long English text that pip can download anywhere. Each is the manual in the
 source release of one package, its chapters joined in the order of their names. Their licenses allow
 redistribution.
@@ -10,17 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, beginning, blanks, encode
@@ -46,11 +41,7 @@ class Manual(NamedTuple):
     chapters: tuple[str, ...]
 
     def read(self, cache: Path) -> str:
-        """Return the whole text; download the archive with pip if it is not in ``cache``.
-
-        Raises:
-            MeasureError: the download fails, or the archive is another one.
-        """
+        """Return the whole text; download the archive with pip if it is not in ``cache``."""
         path = cache / f"{self.package}-{self.version}.tar.gz"
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
@@ -109,89 +100,47 @@ MANUALS = tuple(
 class Prompt(NamedTuple):
     """A prompt: tokens, number of answer tokens at the end, and position of the needle."""
 
-    ids: np.ndarray
+    ids: Sequence[int]
     count: int
     depth: float
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Documents and prompts as tokens for one model.
+class Questions(NamedTuple):
+    """Documents by name and prompts by task and length, as tokens for one model."""
 
-    Args:
-        documents: token ids by name, each as long as the longest text that is measured.
-        prompts: by task and length.
-    """
-
-    documents: dict[str, np.ndarray]
+    documents: dict[str, list[int]]
     prompts: dict[tuple[str, int], list[Prompt]]
 
     def digest(self, task: str, length: int, document: str | None = None) -> str | None:
-        """A short name for the tokens of a document, or of the prompts of a task and length.
-
-        None if there are none.
-        """
+        """A short name for tokens of a document, or of prompts; None if there are none."""
         if document is None:
-            asked = [prompt.ids.tolist() for prompt in self.prompts.get((task, length), [])]
+            asked = [prompt.ids for prompt in self.prompts.get((task, length), [])]
         else:
-            asked = self.documents.get(document, np.array([]))[:length].tolist()
+            asked = self.documents.get(document, [])[:length]
         return digest(asked) if asked else None
 
     @classmethod
-    def read(cls, path: Path) -> Questions:
-        """Read a file from :func:`write`."""
-        with np.load(path) as file:
-            index = json.loads(str(file["index"]))
-            documents = {name: file[name] for name in index["documents"]}
-            prompts = {
-                (task, length): [Prompt(file[name], count, depth) for name, count, depth in rows]
-                for task, length, rows in index["prompts"]
-            }
+    def made(
+        cls, tokenizer: Any, longest: int, lengths: Sequence[int], trials: int, texts: Sequence[str]
+    ) -> Questions:
+        """Return documents of ``longest`` tokens from the ``texts`` of ``MANUALS``, and prompts."""
+        bos, documents = beginning(tokenizer), {}
+        for manual, text in zip(MANUALS, texts, strict=True):
+            # No manual has six characters per token.
+            ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]
+            documents[manual.package] = ids
+        frame, prompts = Frame.from_tokenizer(tokenizer), {}
+        for length in lengths:
+            for task, made in _prompts(frame, length, texts[-1], trials).items():
+                prompts[task, length] = made
         return cls(documents, prompts)
 
 
-def write(
-    path: Path,
-    tokenizer: Any,
-    longest: int,
-    lengths: Sequence[int],
-    trials: int,
-    cache: Path,
-    seed: int = 0,
-) -> None:
-    """Write documents of ``longest`` tokens, and ``trials`` prompts of each task, length and depth.
-
-    ``cache`` is the directory of the downloaded manuals.
-    """
-    texts = [manual.read(cache) for manual in MANUALS]
-    bos = beginning(tokenizer)
-    arrays: dict[str, np.ndarray] = {}
-    for manual, text in zip(MANUALS, texts, strict=True):
-        # No manual has six characters per token.
-        ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]
-        arrays[manual.package] = np.array(ids, dtype=np.uint32)
-    index: dict[str, Any] = {"documents": list(arrays), "prompts": []}
-    frame = Frame.from_tokenizer(tokenizer)
-    for length in lengths:
-        for task, made in _prompts(frame, length, texts[-1], trials, seed).items():
-            rows = []
-            for number, (ids, count, depth) in enumerate(made):
-                name = f"{task}.{length}.{number}"
-                arrays[name] = np.array(ids, dtype=np.uint32)
-                rows.append((name, count, depth))
-            index["prompts"].append((task, length, rows))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    values: dict[str, Any] = {"index": np.array(json.dumps(index)), **arrays}
-    np.savez_compressed(path, **values)
-
-
-def _prompts(
-    frame: Frame, length: int, text: str, trials: int, seed: int
-) -> dict[str, list[tuple[Sequence[int], int, float]]]:
+def _prompts(frame: Frame, length: int, text: str, trials: int) -> dict[str, list[Prompt]]:
     """Easy prompts: a key of three digits in repeated sentences, and a fruit hidden in a manual."""
-    rng = random.Random(f"{seed}:{length}")
+    rng = random.Random(f"0:{length}")
     words = text.split()
-    made: dict[str, list[tuple[Sequence[int], int, float]]] = {task: [] for task in TASKS}
+    made: dict[str, list[Prompt]] = {task: [] for task in TASKS}
     for number in range(DEPTHS * trials):
         depth = (number // trials + rng.random()) / DEPTHS
         key = "".join(rng.choice("0123456789") for _ in range(3))
@@ -213,11 +162,8 @@ def hide(
     ask: str,
     lead: str,
     answer: str,
-) -> tuple[Sequence[int], int, float]:
-    """Build the start of the hay with the needle; returns tokens, answer tokens and depth.
-
-    At most ``length`` tokens, and only slightly fewer.
-    """
+) -> Prompt:
+    """Build the start of the hay with the needle: at most ``length`` tokens, slightly fewer."""
     spelled = encode(frame.tokenizer, f" {answer}")
     most, count = length - len(spelled), length // 3
     for attempt in itertools.count(1):
@@ -227,4 +173,5 @@ def hide(
         if (1 - attempt / 100) * most <= len(ids) <= most:
             break
         count = int(count * 0.995 * most / len(ids))
-    return [*ids, *spelled], len(spelled) - blanks(frame.tokenizer, spelled, len(spelled)), depth
+    answer_tokens = len(spelled) - blanks(frame.tokenizer, spelled, len(spelled))
+    return Prompt([*ids, *spelled], answer_tokens, depth)

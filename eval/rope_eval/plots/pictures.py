@@ -12,16 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_eval.plots.style import (
-    TITLE,
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    mark_trained,
-    require_matplotlib,
-    style_of,
-    ticker,
-)
+from rope_eval.plots import style
 from rope_ext.advice.describe import require_length
 from rope_ext.apply.method import refuse_scaled
 from rope_ext.config.record import option_texts
@@ -81,7 +72,6 @@ def angles(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
 
 
 def decay(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
-    """Plot ``g`` by distance for methods that rotate."""
     distance, bins, places = _nearby(length)
     for label, method in methods.items():
         if rotates(rope, method):
@@ -112,7 +102,7 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
     bottom, top = axes.dataLim.intervaly
     axes.set_yscale("symlog", linthresh=1)
     axes.set(ylim=(max(1.3 * bottom, _LEAST), max(1.3 * top, 0.3)))
-    axes.yaxis.set_major_formatter(ticker().FormatStrFormatter("%g"))
+    axes.yaxis.set_major_formatter(style.ticker().FormatStrFormatter("%g"))
     axes.set_ylabel("added to the logit, nats")
 
 
@@ -131,7 +121,7 @@ def distances(axes: Any, rope: Rope, methods: Lines, length: int) -> None:
     axes.set(ylim=(0, 1.1 * highest), xlim=(0, length))
     axes.ticklabel_format(style="plain")
     axes.set(xlabel="distance from the last token, tokens", ylabel="effective distance, tokens")
-    mark_trained(axes, [rope.length], length)
+    style.mark_trained(axes, [rope.length], length)
 
 
 def decay_at(rope: Rope, method: Method, length: int, distance: torch.Tensor) -> torch.Tensor:
@@ -169,11 +159,8 @@ def bias_at(
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    ``distance`` contains integers below ``length``, as float64, ``[n]``; ``learned`` are trained
-    parameters, and None initializes them with seed 0.
-
-    Raises:
-        OptionError: the logits depend on queries and keys, or positions on the content.
+    ``distance`` contains integers below ``length``, as float64, ``[n]``; parameters that are not
+    ``learned`` are initialized with seed 0.
     """
     if learned is None:
         with torch.random.fork_rng(devices=[]):
@@ -182,8 +169,7 @@ def bias_at(
     scores = encoding.scores(heads, rope, learned)
     if (scores is not None and not encoding.adds()) or encoding.computes_positions():
         raise OptionError(
-            f"the logits of {encoding.name} depend on queries and keys, so it cannot be plotted by "
-            f"distance; leave {encoding.name} out"
+            f"the logits of {encoding.name} depend on queries and keys; leave {encoding.name} out"
         )
     with torch.no_grad():
         if scores is not None:
@@ -212,16 +198,15 @@ def _by_pair(used: torch.Tensor) -> torch.Tensor:
 def _line(axes: Any, lines: Lines, label: str, x: Any, y: torch.Tensor, more: str = "") -> str:
     """Draw a line, earlier methods on top, with shifted markers. Returns its color."""
     place = list(lines).index(label)
-    style = UNPATCHED_STYLE if place == 0 else style_of(place - 1)
+    look = style.UNPATCHED_STYLE if place == 0 else style.style_of(place - 1)
     step = max(len(lines), len(y) // _MARKS)
     marks = (place * step // len(lines), step)
     [line] = axes.plot(x, y.tolist(), label=label + more, linewidth=1.5, markersize=5,
-                       markevery=marks, zorder=3 - place / len(lines), **style)  # fmt: skip
+                       markevery=marks, zorder=3 - place / len(lines), **look)  # fmt: skip
     return line.get_color()
 
 
 def _shade(axes: Any, places: Any, parts: Sequence[torch.Tensor], colour: str) -> None:
-    """Shade from the lowest to the highest value of each part."""
     low, high = ([float(of(part)) for part in parts] for of in (torch.min, torch.max))
     axes.fill_between(places, low, high, color=colour, alpha=0.1, linewidth=0)
 
@@ -243,14 +228,13 @@ def _nearby(length: int) -> tuple[torch.Tensor, list[int], list[float]]:
 def _by_distance(axes: Any, rope: Rope, length: int, label: str) -> None:
     axes.axhline(0, **_THIN)
     axes.set(xscale="log", xlabel=f"distance x, {label}")
-    axes.xaxis.set_major_locator(ticker().LogLocator(base=2, numticks=14))
-    axes.xaxis.set_major_formatter(ticker().FormatStrFormatter("%d"))
+    axes.xaxis.set_major_locator(style.ticker().LogLocator(base=2, numticks=14))
+    axes.xaxis.set_major_formatter(style.ticker().FormatStrFormatter("%d"))
     axes.minorticks_off()
-    mark_trained(axes, [rope.length], length)
+    style.mark_trained(axes, [rope.length], length)
 
 
 def _inverse(value: Any) -> Any:
-    """Convert frequency to wavelength, or back."""
     import numpy
 
     with numpy.errstate(divide="ignore"):
@@ -276,21 +260,11 @@ def draw(
     length: int | None = None,
     compose: bool | str = False,
 ) -> None:
-    """Plot several methods and save the plot as a PNG.
+    """Plot several methods as a PNG; no weights are read.
 
-    For a model with sliding-window layers, the plot shows the other layers.
-
-    Args:
-        kind: ``spectrum``: the frequencies; ``angles``: the largest angles, compared with those
-            seen in training; ``decay``: q.k by distance, and the initial biases of encodings (seed
-            0); ``distances``: those that position methods use instead of the true ones.
-        model: an unpatched model, which is not changed, or a configuration, folder or Hub ID; no
-            weights are read.
-        shown: frequency methods for ``spectrum``, position methods for ``distances``; encodings
-            only for ``decay``.
-        path: path of the PNG.
-        length: length in tokens; default: the longest target length of the methods.
-        compose: apply frequency methods on top of existing RoPE scaling.
+    ``kind`` is one of ``KINDS``. For a model with sliding-window layers, the plot shows the other
+    layers. ``length`` is in tokens, by default the longest target length of the methods;
+    ``compose`` applies frequency methods on top of existing RoPE scaling.
 
     Raises:
         RopeExtError: the kind is unknown or cannot show a method, the path or length is not valid,
@@ -306,14 +280,13 @@ def draw(
         if kinds and method.kind not in kinds:
             others = [k for k, (_, fits, _) in KINDS.items() if not fits or method.kind in fits]
             raise OptionError(
-                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave "
-                f"{method.name} out"
+                f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave it out"
             )
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
     if not may_replace(path, _MARK):
         raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
-    require_matplotlib()
+    style.require_matplotlib()
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
     rope, lines = site.rope, dict[str, Method](unpatched=RoPE())
@@ -329,18 +302,18 @@ def draw(
         length = max([rope.length, *(method.target_length(rope) for method in shown)])
     require_length("length", length)
     adding = kind == "decay" and not all(rotates(rope, method) for method in shown)
-    figure = figure_of(13 if adding else 9.5, 4.8)
+    figure = style.figure_of(13 if adding else 9.5, 4.8)
     axes, *beside = figure.subplots(1, 1 + adding, squeeze=False)[0]
     panel(axes, rope, lines, length)
     for other in beside:
         heads = text_config(decoder).num_attention_heads
         biases(other, rope, lines, length, heads)
-        bare(other)
-        other.set_title("biases of encodings", **TITLE)
-    bare(axes)
+        style.bare(other)
+        other.set_title("biases of encodings", **style.TITLE)
+    style.bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
-    axes.set_title(f"{name} at {length} tokens{by}: {title}", **TITLE)
+    axes.set_title(f"{name} at {length} tokens{by}: {title}", **style.TITLE)
     named = [each.get_legend_handles_labels() for each in (axes, *beside)]
     handles, labels = ([*itertools.chain(*parts)] for parts in zip(*named, strict=True))
     columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))

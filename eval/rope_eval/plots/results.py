@@ -1,131 +1,81 @@
-"""Plots of results: perplexity and rates by length, rates by length and depth, loss by position.
-
-Every function saves a PNG to a path or an open file.
-"""
+"""Plots of results by length, and by length and depth; each saves a PNG to a path or file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, BinaryIO
 
-from rope_eval.plots.style import (
-    DPI,
-    TITLE,
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    legend_below,
-    log_axis,
-    mark_trained,
-    style_of,
-    ticker,
-)
+from rope_eval.plots import style
 from rope_eval.reports.summary import Estimate, is_unpatched, number
 
-_MOST_SHADED = 4  # lines
+_MOST_SHADED = 4  # lines; the intervals of more would hide them
 _WIDTH = 6.6  # inches of a plot with panels: at 400 pixels, 10 points are still 8 pixels
 _CELL = 0.42  # inches of a heat map cell, in which "100" fits
 _HEIGHT = 12  # ratio of highest to lowest perplexity shown; lines above leave the plot
 
 
-def draw_perplexity(
+def draw_lines(
     path: Path | BinaryIO,
-    estimates: Mapping[tuple[str, int], Estimate],
+    panels: Mapping[str, Mapping[tuple[str, int], Estimate]],
+    kind: str,
     trained: Mapping[str, int],
-    title: str,
-    axis: str = "context, tokens",
-    ticks: Sequence[int] | None = None,
 ) -> None:
-    """Plot perplexity by length: one line per system, with shaded intervals.
+    """Plot perplexity (``loss``) or rates by length: a panel per title, a line per system.
 
-    Both axes are logarithmic. Lines above ``_HEIGHT`` times the lowest value leave the plot at the
-    top; the legend has the last value of each.
+    Intervals are shaded, for many systems only that of the unpatched model. Perplexities above
+    ``_HEIGHT`` times the lowest leave the plot at the top; the legend has the last value of each.
     Estimates are by (system, length); the trained length of each system is marked.
     """
-    systems, lengths = _axes_of(estimates)
-    last = {system: estimates[system, lengths[-1]] for system in systems}
-    best = min(systems, key=lambda system: last[system].value)
-    few = len(systems) <= _MOST_SHADED  # the intervals of many would hide the lines
-    shaded = [s for s in systems if few or is_unpatched(s) or s == best]
-    finite = [e for e in estimates.values() if math.isfinite(e.value)] or [Estimate(1, 1, 1, 1)]
-    bottom = 0.9 * min(e.low if few and e.low else e.value for e in finite)
-    top = min(1.1 * max(e.value for e in finite), bottom * _HEIGHT)
-    figure = figure_of(7.2, 4.6)
-    axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", ylim=(bottom, top))
-    for system, style in _styles(systems).items():
-        line = [estimates[system, length] for length in lengths]
-        values = [estimate.value for estimate in line]
-        arrow = "\u2191 " if values[-1] > top else ""
-        label = f"{_title(system)}  {arrow}{number(values[-1])}"
-        axes.plot(lengths, values, label=label, linewidth=1.7, markersize=5, **style)
-        if system in shaded and all(estimate.low is not None for estimate in line):
-            low, high = [estimate.low for estimate in line], [estimate.high for estimate in line]
-            axes.fill_between(lengths, low, high, color=style["color"], alpha=0.12, linewidth=0)
-    mark_trained(axes, trained.values(), lengths[-1])
-    ticks = lengths if ticks is None else ticks
-    axes.set_xticks(ticks, [str(length) for length in ticks])
-    log_axis(axes)
-    notes = [e.note for e in estimates.values() if e.note]
-    shading = f"\n{notes[0]} for intervals" if notes else ""
-    if any(last[system].low is not None for system in shaded):
-        names = "" if len(shaded) == len(systems) else f" of {' and '.join(shaded)}"
-        shading = f"\nshaded: 95 % interval{names} over documents"
-    axes.set_xlabel(f"{axis}{shading}")
-    axes.set_ylabel("perplexity (lower is better)")
-    axes.set_title(title, **TITLE)
-    bare(axes)
-    legend_below(figure, axes)
-    figure.savefig(path, dpi=DPI, format="png")
-
-
-def draw_rates(
-    path: Path | BinaryIO,
-    estimates: Mapping[tuple[str, str, int], Estimate],
-    trained: Mapping[str, int],
-) -> None:
-    """Plot rates by length: one panel per task, one line per system with intervals.
-
-    Estimates are by (task, system, length); the trained length of each system is marked.
-    """
-    tasks = list(dict.fromkeys(task for task, _, _ in estimates))
-    systems, lengths = _axes_of({key[1:]: e for key, e in estimates.items()})
-    across = min(2, len(tasks))
-    down = math.ceil(len(tasks) / across)
+    systems, lengths = _axes_of(next(iter(panels.values())))
+    few, across = len(systems) <= _MOST_SHADED, min(2, len(panels))
+    down = math.ceil(len(panels) / across)
     slanted = sum(len(str(length)) for length in lengths) > 40 // across
-    figure = figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + 2.4 * down)
+    figure = style.figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + (3.6 / across + 0.6) * down)
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for index, (task, axes) in enumerate(zip(tasks, grid.flat, strict=False)):
-        for place, (system, style) in enumerate(_styles(systems).items()):
-            line = [estimates[task, system, length] for length in lengths]
-            values = [estimate.value for estimate in line]
-            errors = [
-                [0.0 if e.low is None else e.value - e.low for e in line],
-                [0.0 if e.high is None else e.high - e.value for e in line],
-            ]
-            # Shift systems sideways, so that error bars of equal rates do not overlap.
-            places = [n * 2 ** (0.05 * (place - len(systems) / 2)) for n in lengths]
-            axes.errorbar(places, values, errors, label=_title(system), linewidth=1.4,
-                          markersize=4, elinewidth=0.8, capsize=2, **style)  # fmt: skip
-        axes.set(xscale="log", ylim=(-0.03, 1.03))
+    for index, (title, estimates) in enumerate(panels.items()):
+        axes = grid.flat[index]
+        bottom, top = -0.03, 1.03
+        if kind == "loss":
+            finite = [e for e in estimates.values() if math.isfinite(e.value)]
+            bottom = 0.9 * min([e.low or e.value if few else e.value for e in finite], default=1)
+            top = min(1.1 * max([e.value for e in finite], default=2), bottom * _HEIGHT)
+        for place, (system, look) in enumerate(_styles(systems).items()):
+            # Shift rates sideways, so that equal ones do not hide each other.
+            shift = 1.0 if kind == "loss" else 2 ** (0.02 * (place - len(systems) / 2))
+            line = [estimates[system, length] for length in lengths]
+            label, last = _title(system), line[-1].value
+            if kind == "loss":
+                label += f"  {chr(0x2191) + ' ' if last > top else ''}{number(last)}"
+            places, values = [n * shift for n in lengths], [estimate.value for estimate in line]
+            axes.plot(places, values, label=label, linewidth=1.7, markersize=5, **look)
+            ends = [(estimate.low, estimate.high) for estimate in line]
+            if (few or is_unpatched(system)) and None not in chain(*ends):
+                axes.fill_between(lengths, *zip(*ends, strict=True), color=look["color"],
+                                  alpha=0.12, linewidth=0)  # fmt: skip
+        axes.set(xscale="log", ylim=(bottom, top))
         axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45 if slanted else 0)
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(ticker().PercentFormatter(1))
-        if index + across >= len(tasks):  # the last panel of its column
+        if kind == "loss":
+            axes.set_yscale("log")
+            style.log_axis(axes)
+        else:
+            axes.yaxis.set_major_formatter(style.ticker().PercentFormatter(1))
+        if index + across >= len(panels):  # the last panel of its column
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("context, tokens")
-        axes.set_title(task, **TITLE)
-        bare(axes)
-        mark_trained(axes, trained.values(), lengths[-1])
-    for axes in grid.flat[len(tasks) :]:
+        axes.set_title(title, **style.TITLE)
+        style.bare(axes)
+        style.mark_trained(axes, trained.values(), lengths[-1])
+    for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    legend_below(figure, grid.flat[0])
-    figure.supylabel("found (bars: exact 95 % intervals)", fontsize=10)
-    figure.savefig(path, dpi=DPI, format="png")
+    style.legend_below(figure, grid.flat[0])
+    what = "perplexity, lower is better" if kind == "loss" else "found"
+    figure.supylabel(f"{what} (shaded: 95 % intervals)", fontsize=10)
+    figure.savefig(path, dpi=style.DPI, format="png")
 
 
 def draw_depths(
@@ -134,16 +84,13 @@ def draw_depths(
     trained: Mapping[str, int],
     title: str,
 ) -> None:
-    """Plot rates: one heat map per system, with lengths as columns and depths as rows.
-
-    Estimates are by (system, length, depth bin); the trained length of each system is marked.
-    """
+    """Plot rates, by (system, length, depth bin): one heat map per system, depths as rows."""
     systems, lengths = _axes_of(estimates)
     depths = 1 + max(depth for _, _, depth in estimates)
     width, height = max(1.6, _CELL * len(lengths) + 0.1), 0.32 * depths + 0.9
     across = max(1, min(len(systems), 3, int((_WIDTH - 1.2) // width)))
     down = math.ceil(len(systems) / across)
-    figure = figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
+    figure = style.figure_of(max(5.0, width * across + 1.4), max(3.0, height * down + 0.8))
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     image = None
     for index, (system, axes) in enumerate(zip(systems, grid.flat, strict=False)):
@@ -164,12 +111,12 @@ def draw_depths(
         axes.tick_params(length=0, labelbottom=index + across >= len(systems))
     for axes in grid.flat[len(systems) :]:
         axes.set_axis_off()
-    bar = figure.colorbar(image, ax=grid, format=ticker().PercentFormatter(1), shrink=0.8)
+    bar = figure.colorbar(image, ax=grid, format=style.ticker().PercentFormatter(1), shrink=0.8)
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=DPI, format="png")
+    figure.savefig(path, dpi=style.DPI, format="png")
 
 
 def _title(system: str) -> str:
@@ -180,9 +127,10 @@ def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Color, dashes and marker of each line; the first unpatched model is grey."""
     grey = next(filter(is_unpatched, systems), None)
     others = [system for system in systems if system != grey]
-    return {s: UNPATCHED_STYLE if s == grey else style_of(others.index(s)) for s in systems}
+    return {
+        s: style.UNPATCHED_STYLE if s == grey else style.style_of(others.index(s)) for s in systems
+    }
 
 
 def _axes_of(estimates: Mapping[tuple, Estimate]) -> tuple[list[str], list[int]]:
-    """The systems in order of appearance and the lengths, ascending."""
     return list(dict.fromkeys(key[0] for key in estimates)), sorted({key[1] for key in estimates})

@@ -1,7 +1,4 @@
-"""Shared by all plots: the matplotlib check, styles, and the marker of the trained length.
-
-matplotlib (the ``eval`` extra) is imported only when a plot is drawn.
-"""
+"""Shared by all plots; matplotlib (the ``eval`` extra) is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -28,12 +25,8 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 
 def require_matplotlib() -> None:
-    """Raise MeasureError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MeasureError(
-            "plots need matplotlib, which is not installed; "
-            'install it with: pip install "rope-ext[eval]"'
-        )
+        raise MeasureError('plots need matplotlib; install it with: pip install "rope-ext[eval]"')
 
 
 def bare(axes: Any) -> None:
@@ -43,10 +36,7 @@ def bare(axes: Any) -> None:
 
 
 def mark_trained(axes: Any, trained: Iterable[int], last: int) -> None:
-    """Draw a vertical line at each trained length, on an axis in tokens that ends at ``last``.
-
-    The label is above the axes, where it cannot overlap a line.
-    """
+    """Draw a line at each trained length, on an axis in tokens that ends at ``last``."""
     for number, length in enumerate(sorted(set(trained))):
         axes.axvline(length, color="#777777", linewidth=1, zorder=0)
         side = "left" if length < last else "right"
@@ -79,7 +69,6 @@ def log_axis(axes: Any) -> None:
 
 
 def style_of(index: int) -> dict[str, Any]:
-    """Return color, dashes and marker of the line with this index."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
@@ -95,7 +84,6 @@ def figure_of(width: float, height: float) -> Any:
 
 
 def ticker() -> Any:
-    """Import ``matplotlib.ticker``."""
     from matplotlib import ticker as module
 
     return module

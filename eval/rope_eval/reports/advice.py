@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rope_eval.next_commands import training_command
 from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, under
@@ -26,13 +26,13 @@ from rope_ext.saving.folder import model_of
 _MORE = {"windows": 64, "trials": 20}
 """Options of a larger comparison, suggested if the default is inconclusive."""
 Words = list[str]
+RECIPE = "recipes/own_model_yarn_lora.yaml"
+ON_CPU = ("--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch")
+"""Settings that a GPU recipe needs on a CPU."""
 
 
 def engines_of(systems: Sequence[System], arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """Return the engines that can serve each method of a model, by label; reads no weights.
-
-    There are none if a family has no causal language model or does not support the method.
-    """
+    """Return the engines that can serve each method of a model, by label; reads no weights."""
     found: dict[str, tuple[str, ...]] = {}
     with suppress(RopeExtError):
         model = model_of(systems[0].model)
@@ -50,18 +50,13 @@ class Advice(Results):
 
     @cached_property
     def recommendations(self) -> list[str]:
-        """Conclusions for each model.
-
-        The change by training if ``before`` and ``adapter`` are measured; otherwise, given
-        perplexity and passkeys, which method to use (see :class:`Recommendation`).
-        """
-        if self.trainings:
-            return [_of(training.unpatched, training.sentence()) for training in self.trainings]
+        """By model: the change by training, or else the method to use."""
+        if pairs := self.trainings:
+            return [_of(self.unpatched(one), self.training(one, two)) for one, two in pairs]
         return [f"{sentence} Next: {shlex.join(words)}" for sentence, words in self._advice]
 
     @property
     def next_commands(self) -> list[Words]:
-        """Next commands: for an adapter, or by model."""
         settings = self.plan.settings
         if settings.servers:
             return []
@@ -80,19 +75,15 @@ class Advice(Results):
     @property
     def reading(self) -> list[str]:
         """Explain how the recommendation relates to the tables, and its rule for a low cost."""
-        if not self.recommendations or self.trainings:
-            return []
-        return [
-            f'Summary: of several lengths on one side of the trained one, all together; "at most '
-            f'{MAX_COST:.0%}" holds if the upper end of the interval of perplexity does, and no '
-            f"more than {100 * MAX_COST:g} points of passkeys are clearly lost; intervals of "
-            f"passkey costs and whether methods differ have 95 % for all methods together "
-            f"(Bonferroni), those of the tables 95 % each."
-        ]
+        rule = (
+            f'Summary: of all lengths beyond the trained one together; "at most {MAX_COST:.0%}" '
+            f"also holds for passkeys and the upper end of the interval of perplexity; its own "
+            f"intervals are 95 % for all methods together (Bonferroni)."
+        )
+        return [rule] if self.recommendations and not self.trainings else []
 
     @cached_property
     def _advice(self) -> list[tuple[str, Words]]:
-        """Each model's recommended method and next command."""
         settings = self.plan.settings
         names = {task.name for task in self.plan.tasks}
         if settings.servers or not names >= {"perplexity", "passkey"}:
@@ -145,7 +136,6 @@ class Advice(Results):
         return ["python", "recipes/merge.py", adapter, "--output", unused("merged")]
 
     def _after(self, model: str) -> Words:
-        """Return the command after tasks without a recommendation."""
         lengths = self.plan.settings.lengths
         if all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
@@ -153,7 +143,6 @@ class Advice(Results):
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
-        """Return the command that measures the same methods by perplexity and passkeys."""
         settings = self.plan.settings
         return self._command(
             "compare",
@@ -196,7 +185,6 @@ class Advice(Results):
 
     @property
     def _texts(self) -> Sequence[Path | str]:
-        """``--text`` as passed."""
         return next((t.text for t in self.plan.tasks if isinstance(t, Perplexity)), ())
 
 
@@ -209,3 +197,29 @@ def _of(unpatched: System, sentence: str) -> str:
     """Return the sentence about a model, with its name if there are several."""
     name = _model_of(unpatched)
     return f"{name}: {sentence}" if name else sentence
+
+
+def training_command(
+    model: str,
+    method: str,
+    trained: int,
+    target: int,
+    *,
+    options: Mapping[str, Any] | str | None = None,
+    compose: bool = False,
+    text: str | None = None,
+    cpu: bool = False,
+) -> list[str]:
+    """Return the command that checks whether training fits, and prints the training command.
+
+    ``options`` are those of the method, or a file of ``rope-ext calibrate``; ``text`` evaluates the
+    result, and None is Python's library. ``cpu``: there is no GPU.
+    """
+    words = ["python", "-m", "recipes.memory", RECIPE, "--model", model, "--method", method]
+    words += ["--original_max_position_embeddings", str(trained), "--target_length", str(target)]
+    if options:
+        given = options if isinstance(options, str) else json.dumps(dict(options))
+        words += ["--method_options", given]
+    words += ["--compose", "true"] if compose else []
+    words += ["--eval_dataset", text] if text and not text.startswith("hf:") else []
+    return [*words, *(ON_CPU if cpu else ("--card", "24"))]

@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rope_eval.folder import writing
-from rope_eval.plots.style import (
-    bare,
-    figure_of,
-    legend_below,
-    log_axis,
-    require_matplotlib,
-    style_of,
-    ticker,
-)
+from rope_eval.plots import style
 from rope_ext.advice.sources import FORMAT, NAME, parsed, read, unreadable
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.errors import MeasureError
@@ -54,10 +47,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Change:
-    """A score of the published default and of the proposal, in nats or as a share.
-
-    ``low`` and ``high`` are the 99 % interval of the paired difference.
-    """
+    """A score before and after, in nats or as a share, and the 99 % interval of the difference."""
 
     before: float
     after: float
@@ -75,12 +65,10 @@ class Change:
 
     @property
     def worse(self) -> bool:
-        """Whether the loss rises beyond noise."""
         return not self.low <= 0
 
     @property
     def better(self) -> bool:
-        """Whether the loss falls beyond noise."""
         return self.high < 0
 
 
@@ -114,10 +102,9 @@ class Choice:
 class Calibration:
     """The options that a calibration found for one or more methods; ``print`` it.
 
-    ``model`` is the class of the decoder, ``scored`` the tokens at the end of every window whose
-    loss counts, ``cost`` the largest accepted increase of perplexity, as a share, ``prompts`` those
-    of each length in the half that tests, ``rows`` the sequences that ran through the model, and
-    ``inside`` the loss of the unpatched model within its trained length on that half.
+    ``prompts`` are those of each length in the half that tests, ``rows`` the sequences that ran
+    through the model, and ``inside`` is the loss of the unpatched model within its trained length
+    on that half.
     """
 
     model: str
@@ -144,7 +131,6 @@ class Calibration:
 
     @property
     def call(self) -> str:
-        """The call that applies the patch."""
         method = self.method
         return f"rope_ext.patch({', '.join(['model', repr(method.name), *option_texts(method)])})"
 
@@ -202,7 +188,7 @@ class Calibration:
         Raises:
             MeasureError: matplotlib is not installed, or the file cannot be written.
         """
-        require_matplotlib()
+        style.require_matplotlib()
         target = Path(path) if isinstance(path, (str, os.PathLike)) else path
         with writing(Path(str(path)), "give another path"):
             draw(self.choices, self.trained_length, self.target_length, target)
@@ -210,7 +196,9 @@ class Calibration:
     def to_json(self) -> str:
         """Return everything as JSON; :meth:`load` reads it from a file."""
         data = {"program": "rope_ext", NAME: FORMAT, "sentence": self.sentence, **_plain(self)}
-        return json.dumps({**data, "method": _plain(self.method)}, indent=1) + "\n"
+        text = json.dumps({**data, "method": _plain(self.method)}, indent=1)
+        # JSON has no infinity; this number reads back as one. Strings end in a quote.
+        return re.sub("(?m)Infinity(?=,?$)", "1e999", text) + "\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -248,58 +236,51 @@ def _plain(data: Any) -> Any:
 
 
 def perplexity(loss: float) -> str:
-    """Return the perplexity of a mean loss in nats per token."""
     return f"{math.exp(min(loss, 700)):.4g}"  # larger ones overflow a float
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of some numbers."""
     return sum(values) / len(values)
 
 
 def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | BinaryIO) -> None:
-    """Save a PNG with perplexity and, if measured, retrieval below it.
-
-    A line connects candidates of a method that differ only in the attention factor.
-    """
-    panels = 1 + all(t.found_beyond is not None for choice in choices for t in choice.tried)
-    figure = figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * panels)
-    grid = figure.subplots(panels, 1, squeeze=False)[:, 0]
-    for index, choice in enumerate(choices):
-        published, style = choice.published, style_of(index)
-        beside = published.options() | {SCALAR: None}
-        line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
-        line.sort(key=lambda trial: trial.attention_factor)
-        known = option_texts(published)
-        new = [t for t in option_texts(choice.method) if t not in known and SCALAR not in t]
-        label = published.name + (f" (chosen: {', '.join(new)})" if new else "")
-        mark = {"linestyle": "none", "color": style["color"], "zorder": 3}
-        ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.6}
-        star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
-        for panel, axes in enumerate(grid):
-
-            def point(trial: Trial, panel: int = panel) -> tuple[float, Any]:
-                value = trial.found_beyond if panel else math.exp(min(trial.far, 700))
-                return trial.attention_factor, value
-
-            points = zip(*map(point, line), strict=True)
-            axes.plot(*points, label=label, linewidth=1.5, markersize=4, **style)
-            axes.plot(*point(choice.tried[0]), **mark, **ring)
-            axes.plot(*point(choice.trial), **mark, **star)
-    titles = ["perplexity at the end (lower is better)", "answers found (higher is better)"]
-    for axes, title in zip(grid, titles, strict=False):
+    """Save a PNG by attention factor: perplexity and, if measured, retrieval below it."""
+    panels: dict[str, Callable[[Trial], Any]] = {
+        "perplexity at the end (lower is better)": lambda t: math.exp(min(t.far, 700))
+    }
+    if all(t.found_beyond is not None for choice in choices for t in choice.tried):
+        panels["answers found (higher is better)"] = lambda t: t.found_beyond
+    figure = style.figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * len(panels))
+    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.6}
+    star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
+    for (title, value), axes in zip(panels.items(), grid, strict=True):
+        for index, choice in enumerate(choices):
+            published, look = choice.published, style.style_of(index)
+            beside = published.options() | {SCALAR: None}
+            line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
+            line.sort(key=lambda trial: trial.attention_factor)
+            known = option_texts(published)
+            new = [t for t in option_texts(choice.method) if t not in known and SCALAR not in t]
+            label = published.name + (f" (chosen: {', '.join(new)})" if new else "")
+            factors = [trial.attention_factor for trial in line]
+            axes.plot(factors, list(map(value, line)), label=label, linewidth=1.5, markersize=4,
+                      **look)  # fmt: skip
+            for trial, mark in ((choice.tried[0], ring), (choice.trial, star)):
+                axes.plot(trial.attention_factor, value(trial), linestyle="none",
+                          color=look["color"], zorder=3, **mark)  # fmt: skip
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("attention factor (on cos and sin)")
-        bare(axes)
+        style.bare(axes)
     grid[0].set_yscale("log")
-    log_axis(grid[0])
-    if panels == 2:
-        grid[1].set_ylim(-0.04, 1.04)
-        grid[1].yaxis.set_major_formatter(ticker().PercentFormatter(1))
+    style.log_axis(grid[0])
+    for axes in grid[1:]:
+        axes.set_ylim(-0.04, 1.04)
+        axes.yaxis.set_major_formatter(style.ticker().PercentFormatter(1))
     figure.suptitle(
         f"{trained} \u2192 {target} tokens, on the half of the text used for selection\n"
         f"(ring: published default, star: chosen)",
         fontsize=11,
     )
-    legend_below(figure, grid[0])
+    style.legend_below(figure, grid[0])
     figure.savefig(path, dpi=160, format="png")

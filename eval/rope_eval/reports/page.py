@@ -45,7 +45,6 @@ class Table:
     sentences: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """Return the table in GitHub Markdown."""
         lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]
         lines += [f"| {' | '.join(cell.markdown() for cell in row.cells)} |" for row in self.rows]
         return "\n".join(lines)

@@ -1,18 +1,10 @@
-"""Recommends a method from perplexity and passkeys: the decision, then its text.
+"""Recommends a method from perplexity and passkeys, by the rule in ``docs/evaluate.md``.
 
-The rule, also in ``docs/evaluate.md``:
-
-1. A difference is clear if its interval on identical cases excludes zero and it is at least
-   ``SMALLEST_EFFECT``. The intervals of a recommendation are Bonferroni-corrected, 95 % together
-   for all methods, so that equal methods are recommended in at most 5 % of cases.
-2. Passkeys count only if the unpatched model finds at least half of them within the trained length.
-   If a model does not find them there, finding or losing a few has no meaning.
-3. The best of several methods: those that clearly find fewer passkeys beyond the trained length
-   than the best one drop out; of the rest, the lowest mean log perplexity there wins.
-4. A method helps if, beyond the trained length, it is clearly better than the unpatched model in
-   perplexity or passkeys, and clearly worse in neither.
-5. Three are named: the best of all, the best of those that cost at most 5 % within the trained
-   length, judged by the upper end of the interval, and the best of those that an engine can serve.
+A difference is clear if its interval on identical cases excludes zero and it is at least
+``SMALLEST_EFFECT``. The intervals are Bonferroni-corrected, 95 % together for all methods, so that
+equal methods are recommended in at most 5 % of cases. A method helps if, beyond the trained length,
+it is clearly better than the unpatched model in perplexity or passkeys, and clearly worse in
+neither.
 """
 
 from __future__ import annotations
@@ -24,20 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rope_eval.cases import Outcome
+from rope_eval.reports import summary
 from rope_eval.reports.intervals import CONFIDENCE
-from rope_eval.reports.summary import (
-    Estimate,
-    by_document,
-    estimate_rate,
-    is_clear,
-    loss_difference,
-    number,
-    percent,
-    perplexity,
-    rate_difference,
-    signed,
-    weighted_mean,
-)
 from rope_eval.tasks.passkey import MIN_FOUND
 from rope_ext.command.method_options import UNPATCHED
 
@@ -50,8 +30,8 @@ length of a method that "costs little"."""
 class Scores:
     """All measurements of one method.
 
-    ``losses`` are means of every document (nats per token) and ``passes`` 1 or 0 for every passkey
-    trial, by length; ``weights`` the tokens behind each document, equal if empty.
+    By length: ``losses`` of every document (nats per token, weighted by ``weights``), and
+    ``passes``, 1 or 0, of every passkey.
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
@@ -59,7 +39,6 @@ class Scores:
     weights: list[float] = field(default_factory=list)
 
     def passes_at(self, lengths: Sequence[int]) -> list[float]:
-        """Return the trials of these lengths."""
         return [x for length in lengths for x in self.passes.get(length, ())]
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
@@ -74,7 +53,7 @@ def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str
     for (task, system, length), group in places.items():
         score = scores[system]
         if task == "perplexity":
-            score.losses[length], score.weights[:] = by_document(group)
+            score.losses[length], score.weights[:] = summary.by_document(group)
         elif task == "passkey":
             score.passes[length] = [outcome.value for outcome in group]
     return scores
@@ -92,16 +71,16 @@ class Evidence:
 
     name: str
     loss: float
-    found: Estimate | None
-    cost: Estimate | None
-    lost: Estimate | None
+    found: summary.Estimate | None
+    cost: summary.Estimate | None
+    lost: summary.Estimate | None
     helps: bool
     harms: bool
     engines: tuple[str, ...]
 
     def costs_at_most(self, rise: float | None) -> bool:
         """Whether perplexity rises, and passkeys drop, by at most ``MAX_COST``."""
-        loses = self.lost is not None and is_clear(self.lost) and self.lost.value > MAX_COST
+        loses = self.lost is not None and summary.is_clear(self.lost) and self.lost.value > MAX_COST
         return rise is not None and rise <= MAX_COST and not loses
 
     @property
@@ -127,8 +106,7 @@ class Recommendation:
 
     ``scores`` are by method, the unpatched model under ``"none"``, and ``engines`` those that can
     serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of all,
-    of those that cost little within the trained length, and of those that an engine can serve;
-    None: there is none.
+    of those that cost little within the trained length, and of those that an engine can serve.
     """
 
     def __init__(
@@ -146,7 +124,7 @@ class Recommendation:
         self.weights = unpatched.weights or None
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
         passes = unpatched.passes_at(self.within)
-        self.found_within = estimate_rate(passes) if passes else None
+        self.found_within = summary.estimate_rate(passes) if passes else None
         self.counts = self.found_within is not None and self.found_within.value >= MIN_FOUND
         self.methods = [self._evidence(name) for name in names] if self.far else []
         self.beyond = self._pick(self.methods)
@@ -155,7 +133,6 @@ class Recommendation:
 
     @property
     def broken(self) -> bool:
-        """Whether the unpatched model's loss within its trained length is NaN or infinite."""
         return not all(map(math.isfinite, self.scores[UNPATCHED].losses_at(self.within)))
 
     @property
@@ -171,30 +148,31 @@ class Recommendation:
         a, b = (self.scores[name].losses_at(self.far) for name in (one, other))
         if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
-        gap = loss_difference(a, b, self.weights, self.confidence)
-        return gap is not None and is_clear(gap) and gap.value < 0
+        gap = summary.loss_difference(a, b, self.weights, self.confidence)
+        return gap is not None and summary.is_clear(gap) and gap.value < 0
 
     def _fewer(self, one: str, other: str) -> bool:
-        """Whether ``one`` clearly finds fewer passkeys beyond the trained length."""
         gap = self._rates(one, other, self.far)
-        return gap is not None and is_clear(gap) and gap.value < 0
+        return gap is not None and summary.is_clear(gap) and gap.value < 0
 
-    def _rates(self, one: str, other: str, lengths: Sequence[int]) -> Estimate | None:
+    def _rates(self, one: str, other: str, lengths: Sequence[int]) -> summary.Estimate | None:
         a, b = (self.scores[name].passes_at(lengths) for name in (one, other))
-        return rate_difference(a, b, self.confidence) if self.counts and a and b else None
+        return summary.rate_difference(a, b, self.confidence) if self.counts and a and b else None
 
     def _evidence(self, name: str) -> Evidence:
         score, unpatched = self.scores[name], self.scores[UNPATCHED]
         passes, cost = score.passes_at(self.far), None
         if at := self.within[-1:]:
-            cost = loss_difference(score.losses_at(at), unpatched.losses_at(at), self.weights)
-            cost = cost or Estimate(math.inf, None, None, len(score.losses_at(at)))
+            cost = summary.loss_difference(
+                score.losses_at(at), unpatched.losses_at(at), self.weights
+            )
+            cost = cost or summary.Estimate(math.inf, None, None, len(score.losses_at(at)))
         better = self._lower(name, UNPATCHED) or self._fewer(UNPATCHED, name)
         worse = self._lower(UNPATCHED, name) or self._fewer(name, UNPATCHED)
         return Evidence(
             name=name,
-            loss=weighted_mean(score.losses_at(self.far), self.weights),
-            found=estimate_rate(passes) if passes else None,
+            loss=summary.weighted_mean(score.losses_at(self.far), self.weights),
+            found=summary.estimate_rate(passes) if passes else None,
             cost=cost,
             lost=self._rates(UNPATCHED, name, self.within),
             helps=better and not worse,
@@ -203,7 +181,6 @@ class Recommendation:
         )
 
     def _pick(self, methods: Sequence[Evidence]) -> Pick | None:
-        """Return the best of these methods."""
         if not methods:
             return None
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
@@ -227,81 +204,74 @@ class Recommendation:
                 f"No recommendation: within {self.trained} tokens the loss of the unpatched model "
                 f"is NaN or infinite. Check its weights, or give --dtype float32 or bfloat16."
             )
-        parts = [self._verdict(self.beyond), self._cheapest(self.beyond.best)]
-        parts.append(self._served(self.beyond.best))
-        if not self.counts and self._evidence(UNPATCHED).found is not None:
+        best, where = self.beyond.best, f"beyond {self.trained} tokens"
+        start = (
+            f"Cannot tell whether any method helps {where}: the best, {best.name}, is not clearly "
+            f"better than the unpatched model"
+        )
+        if best.helps:
+            start = f"{where.capitalize()}, {best.name} is best"
+        elif best.harms:
+            start = (
+                f"No method helps {where}: the best, {best.name}, is clearly worse than the "
+                f"unpatched model in perplexity or passkeys"
+            )
+        plain, unsure = self._evidence(UNPATCHED), any(e.maybe_cheap for e in self.methods)
+        parts = [f"{start}: {self._numbers(best)} (unpatched: {_far(plain)}).{_ties(self.beyond)}"]
+        if self.within:
+            costs = f"costs at most {MAX_COST:.0%} at {self.within[-1]} tokens"
+            none = f"{'Cannot tell whether a method' if unsure else 'No method'} {costs}."
+            parts.append(self._of(self.cheap, costs, f"It {costs}.", none))
+        else:
+            parts.append("The cost within the trained length was not measured.")
+        if self.engines is not None:
+            names = "" if self.served is None else _listed(self.served.best.engines)
+            none = "No supported engine can serve any of them."
+            serves = f"an engine can serve ({names})"
+            parts.append(self._of(self.served, serves, f"{names} can serve it.", none))
+        if not self.counts and plain.found is not None:
             why = "they were not measured within the trained length"
             if self.found_within is not None:
                 why = (
                     f"within {self.trained} tokens the unpatched model finds "
-                    f"{percent(self.found_within)}, less than half"
+                    f"{summary.percent(self.found_within)}, less than half"
                 )
             parts.append(f"Passkeys do not count here: {why}.")
-        return " ".join(filter(None, parts))
+        return " ".join(parts)
 
-    def _verdict(self, pick: Pick) -> str:
+    def _of(self, pick: Pick | None, what: str, same: str, none: str) -> str:
+        """Name the best method that ``what``, unless there is none or it is the best of all."""
+        if pick is None or self.beyond is None:
+            return none
         best = pick.best
-        if best.helps:
-            start = f"Beyond {self.trained} tokens, {best.name} is best"
-        elif best.harms:
-            start = (
-                f"No method helps beyond {self.trained} tokens: the best, {best.name}, is clearly "
-                f"worse than the unpatched model in perplexity or passkeys"
-            )
-        else:
-            start = (
-                f"Cannot tell whether any method helps beyond {self.trained} tokens: the best, "
-                f"{best.name}, is not clearly better than the unpatched model"
-            )
-        plain = _far(self._evidence(UNPATCHED))
-        return f"{start}: {self._numbers(best)} (unpatched: {plain}).{_ties(pick)}"
-
-    def _cheapest(self, best: Evidence) -> str:
-        if not self.within:
-            return "The cost within the trained length was not measured."
-        at = f"at most {MAX_COST:.0%} at {self.within[-1]} tokens"
-        if self.cheap is None:
-            unsure = any(e.maybe_cheap for e in self.methods)
-            return f"{'Cannot tell whether a method' if unsure else 'No method'} costs {at}."
-        if self.cheap.best is best:
-            return f"It costs {at}."
-        return f"Best method that costs {at}: {self._named(self.cheap)}"
-
-    def _served(self, best: Evidence) -> str:
-        if self.engines is None:
-            return ""
-        if self.served is None:
-            return "No supported engine can serve any of them."
-        served = self.served.best
-        names = _listed(served.engines)
-        if served is best:
-            return f"{names} can serve it."
-        if self.cheap is not None and served is self.cheap.best:
-            return f"{names} can serve {served.name}, the best method that an engine supports."
-        return f"Best method that an engine can serve ({names}): {self._named(self.served)}"
-
-    def _named(self, pick: Pick) -> str:
-        doubt = "" if pick.best.helps else ", not clearly better than the unpatched model"
-        return f"{pick.best.name}, {self._numbers(pick.best)}{doubt}.{_ties(pick)}"
+        if best is self.beyond.best:
+            return same
+        doubt = "" if best.helps else ", not clearly better than the unpatched model"
+        named = f"{best.name}, {self._numbers(best)}{doubt}"
+        return f"Best method that {what}: {named}.{_ties(pick)}"
 
     def _numbers(self, evidence: Evidence) -> str:
         words = _far(evidence)
         if evidence.cost is not None:
-            words += f"; at {self.within[-1]} tokens, {signed(evidence.cost)} % perplexity"
+            words += f"; at {self.within[-1]} tokens, {summary.signed(evidence.cost)} % perplexity"
         if evidence.cost is not None and (
             gained := self._rates(evidence.name, UNPATCHED, self.within)
         ):
-            words += f" and {signed(gained)} points of passkeys"
+            words += f" and {summary.signed(gained)} points of passkeys"
         return words
 
 
 def _far(evidence: Evidence) -> str:
-    words = f"perplexity {number(perplexity(evidence.loss))}"
-    return words if evidence.found is None else f"{words}, {percent(evidence.found)} of passkeys"
+    words = f"perplexity {summary.number(summary.perplexity(evidence.loss))}"
+    return (
+        words
+        if evidence.found is None
+        else f"{words}, {summary.percent(evidence.found)} of passkeys"
+    )
 
 
 def _ties(pick: Pick) -> str:
-    labels = [f"{e.name} ({number(perplexity(e.loss))})" for e in pick.rivals]
+    labels = [f"{e.name} ({summary.number(summary.perplexity(e.loss))})" for e in pick.rivals]
     return f" Not significantly different: {_listed(labels)}." if labels else ""
 
 

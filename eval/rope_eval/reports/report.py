@@ -39,12 +39,10 @@ class Report(Advice):
 
     @property
     def notes(self) -> list[str]:
-        """Notes for readers of the results."""
         return [*self.plan.notes, *self.warnings]
 
     @property
     def title(self) -> str:
-        """Title of the page and the plots."""
         return f"{self._names}: {', '.join(section.name for section in self.sections)}"
 
     @property
@@ -96,8 +94,7 @@ class Report(Advice):
             console.print(table)
             console.print(f"{section.sentences[0]}.\n", style="dim", highlight=False)
         parts = dict.fromkeys(self.essentials, "dim")
-        notes = (*self.plan.refusals, *self.warnings)
-        parts |= dict.fromkeys((f"Note: {note}." for note in notes), "yellow")
+        parts |= dict.fromkeys((f"Note: {note}." for note in self.warnings), "yellow")
         parts |= dict.fromkeys(self.recommendations, "bold")
         for part, style in parts.items():
             console.print(part, style=style, highlight=False, markup=False)
@@ -126,19 +123,15 @@ class Report(Advice):
     def page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
         """Build one HTML file with plots, whose names start with that of their section."""
         told = f"Intervals are 95 %. All methods get the same texts and prompts. {BOLD}"
-        sections = [
-            Section(
-                section.name,
-                (f"{section.sentences[0]}. {told}",),
-                section.tables,
-                [
-                    page.Picture(f"{name} of {self.title}", content)
-                    for place, name, content in pictures
-                    if place == section.name
-                ],
-            )
-            for section in self.sections
-        ]
+        sections = []
+        for one in self.sections:
+            shown = [
+                page.Picture(f"{name} of {self.title}", content)
+                for place, name, content in pictures
+                if place == one.name
+            ]
+            told_first = (f"{one.sentences[0]}. {told}",)
+            sections.append(Section(one.name, told_first, one.tables, shown))
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.notes]
@@ -155,7 +148,6 @@ class Report(Advice):
             "definitions": {section.name: section.sentences[0] for section in self.sections},
             "notes": self.notes,
             "chat_template": plan.chat,
-            "refused": plan.refused,
             "settings": plan.settings.to_json(),
             "systems": [
                 {
@@ -180,11 +172,6 @@ class Report(Advice):
                 suite: {system.name: self._suite(suite, system.name) for system in plan.systems}
                 for suite in self.suites
             },
-            "curves": [
-                {"task": task.name, **row}
-                for task in plan.tasks
-                for row in _rows(("system", "up_to"), self.curve(task.name))
-            ],
         }
 
     def _suite(self, suite: str, system: str) -> dict[str, Any]:
@@ -198,53 +185,44 @@ class Report(Advice):
         return found
 
     def _csv(self) -> str:
-        file = io.StringIO(newline="")
+        """Every estimate, and rates by depth, with the options of its system and task."""
         asked = {task.name: task_options(task) for task in self.plan.tasks}
-        names = list(dict.fromkeys(name for values in asked.values() for name in values))
+        names = dict.fromkeys(name for values in asked.values() for name in values)
         systems = {system.name: system for system in self.plan.systems}
-        table, settings = csv.writer(file), self.plan.settings
-        table.writerow(
-            [
-                *("task", "system", "length", "depth_bin", "value", "low", "high", "count", "note"),
-                *("model", "method", "options", "trained_length", "seed", "dtype", *names),
-            ]
-        )
+        settings, rows = self.plan.settings, []
         for place, value in self.estimates.items():
-            system = systems[place[1]]
-            more = [system.model, system.method, _plain(system.options), system.trained]
-            more += [settings.seed, settings.dtype]
-            more += [_plain(asked[place[0]].get(name)) for name in names]
+            system, own = systems[place[1]], asked[place[0]]
+            more = {"model": system.model, "method": system.method, "options": system.options}
+            more |= {"trained_length": system.trained, "seed": settings.seed}
+            more |= {"dtype": settings.dtype} | {name: own.get(name) for name in names}
             bins = {key[3]: cell for key, cell in self.by_depth.items() if key[:3] == place}
             for depth, cell in {"": value, **bins}.items():
-                table.writerow([*place, depth, *asdict(cell).values(), *more])
+                at = dict(zip(("task", "system", "length"), place, strict=True))
+                row = {**at, "depth_bin": depth, **asdict(cell), **more}
+                rows.append({name: _plain(each) for name, each in row.items()})
+        table = csv.DictWriter(file := io.StringIO(newline=""), rows[0])
+        table.writeheader()
+        table.writerows(rows)
         return file.getvalue()
 
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
-        lengths, rates = self.plan.lengths, []
+        rates, draw = {}, figures.draw_lines
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
             part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
-            bins = {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}
             if task.kind == "rate":
-                rates.append(task.name)
-                if bins:
+                rates[task.name] = part
+                if bins := {p[1:]: e for p, e in self.by_depth.items() if p[0] == task.name}:
                     png = _png(figures.draw_depths, bins, trained, f"{title}, % found")
                     yield task.name, task.name, png
                 continue
-            draw = figures.draw_perplexity
-            yield task.name, task.name, _png(draw, part, trained, f"{title} by length")
-            if curve := self.curve(task.name):
-                title = f"{title} by position in {lengths[-1]} tokens"
-                axis = "tokens up to this position, from the one before"
-                ticks = [4**k for k in range(1, 12) if 2 * 4**k < lengths[0]]
-                png = _png(draw, curve, trained, title, axis, [*ticks, *lengths])
-                yield task.name, f"{task.name}_positions", png
+            panels = {f"{title} by length": part}
+            yield task.name, task.name, _png(draw, panels, "loss", trained)
         if rates:
-            part = {place: e for place, e in self.estimates.items() if place[0] in rates}
-            where = next(iter(self.suites), rates[0])
-            yield where, "rates", _png(figures.draw_rates, part, trained)
+            where = next(iter([*self.suites, *rates]))
+            yield where, "rates", _png(draw, rates, "rate", trained)
 
 
 def _png(draw: Callable[..., None], *given: Any) -> bytes:
@@ -264,7 +242,6 @@ def _rich(name: str, table: Table) -> RichTable:
 
 
 def _rows(names: Sequence[str], estimates: Mapping[Any, Estimate | None]) -> list[dict[str, Any]]:
-    """Return the estimates, each with the parts of its key under these names."""
     return [
         {**dict(zip(names, key, strict=True)), **_numbers(value)}
         for key, value in estimates.items()
@@ -278,7 +255,6 @@ def _numbers(value: Estimate) -> dict[str, float | None]:
 
 
 def task_options(task: Task) -> dict[str, Any]:
-    """Return a task's settings, such as windows, trials and depths, by field name."""
     return {one.name: getattr(task, one.name) for one in option_fields(type(task))}
 
 
@@ -286,7 +262,6 @@ _UNSET = (None, False, (), [], "")
 
 
 def _short(value: Any) -> str:
-    """Format an option of a task for a sentence."""
     return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 

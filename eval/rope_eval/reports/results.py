@@ -1,8 +1,4 @@
-"""Computes numbers from outcomes, shared by tables, plots and text.
-
-A change by training is called lower or higher only if it is clear (``is_clear``), and otherwise
-"cannot tell".
-"""
+"""Computes numbers from outcomes, shared by tables, plots and text."""
 
 from __future__ import annotations
 
@@ -15,14 +11,11 @@ from typing import TypeVar
 
 from rope_eval.cases import Outcome
 from rope_eval.reports.intervals import rate_interval
-from rope_eval.reports.page import Cell, Row, Table
 from rope_eval.reports.summary import (
     Estimate,
     difference,
     estimate,
-    estimate_perplexity,
     is_clear,
-    shown,
     signed,
 )
 from rope_eval.run.plan import Plan
@@ -43,62 +36,6 @@ def grouped(values: Sequence[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     for value in values:
         groups.setdefault(key(value), []).append(value)
     return groups
-
-
-DEFINITION = (
-    "The unpatched model, the model under the adapter's method without its weights, and with them, "
-    "on the same cases; the last row is what training changed (perplexity: %, rates: points)"
-)
-
-
-@dataclass(frozen=True)
-class Training:
-    """One model unpatched, with the method ``before`` training, and ``after`` it.
-
-    ``places`` has the outcomes by (task, system, length).
-    """
-
-    unpatched: System
-    before: System
-    after: System
-    tasks: Sequence[Task]
-    lengths: Sequence[int]
-    places: Mapping[tuple[str, str, int], Sequence[Outcome]]
-
-    def change(self, task: Task, lengths: Sequence[int]) -> Estimate | None:
-        """Return how much training raised perplexity (relative) or a rate, over these lengths."""
-        after, before = (
-            [o for n in lengths for o in self.places[task.name, system.name, n]]
-            for system in (self.after, self.before)
-        )
-        return difference(after, before, task.kind)
-
-    def table(self) -> Table:
-        """Build a table of three systems and the change, one column per task and length."""
-        places = [(task, length) for task in self.tasks for length in self.lengths]
-        rows = []
-        for system in (self.unpatched, self.before, self.after):
-            outcomes = [(self.places[task.name, system.name, n], task.kind) for task, n in places]
-            cells = [Cell(shown(estimate(*given), given[1])) for given in outcomes]
-            rows.append(Row((Cell(system.name), *cells), system is self.unpatched))
-        gaps = [self.change(task, [length]) for task, length in places]
-        cells = [Cell("" if gap is None else signed(gap), is_clear(gap)) for gap in gaps]
-        rows.append(Row((Cell("change by training"), *cells)))
-        header = ("method", *(f"{task.name}, {length} tokens" for task, length in places))
-        return Table("", header, tuple(rows))
-
-    def sentence(self) -> str:
-        """Describe what training changed beyond and within the trained length."""
-        trained, parts = self.after.trained, {}
-        parts[f"beyond {trained} tokens"] = [n for n in self.lengths if n > trained]
-        for length in [n for n in self.lengths if n <= trained][-1:]:
-            parts[f"at {length} tokens"] = [length]
-        said = [
-            f"{where}, {' and '.join(_said(t, self.change(t, lengths)) for t in self.tasks)}"
-            for where, lengths in parts.items()
-            if lengths
-        ]
-        return f"Training under {self.before.method}: {'; '.join(said)}."
 
 
 def _said(task: Task, gap: Estimate | None) -> str:
@@ -147,20 +84,14 @@ class Results:
         return grouped([t for t in self.plan.tasks if t.suite], lambda task: str(task.suite))
 
     def average(self, suite: str, system: str, length: int) -> Estimate:
-        """Mean over the tasks of a suite, with equal weights, as in RULER.
-
-        The interval pools all prompts, and is somewhat wide if tasks differ.
-        """
+        """Mean over the tasks of a suite, with equal weights; the interval pools all prompts."""
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
         count = sum(task.count for task in tasks)
         return Estimate(mean, *rate_interval(min(mean * count, count), count), count)
 
     def threshold(self, suite: str) -> str | None:
-        """Return the name of the longest length at ``EFFECTIVE``; None if a suite has none.
-
-        It is the effective length if all of RULER's tasks are measured, over which it is defined.
-        """
+        """The name of the longest length at ``EFFECTIVE``; the effective length needs all tasks."""
         size = self.suites[suite][0].suite_size
         if size is None:
             return None
@@ -203,10 +134,7 @@ class Results:
 
     @cached_property
     def differences(self) -> dict[tuple[str, str, str], Estimate]:
-        """Differences by (task, one, other): one minus other on identical cases.
-
-        Over all lengths beyond the trained one, or over all lengths if there are none.
-        """
+        """(task, one, other): one minus other on the same cases, beyond the trained length."""
         found = {}
         for task in self.plan.tasks:
             for pair in combinations(self.plan.systems, 2):
@@ -222,59 +150,49 @@ class Results:
         return found
 
     @cached_property
-    def trainings(self) -> list[Training]:
-        """One entry for each model measured before and after training an adapter."""
-        plan = self.plan
+    def trainings(self) -> list[tuple[System, System]]:
+        """The systems before and after training an adapter, for each model measured so."""
         return [
-            Training(self.unpatched(before), before, after, plan.tasks, plan.lengths, self.places)
-            for before in plan.systems
-            for after in plan.systems
+            (before, after)
+            for before in self.plan.systems
+            for after in self.plan.systems
             if after.adapted and not before.adapted
             if (before.model, before.method) == (after.model, after.method)
         ]
 
-    def curve(self, task: str) -> dict[tuple[str, int], Estimate]:
-        """Perplexity between two positions of the longest windows, by (system, later one)."""
-        curve: dict[tuple[str, int], Estimate] = {}
-        for system in self.plan.systems:
-            outcomes = self.places[task, system.name, self.plan.lengths[-1]]
-            outcomes = [outcome for outcome in outcomes if len(outcome.curve) > 1]
-            for index in range(len(outcomes[0].curve) if outcomes else 0):
-                means, weights, position = [], [], 0
-                for group in grouped(outcomes, lambda outcome: outcome.group).values():
-                    loss = tokens = 0
-                    for outcome in group:
-                        position, total, count = outcome.curve[index]
-                        _, less, before = outcome.curve[index - 1] if index else (0, 0.0, 0)
-                        loss += total - less if math.isfinite(total) else math.inf
-                        tokens += count - before
-                    means.append(loss / tokens)
-                    weights.append(tokens)
-                curve[system.name, position] = estimate_perplexity(means, weights)
-        return curve
+    def training(self, before: System, after: System) -> str:
+        """Describe what training changed beyond and within the trained length."""
+        trained, lengths = after.trained, self.plan.lengths
+        parts = {f"beyond {trained} tokens": [n for n in lengths if n > trained]}
+        for length in [n for n in lengths if n <= trained][-1:]:
+            parts[f"at {length} tokens"] = [length]
+
+        def change(task: Task, lengths: Sequence[int]) -> Estimate | None:
+            ours, theirs = (
+                [o for n in lengths for o in self.places[task.name, system.name, n]]
+                for system in (after, before)
+            )
+            return difference(ours, theirs, task.kind)
+
+        said = [
+            f"{where}, {' and '.join(_said(t, change(t, lengths)) for t in self.plan.tasks)}"
+            for where, lengths in parts.items()
+            if lengths
+        ]
+        return f"Training under {before.method}: {'; '.join(said)}."
 
     @cached_property
     def warnings(self) -> list[str]:
         """Warnings about the results."""
-        low, led, notes = [], [], []
+        low = []
         for system in self.plan.systems:
             length = self.reference(system)
             found = self.estimates.get(("passkey", system.name, length or 0))
             if system.method == UNPATCHED and found is not None and found.value < MIN_FOUND:
                 low.append(f"{found.value:.0%} at {length} tokens ({system.name})")
-            right = [o for o in self.outcomes if o.system == system.name and o.value == 1]
-            right = [o for o in right if o.led is not None]
-            if others := sum(not o.led for o in right):
-                led.append(f"{others} of {len(right)} ({system.name})")
-        if low:
-            notes.append(
-                f"within its trained length the unpatched model finds few passkeys, "
-                f"{', '.join(low)}, so those found beyond say little about a method; try --needle "
-                f"word or --digits 3"
-            )
-        if led:
-            notes.append(
-                f"digits right, first token wrong: in {', '.join(led)} of the passkeys found, the "
-                f"model would begin its answer otherwise than with the space that it is given"
-            )
-        return notes
+        if not low:
+            return []
+        return [
+            f"within its trained length the unpatched model finds few passkeys, {', '.join(low)}, "
+            f"so those found beyond say little about a method; try --needle word or --digits 3"
+        ]

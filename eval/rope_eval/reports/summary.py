@@ -19,10 +19,7 @@ TOO_FEW_PROMPTS = "too few prompts"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its 95 % interval, and the number of trials or documents.
-
-    ``low`` and ``high`` are None if there are too few for an interval; see ``note``.
-    """
+    """A number, its 95 % interval (None: too few, see ``note``), and how many there are."""
 
     value: float
     low: float | None
@@ -87,10 +84,7 @@ def loss_difference(
     weights: Sequence[float] | None = None,
     confidence: float = CONFIDENCE,
 ) -> Estimate | None:
-    """Return the relative change of perplexity from ``other`` to ``one``; None if infinite.
-
-    Both are mean losses of the same documents in nats per token, with their numbers of tokens.
-    """
+    """Return the relative change of perplexity on the same documents; None if infinite."""
     if not all(map(math.isfinite, (*one, *other))):
         return None
     gaps = [x - y for x, y in zip(one, other, strict=True)]
@@ -113,10 +107,7 @@ def rate_difference(
 
 
 def is_clear(gap: Estimate | None) -> bool:
-    """Whether a difference is clear, and shown in bold.
-
-    Its interval excludes zero, and it is at least ``SMALLEST_EFFECT``.
-    """
+    """Whether a difference is shown in bold: its interval excludes zero, and it is not tiny."""
     if gap is None or gap.low is None or gap.high is None:
         return False
     return abs(gap.value) >= SMALLEST_EFFECT and (gap.low > 0 or gap.high < 0)

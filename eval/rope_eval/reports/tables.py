@@ -1,4 +1,4 @@
-"""Builds a report's tables: one or two for every training run, suite and task."""
+"""Builds a report's tables: one or two for every suite and task."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from itertools import combinations
 
 from rope_eval.reports.intervals import CONFIDENCE
 from rope_eval.reports.page import BOLD, Cell, Row, Section, Table
-from rope_eval.reports.results import DEFINITION, EFFECTIVE, Results
+from rope_eval.reports.results import EFFECTIVE, Results
 from rope_eval.reports.summary import Estimate, is_clear, percent, shown, signed
 from rope_eval.tasks.base import Task
 from rope_ext.command.method_options import UNPATCHED
 
 
 def sections(results: Results) -> Iterator[Section]:
-    """Yield sections for training, suites and tasks; the first sentence defines the numbers."""
-    for training in results.trainings:
-        yield Section("before and after training", (DEFINITION,), [training.table()])
+    """Yield sections for suites and tasks; the first sentence defines the numbers."""
     for suite in results.suites:
         yield Section(suite, (_suite_definition(results, suite),), [_suite_table(results, suite)])
     questions, models = results.plan.questions, results.plan.settings.models
@@ -75,7 +73,6 @@ def _task_table(results: Results, task: Task) -> Table:
 
 
 def _difference_tables(results: Results, task: Task) -> Iterator[Table]:
-    """Yield one table per model: row minus column."""
     gaps = results.differences
     for model in results.plan.settings.models:
         systems = [s for s in results.plan.systems if s.model == model]

@@ -1,7 +1,4 @@
-"""Checks everything that can be checked without weights, and chooses all cases.
-
-Batches depend only on the plan.
-"""
+"""Checks everything that can be checked without weights, and chooses all cases."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from typing import Any
 
 import torch
 
-from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes, require_positive
+from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.folder import Folder
+from rope_eval.options import check_options, refuse
 from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
 from rope_eval.systems import System, beyond
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.method_options import ADAPTER, built, checked_methods, label, saved_otherwise
-from rope_ext.errors import MeasureError, Mistakes, OptionError, RopeExtError
-from rope_ext.methods import method_class
+from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.saving import checkpoints as models
 
 BEFORE_TRAINING, TRAINED = ", before training", ", trained"
@@ -39,8 +36,7 @@ class Plan:
     ``lengths`` ascend and have the trained ones, and of ``systems``, the rows of the report, the
     unpatched one comes first of each model. ``questions`` are by model and name of a task. ``chat``
     says whether prompts use a chat template, by model; it is empty if no task has prompts.
-    ``run`` fills ``refused``, why a model cannot take a method, by the name of the system, and
-    ``harness``, the keys of what lm-evaluation-harness measured.
+    ``run`` fills ``harness``, the keys of what lm-evaluation-harness measured, by system.
     """
 
     settings: Settings
@@ -51,34 +47,9 @@ class Plan:
     identities: Mapping[str, Mapping[str, Any]]
     notes: tuple[str, ...]
     chat: Mapping[str, bool] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
     harness: dict[str, list[str]] = field(default_factory=dict)
 
-    def measured(self) -> Plan:
-        """The plan without the refused systems, whose reasons are among its notes."""
-        systems = tuple(system for system in self.systems if system.name not in self.refused)
-        left = {system.method for system in systems}
-        gone = {system.method for system in self.systems} - left
-        kept = (UNPATCHED, ADAPTER, BEFORE)
-
-        def goes_on(name: str) -> bool:
-            return name in kept or method_class(name).name not in gone
-
-        settings = replace(
-            self.settings,
-            methods=tuple(filter(goes_on, self.settings.methods)),
-            options={name: v for name, v in self.settings.options.items() if goes_on(name)},
-        )
-        notes = (*self.notes, *self.refusals)
-        return replace(self, settings=settings, systems=systems, notes=notes)
-
-    @property
-    def refusals(self) -> list[str]:
-        """A sentence for every refused system."""
-        return [f"{name} is not measured: {reason}" for name, reason in self.refused.items()]
-
     def cases(self, system: System) -> Iterator[Case]:
-        """Yield all cases for ``system``, in the order of the report."""
         for task in self.tasks:
             yield from self.questions[system.model, task.name].cases
 
@@ -97,7 +68,6 @@ class Plan:
 
     @cached_property
     def folder(self) -> Folder:
-        """The results folder."""
         return Folder(self.settings.output)
 
     @cached_property
@@ -115,51 +85,33 @@ class Plan:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Cases in all, and cases left to measure."""
         total = sum(1 for system in self.systems for _ in self.cases(system))
         left = sum(len(batch) for system in self.systems for batch in self.left(system))
         return total, left
 
     def collect(self, done: Mapping[str, Outcome]) -> list[Outcome]:
-        """The outcome of every case of every system, in the order of the report."""
         outcomes = []
         for system in self.systems:
-            if system.name not in self.refused:
-                keys = [*map(system.key, self.cases(system)), *self.harness.get(system.name, ())]
-                # A resumed run with more models, or another factor, has other row names.
-                outcomes += [replace(done[key], system=system.name) for key in keys]
+            keys = [*map(system.key, self.cases(system)), *self.harness.get(system.name, ())]
+            # A resumed run with more models, or another factor, has other row names.
+            outcomes += [replace(done[key], system=system.name) for key in keys]
         return outcomes
 
 
 def automatic_tokens(settings: Settings) -> int:
-    """Tokens per forward where no batch size is given."""
     return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
 
 
-def prepare(
-    settings: Settings, tasks: Sequence[Task | None], mistakes: Mistakes | None = None
-) -> Plan:
-    """Check the settings, choose texts and prompts; the weights are not touched.
-
-    Raises:
-        RopeExtError: something is unknown, missing, too short or in the way; ``SeveralErrors`` has
-            all mistakes that show without the tokenizer, and those found so far.
-    """
-    mistakes = mistakes or Mistakes()
+def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
+    """Check the settings, choose texts and prompts; the weights are not touched."""
+    _check(settings)
     names = tuple(name for name in settings.methods if name != BEFORE)
-    methods = mistakes.check(
-        checked_methods,
-        *(names, settings.factor, settings.options, settings.adapter, settings.force),
-    )
-    _check(settings, mistakes)
-    valid = [task for task in tasks if task is not None]
-    parts: tuple[Task, ...] = ()
-    if valid or not tasks:
-        parts = mistakes.check(_parts, valid, settings, default=())
-    mistakes.check(require_free, settings)
-    mistakes.check(Folder(settings.output).check, written(parts))
-    read = {model: mistakes.check(_read, model, settings) for model in settings.models}
-    mistakes.report()
+    given = (settings.factor, settings.options, settings.adapter, settings.force)
+    methods = checked_methods(names, *given)
+    parts = _parts(tasks, settings)
+    require_free(settings)
+    Folder(settings.output).check(written(parts))
+    read = {model: _read(model, settings) for model in settings.models}
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
     asked = tuple(sorted(set(settings.lengths)))
@@ -209,50 +161,35 @@ def _read(model: str, settings: Settings) -> tuple[Any, int]:
     return config, settings.trained_length or models.trained_length(config)
 
 
-def _check(settings: Settings, mistakes: Mistakes) -> None:
-    """Add an OptionError for invalid settings, and a MeasureError for a missing device."""
-    for name in ("batch_size", "trained_length"):
-        mistakes.check(lambda name=name: require_positive(**{name: getattr(settings, name)}))
-    mistakes.check(models.require_attention, settings.attn)
-    mistakes.check(require_seed, settings.seed)
-    mistakes.check(models.resolve_device, settings.device)
-    faults = {
-        f"dtype={settings.dtype!r} is not valid; it must be one of {', '.join(models.DTYPES)}": (
-            settings.dtype not in models.DTYPES
-        ),
-        "no model to measure; give --model a folder or Hub ID": (
-            not settings.models and not settings.url
-        ),
-        "a model is given twice; give --model each just once": (
-            len(set(settings.models)) < len(settings.models)
-        ),
-        "no length to measure; give --lengths, such as 512,1024,2048": not settings.lengths,
-        "--resume and --overwrite contradict each other; give one of them": (
-            settings.resume and settings.overwrite
-        ),
-        f"--method {BEFORE} needs {ADAPTER} beside it; give --method {BEFORE},{ADAPTER}": (
-            BEFORE in settings.methods and ADAPTER not in settings.methods
-        ),
-    }
-    for fault, found in faults.items():
-        if found:
-            mistakes.add(OptionError(fault))
-    mistakes.check(require_server, settings)
+def _check(settings: Settings) -> None:
+    """Raise OptionError for invalid settings, and MeasureError for a missing device."""
+    check_options(settings)
+    models.require_attention(settings.attn)
+    require_seed(settings.seed)
+    models.resolve_device(settings.device)
+    several, adapter = len(set(settings.models)) < len(settings.models), ADAPTER in settings.methods
+    refuse(
+        (not settings.models and not settings.url, "no model is given; give a directory, Hub ID or "
+         ".gguf file first"),
+        (several, "a model is given twice; give --model each just once"),
+        (not settings.lengths, "no length to measure; give --lengths, such as 512,1024,2048"),
+        (settings.resume and settings.overwrite, "--resume and --overwrite contradict each other; "
+         "give one of them"),
+        (BEFORE in settings.methods and not adapter, f"--method {BEFORE} needs {ADAPTER} beside "
+         f"it; give --method {BEFORE},{ADAPTER}"),
+    )  # fmt: skip
+    require_server(settings)
 
 
 def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
-    """Return the tasks to run."""
-    if settings.url and any(task.name == "longppl" for task in tasks):
-        raise OptionError(
-            "longppl chooses tokens with a model in this process; leave it out with --url, or "
-            "measure perplexity"
-        )
     parts = tuple(part for task in tasks for part in task.parts(settings))
-    if not parts:
-        raise OptionError("no task is given, so there is nothing to measure; give --tasks some")
     names = [task.name for task in parts]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise OptionError(f"the task {twice[0]} is given twice; measure one of them at a time")
+    twice = [name for name in names if names.count(name) > 1]
+    refuse(
+        (not parts, "no task is given, so there is nothing to measure; give --tasks some"),
+        (bool(twice), f"the task {', '.join(twice[:1])} is given twice; measure one of them at a "
+         f"time"),
+    )  # fmt: skip
     return parts
 
 
@@ -290,27 +227,19 @@ def _systems(
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
         key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
         yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
-    for model in [] if settings.servers else settings.models:
-        short = Path(model).name  # of the model, where there are several
-        if [Path(name).name for name in settings.models].count(short) > 1:
-            short = model
+    shorts = [Path(name).name for name in settings.models]
+    for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
+        first = f"{short if shorts.count(short) == 1 else model} " if len(shorts) > 1 else ""
         for method, options, adapted, stage in _rows(settings, methods):
             identity = dict(identities[model])
             if not adapted:
                 identity["adapter"] = None
             named = label(method, options, settings.factor) + stage
             dynamic = method != UNPATCHED and built(method, options).is_dynamic
-            yield System(
-                name=named if len(settings.models) == 1 else f"{short} {named}",
-                label=named,
-                model=model,
-                method=method,
-                options=options,
-                trained=identity["trained_length"],
-                is_dynamic=dynamic or models.is_dynamic(configs[model]),
-                identity=digest(identity, method, options),
-                adapted=adapted,
-            )
+            dynamic = dynamic or models.is_dynamic(configs[model])
+            key, trained = digest(identity, method, options), identity["trained_length"]
+            known = (model, method, options, trained, dynamic, key, adapted)
+            yield System(first + named, named, *known)
 
 
 def _rows(
@@ -339,5 +268,4 @@ def require_free(settings: Settings) -> None:
 def written(tasks: Sequence[Task]) -> list[str]:
     """Return the files that a report of these tasks may consist of."""
     pictures = ["rates", *(task.name for task in tasks)]
-    pictures += [f"{task.name}_positions" for task in tasks if task.kind == "loss"]
     return [RESULTS, *TABLES, PAGE, *(f"{name}.png" for name in pictures)]

@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 
-from rope_eval.cases import Case, Outcome, case_log, read_outcomes
+from rope_eval.cases import Case, Outcome, Result, case_log, loss, read_outcomes, share_found, tail
 from rope_eval.folder import HIDDEN, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free
-from rope_eval.run.results import Result, loss, share_found, tail
 from rope_eval.run.served import Served
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
-from rope_ext.command.terminal import tell
-from rope_ext.errors import MeasureError, RopeExtError
+from rope_ext.errors import MeasureError
 from rope_ext.saving import checkpoints as models
 
 LOG = log_name(0)
@@ -60,7 +58,6 @@ class Ranks:
         return cls(state.process_index, state.num_processes, chosen, state.wait_for_everyone)
 
     def share(self, batches: Sequence[Any]) -> list[Any]:
-        """Return this process's share; batches are sorted by length, so that shares are similar."""
         return list(batches[self.rank :: self.count])
 
 
@@ -72,11 +69,7 @@ def run(
     No other run may use its folder.
 
     Returns:
-        All outcomes of the plan, in its order; None in every process but the first. A model that
-        refuses a method is measured without it, and ``plan.refused`` has the reason.
-
-    Raises:
-        RopeExtError: a model cannot be loaded, every method is refused, or memory does not suffice.
+        All outcomes of the plan, in its order; None in every process but the first.
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:
@@ -115,17 +108,14 @@ def _measure(
                 done[outcome.key] = outcome
 
     for name, systems in groupby(plan.systems, key=lambda system: system.model):
-        # Every process asks about the same systems, so that all know the same refusals.
         systems = [system for system in systems if harness or plan.left(system)]
         if not systems:
             continue
         runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
         for system in systems:  # report methods that cannot be applied before measuring
-            if _refused(plan, runner, system):
-                advance(sum(map(_work, work[system])))
+            with runner.applied(system):
+                pass
         for system in systems:
-            if system.name in plan.refused:
-                continue
             with runner.applied(system):
                 for results in runner.results(system, work[system]):
                     note(_outcome(system, case, result) for case, result in results)
@@ -140,7 +130,6 @@ def _measure(
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
-    """Measure ``system`` with lm-evaluation-harness at every length; it caches its answers."""
     size, settings = plan.settings.batch_size, plan.settings
     for length in plan.lengths:
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
@@ -148,24 +137,6 @@ def _harnessed(
         cache = settings.output / HIDDEN / "harness"
         chat = plan.chat[system.model]
         yield from outcomes(tasks, window, chat, settings.seed, cache, system)
-
-
-def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
-    """Try ``system``; note in ``plan.refused`` why the model does not take it.
-
-    The error is raised if every other method on every model is refused as well.
-    """
-    try:
-        with runner.applied(system):
-            return False
-    except MeasureError:
-        raise
-    except RopeExtError as error:
-        plan.refused[system.name] = str(error)
-        if all(s.name in plan.refused for s in plan.systems if s.method != UNPATCHED):
-            raise
-        tell(f"note: {plan.refusals[-1]}", "yellow")
-        return True
 
 
 def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
@@ -229,7 +200,6 @@ class Runner:
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
-        """Yield the results of these batches, each after its forward."""
         for batch in batches:
             if system.is_dynamic:  # resets the longest length seen by transformers' dynamic scaling
                 score(self.model, [[self.pad] * 2], 1, self.pad)
@@ -272,8 +242,7 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
-                results.append(Result(float(found), case.count, led=led))
+                results.append(Result(float(found), case.count))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

@@ -1,6 +1,6 @@
 """Runs cases on an OpenAI-compatible server instead of a model in this process.
 
-Prompts have the same tokens as for a local model: they are sent as token IDs, or in a form that the
+Prompts have the same tokens as for a local model: they are sent as token IDs, or as text that the
 tokenizer encodes to the same IDs.
 """
 
@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rope_eval.cases import Case, require_positive
-from rope_eval.data.prompts import Frame, beginning, encode
-from rope_eval.run.results import Result, loss, share_found, tail
+from rope_eval.cases import Case, Result, loss, share_found, tail
+from rope_eval.data.prompts import beginning, encode
+from rope_eval.options import refuse
 from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.command.terminal import tell
@@ -43,32 +43,24 @@ def require_server(settings: Settings) -> None:
     addresses = [urlsplit(url) for url in urls]
     hosts = [a.hostname if a.scheme in ("http", "https") else None for a in addresses]
     wrong = next((url for url, host in zip(urls, hosts, strict=True) if not host), None)
-    faults = {
-        f"--url {wrong!r} is not valid; give an address such as http://HOST:PORT/v1": (
-            wrong is not None
-        ),
-        f"--url holds a password, which reports would show; set it as {KEY} in the environment": (
-            any(address.username or address.password for address in addresses)
-        ),
-        "--url needs the name of the model on the server; give --served-model-name NAME": not count,
-        f"--served-model-name gives {count} names for {len(urls)} addresses; give one, or one for "
-        f"every --url, as NAME,NAME": count not in (1, len(urls)),
-        "a server is given twice; give --url each just once, or other names": (
-            len(set(settings.servers)) < len(urls)
-        ),
-        "--url needs the tokenizer of the served model, with which prompts are made; give "
-        "--tokenizer a directory or Hub ID": not settings.models,
-        "--retries must be at least 0, and --timeout a number of seconds above 0": (
-            settings.retries < 0 or not settings.timeout > 0
-        ),
-        "--batch-size is for a model in this process; give --concurrency": (
-            settings.batch_size is not None
-        ),
-    }
-    for fault, found in faults.items():
-        if found:
-            raise OptionError(fault)
-    require_positive(concurrency=settings.concurrency)
+    secret = any(address.username or address.password for address in addresses)
+    refuse(
+        (wrong is not None, f"--url {wrong!r} is not valid; give an address such as "
+         f"http://HOST:PORT/v1"),
+        (secret, f"--url holds a password, which reports would show; set it as {KEY} in the "
+         f"environment"),
+        (not count, "--url needs the name of the model on the server; give --served-model-name "
+         "NAME"),
+        (count not in (1, len(urls)), f"--served-model-name gives {count} names for {len(urls)} "
+         f"addresses; give one, or one for every --url, as NAME,NAME"),
+        (len(set(settings.servers)) < len(urls), "a server is given twice; give --url each just "
+         "once, or other names"),
+        (not settings.models, "--url needs the tokenizer of the served model, with which prompts "
+         "are made; give --tokenizer a directory or Hub ID"),
+        (not settings.timeout > 0, "--timeout must be a number of seconds above 0"),
+        (settings.batch_size is not None, "--batch-size is for a model in this process; give "
+         "--concurrency"),
+    )  # fmt: skip
     _openai()
 
 
@@ -87,19 +79,16 @@ class Served:
     """Models behind OpenAI-compatible servers, each a system; ``name`` is that of their tokenizer.
 
     ``api="completions"`` sends token IDs (vLLM, SGLang, llama.cpp), ``"text"`` the prompt as text
-    (transformers serve), ``"chat"`` messages, from which the server makes the prompt with the
-    model's chat template.
+    (``transformers serve``).
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.settings, self.openai = settings, _openai()
         self.tokenizer = models.load_tokenizer(name)
-        self.frame = Frame.from_tokenizer(self.tokenizer, settings.chat)
         self.servers = {server.label: server for server in settings.servers}
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
-        """Query the server of this system."""
         self.server = self.servers[system.label]
         self.others: set[str] = set()
         with self.openai.OpenAI(
@@ -113,12 +102,7 @@ class Served:
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
     ) -> Iterator[list[tuple[Case, Result]]]:
-        """Yield the results of all cases, each as soon as it is available.
-
-        Raises:
-            MeasureError: the server is gone, has too short a context or refuses all requests, at
-                once; or some requests failed, after all others are done.
-        """
+        """Yield the results of all cases, each as soon as it is available."""
         cases, failed = [case for batch in batches for case in batch], []
         self._check_context(cases)
         pool = ThreadPoolExecutor(self.settings.concurrency)
@@ -174,19 +158,13 @@ class Served:
             tokens = len(encode(self.tokenizer, text))
             return Result(share_found(case, text), tokens, text)
         # Greedy decoding writes the answer exactly if each of its tokens is the argmax.
-        # A space at the end of a message would not survive many chat templates.
-        count = case.count + (case.lead if self.settings.api == "chat" else 0)
-        text = self._written(case.ids[:-count], count)
+        text = self._written(case.ids[: -case.count], case.count)
         wanted = self.tokenizer.decode(case.ids[-case.count :], skip_special_tokens=True)
         return Result(float(text.strip() == wanted.strip()), case.count, text)
 
     def _written(self, ids: Sequence[int], count: int) -> str:
         """Return the greedily decoded text after these tokens, up to ``count`` tokens."""
-        if self.settings.api == "chat":
-            choice = self._choice("/chat/completions", ids, count, **self._messages(ids))
-            text = (choice.get("message") or {}).get("content")
-        else:
-            text = self._choice("/completions", ids, count, prompt=self._prompt(ids)).get("text")
+        text = self._choice(ids, count).get("text")
         if not isinstance(text, str):
             raise UnusableAnswer("the answer has no text")
         prompt = self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
@@ -197,15 +175,11 @@ class Served:
             raise UnusableAnswer(f"{tokens} tokens are too many for an answer of {count}")
         return text
 
-    def _choice(self, path: str, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
-        """Return the first choice of a response that is consistent with the request.
-
-        Raises:
-            UnusableAnswer: there is none, or the server read or wrote other numbers of tokens.
-        """
+    def _choice(self, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
+        """Return the first choice of a response that is consistent with the request."""
         name = self.server.served_model_name
-        body |= {"model": name, "temperature": 0, "max_tokens": count}
-        answer: Any = self.client.post(path, cast_to=object, body=body)
+        body |= {"model": name, "prompt": self._prompt(ids), "temperature": 0, "max_tokens": count}
+        answer: Any = self.client.post("/completions", cast_to=object, body=body)
         try:
             choice, usage = dict(answer["choices"][0]), dict(answer.get("usage") or {})
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
@@ -215,81 +189,39 @@ class Served:
             self.others.add(other)
             tell(f"note: {self.server.url} answers as {other!r}, not as {name!r}", "yellow")
         read, written = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
-        if read and read != len(ids):
+        if (read or len(ids)) != len(ids) or (written or 0) > count:
             raise UnusableAnswer(
-                f"the server says that it read {read} tokens, and {len(ids)} were sent"
-            )
-        if written and written > count:
-            raise UnusableAnswer(
-                f"the server says that it wrote {written} tokens, and {count} were asked for"
+                f"it says that it read {read} of {len(ids)} and wrote {written} of {count} tokens"
             )
         return choice
 
     def _losses(self, case: Case) -> torch.Tensor:
         """Return negative log likelihoods of all tokens except the first, float64, nats."""
-        if self.settings.api == "chat":
-            raise MeasureError(
-                f"{case.task} needs the log-probabilities of a prompt, which chat completions do "
-                f"not return; give --api completions"
-            )
-        asked = {"prompt": self._prompt(case.ids), "echo": True, "logprobs": 1}
-        logprobs = self._choice("/completions", case.ids, 1, **asked).get("logprobs")
+        logprobs = self._choice(case.ids, 1, echo=True, logprobs=1).get("logprobs")
         given = (logprobs or {}).get("token_logprobs") or []
         found = given[1 : len(case.ids)]
         if len(found) < len(case.ids) - 1 or any(value is None for value in found):
             raise MeasureError(
-                f"{self.server.url} does not return the log-probabilities of a prompt "
-                f"(echo=True with logprobs=1), which {case.task} needs; leave "
-                f"{case.task} out for this server"
+                f"{self.server.url} does not return the log-probabilities of a prompt (echo=True, "
+                f"logprobs=1), which {case.task} needs; leave it out for this server"
             )
-        if len(given) > len(case.ids) + 1:  # that of the token which it writes is the last
-            raise UnusableAnswer(f"{len(given)} log-probabilities for {len(case.ids)} tokens")
-        if not all(type(value) in (int, float) for value in found):
-            raise UnusableAnswer("the log-probabilities are not numbers")
-        if max(found, default=0) > _ROUNDING:
-            raise UnusableAnswer(f"a log-probability of {max(found):g} is above 0")
+        usable = all(type(value) in (int, float) and value <= _ROUNDING for value in found)
+        if not usable or len(given) > len(case.ids) + 1:  # and that of the token which it writes
+            raise UnusableAnswer("its log-probabilities are not those of the prompt")
         return -torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def _prompt(self, ids: Sequence[int]) -> Any:
         """Return token IDs, or text that the server's tokenizer encodes to these IDs."""
-        ids = list(ids)
+        ids, start = list(ids), len(beginning(self.tokenizer))  # the server adds it
         if self.settings.api == "completions":
             return ids
-        start = len(beginning(self.tokenizer))  # the server adds it
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         for part in (ids[start:], ids):
-            text = self._decode(part)
+            text = self.tokenizer.decode(part, **how)
             if self.tokenizer(text, verbose=False)["input_ids"] == ids:
                 return text
         raise MeasureError(
-            f"a prompt of {len(ids)} tokens cannot be sent as text: its tokenizer would make other "
-            f"tokens of it; give --api completions, or chat"
-        )
-
-    def _messages(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return a prompt as messages, and options that make the server continue their answer."""
-        if self.frame.around is None:
-            raise MeasureError(
-                "--api chat needs prompts in a chat template; give --chat yes and a --tokenizer "
-                "that has one"
-            )
-        before, after = self.frame.around
-        text = self._decode(ids).removeprefix(before)
-        # A template without a marker for the answer continues the user's turn.
-        content, found, lead = text.rpartition(after) if after else (text, "all", "")
-        messages = [{"role": "user", "content": content}]
-        messages += [{"role": "assistant", "content": lead}] if lead else []
-        begun = bool(lead)
-        how = {"add_generation_prompt": not begun, "continue_final_message": begun}
-        made = self.tokenizer.apply_chat_template(messages, tokenize=False, **how)
-        if not found or encode(self.tokenizer, made) != list(ids):
-            raise MeasureError(
-                "the chat template makes another prompt of the messages; give --api completions"
-            )
-        return {"messages": messages, **(how if begun else {})}
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            f"a prompt of {len(ids)} tokens would become others as text; give --api completions"
         )
 
 
@@ -298,7 +230,6 @@ def _openai() -> Any:
         import openai
     except ImportError:
         raise MeasureError(
-            "--url needs the package openai, which is not installed; install it with: "
-            'pip install "rope-ext[server]"'
+            '--url needs openai; install it with: pip install "rope-ext[server]"'
         ) from None
     return openai

@@ -1,7 +1,7 @@
 """Questions about documents among many others: ``qa_1`` and ``qa_2`` of RULER.
 
 The documents of a question are in random order among others from the same data set: SQuAD 2.0 or
-HotpotQA (distractor setting), read from your file, or synthetic facts (``facts``). If a
+HotpotQA (distractor setting), read from your file, or synthetic facts. If a
 question has several right answers, one is enough.
 """
 
@@ -11,11 +11,10 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from rope_eval.cases import Case, Questions
-from rope_eval.data.facts import like_hotpotqa, like_squad
 from rope_eval.data.prompts import Frame
 from rope_eval.data.rows import Row, read_rows
 from rope_eval.tasks.base import Draw, Prompts
@@ -94,12 +93,97 @@ def _hotpotqa(rows: Sequence[Row]) -> tuple[list[Asked], list[str]]:
     return asked, documents
 
 
+# Facts that no model has seen in training: names are random, and each is in the documents about
+# its town alone.
+
+GOODS = (
+    *("amber", "barley", "bells", "bricks", "candles", "cheese", "copper", "cork", "felt"),
+    *("glass", "honey", "lace", "linen", "marble", "paper", "pottery", "rope", "salt", "silk"),
+    *("slate", "soap", "timber", "tin", "wool"),
+)
+PARAGRAPH = (
+    "{town} is a town on the river {river}. It was founded in {founded} by {founder}, who had come "
+    "down the river with eleven boats, and at the last count it had {people} inhabitants. The best "
+    "known building of {town} was designed by {architect}. The present mayor, {mayor}, has an "
+    "office in it."
+)
+PERSON = (
+    "{founder} is a surveyor. After an apprenticeship of four years {founder} settled in {town}, "
+    "and has lived there ever since."
+)
+PLACE = (
+    "{town} lies on the river {river}. It was founded in {founded}, is known for its {goods}, and "
+    "has the mayor {mayor}."
+)
+QUESTIONS = (
+    ("In which year was {town} founded?", "founded"),
+    ("Who founded {town}?", "founder"),
+    ("How many inhabitants does {town} have?", "people"),
+    ("Who designed the best known building of {town}?", "architect"),
+    ("Who is the mayor of {town}?", "mayor"),
+)
+HOPS = (
+    ("On which river does the town lie in which {founder} settled?", "river"),
+    ("In which year was the town founded in which {founder} settled?", "founded"),
+    ("Who is the mayor of the town in which {founder} settled?", "mayor"),
+    ("What is the town known for in which {founder} settled?", "goods"),
+)
+
+
+@cache
+def _towns(count: int) -> list[dict[str, str]]:
+    rng, names = random.Random("towns"), dict[str, None]()
+
+    def name(end: str = "") -> str:
+        before = len(names)
+        while len(names) == before:  # ends: there are hundreds of thousands
+            syllables = (rng.choice("bdfghklmnprstvw") + rng.choice("aeiou") for _ in range(3))
+            names["".join(syllables).capitalize() + end] = None
+        return next(reversed(names))
+
+    def town() -> dict[str, str]:
+        made = {role: f"{name()} {name('n')}" for role in ("mayor", "founder", "architect")}
+        made |= {"town": name(rng.choice(("ville", "berg", "ton"))), "river": name()}
+        numbers = {"founded": str(rng.randrange(1102, 1788)), "goods": rng.choice(GOODS)}
+        return made | numbers | {"people": str(rng.randrange(2100, 98000))}
+
+    return [town() for _ in range(count)]
+
+
+def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
+    """Return an article of one paragraph and one question per town, in the format of SQuAD 2.0."""
+    data = []
+    for index, town in enumerate(_towns(articles)):
+        question, answer = QUESTIONS[index % len(QUESTIONS)]
+        asked = {"question": question.format(**town), "answers": [{"text": town[answer]}]}
+        paragraph = {"context": PARAGRAPH.format(**town), "qas": [asked]}
+        data.append({"title": town["town"], "paragraphs": [paragraph]})
+    return data
+
+
+def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
+    """Return questions that need two of ten documents, in HotpotQA's distractor format."""
+    rng, towns, data = random.Random("people"), _towns(questions), []
+
+    def documents(town: dict[str, str]) -> list[tuple[str, list[str]]]:
+        texts = {"founder": PERSON, "town": PLACE}
+        return [(town[title], [text.format(**town)]) for title, text in texts.items()]
+
+    for index, town in enumerate(towns):
+        question, answer = rng.choice(HOPS)
+        others = rng.sample([other for at, other in enumerate(towns) if at != index], 8)
+        context = [*documents(town), *(rng.choice(documents(other)) for other in others)]
+        rng.shuffle(context)
+        asked = {"question": question.format(**town), "answer": town[answer]}
+        data.append({**asked, "context": context})
+    return data
+
+
 SQUAD = Source("SQuAD", "squad", _squad, like_squad)
 HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 
 
 def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
-    """Read questions and documents from a file, or generate them."""
     option = f"--{source.option}"
     if path is not None:
         return source.read(read_rows(path, option))
@@ -108,10 +192,7 @@ def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
 
 @dataclass(frozen=True)
 class Answering(Prompts):
-    """Question answering on one data set: the first questions of the file, as in RULER.
-
-    ``path`` is its file; None generates questions.
-    """
+    """The first questions of a file, as in RULER; a ``path`` of None generates questions."""
 
     tokens: int = 32
     source: Source = SQUAD
@@ -131,8 +212,7 @@ class Answering(Prompts):
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         if self.trials > len(self._data[0]):
             raise OptionError(
-                f"{self.name} has {len(self._data[0])} questions, and trials={self.trials} are "
-                f"asked for; give fewer --trials"
+                f"{self.name} has {len(self._data[0])} questions; give fewer --trials"
             )
         return super().questions(frame, lengths, seed)
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from rope_eval.cases import Case, Questions, require_positive
 from rope_eval.data.prompts import Frame, longest
-from rope_eval.options import option, option_fields
+from rope_eval.options import check_options, option, option_fields
 from rope_eval.settings import Settings
 from rope_ext.command.arguments import parse_length, parse_lengths, split
-from rope_ext.errors import Mistakes, OptionError, nearest
+from rope_ext.errors import OptionError, nearest
 
 Kind = Literal["rate", "loss"]
 
@@ -40,16 +40,15 @@ class Task:
     suite: ClassVar[str | None] = None
     suite_size: ClassVar[int | None] = None
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Return the tasks to run, if this one is a group of tasks or depends on the settings."""
         return [self]
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        """Build all cases, identical for every method; ``seed`` determines everything random.
-
-        Raises:
-            RopeExtError: a length is too short for a question.
-        """
+        """Build all cases, identical for every method; ``seed`` determines everything random."""
         raise NotImplementedError
 
 
@@ -99,7 +98,6 @@ class Prompts(Task):
 
     @property
     def about(self) -> str:
-        """Description of what is measured, for reports."""
         raise NotImplementedError
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
@@ -107,7 +105,6 @@ class Prompts(Task):
         raise NotImplementedError
 
     def notes(self, cases: Sequence[Case]) -> Iterator[str]:
-        """Further notes for reports."""
         return iter(())
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
@@ -120,13 +117,11 @@ class Prompts(Task):
     def fill(
         self, build: Callable[[int], Any], length: int, least: int = 0, most: int | None = None
     ) -> tuple[int, Any]:
-        """Like :func:`fill`."""
         return fill(self.name, build, length, self.tokens, least, most)
 
     def case(
         self, length: int, draw: Draw, ids: Any, answers: Sequence[str], judge: Any = None
     ) -> Case:
-        """Return the prompt ``ids`` as a case whose answer is generated."""
         return Case(
             *(self.name, length, draw.number, "write", self.tokens, ids, tuple(answers)),
             depth=draw.depth,
@@ -143,11 +138,7 @@ def fill(
     least: int = 0,
     most: int | None = None,
 ) -> tuple[int, Any]:
-    """Like :func:`longest`, with room for an answer of ``tokens`` tokens.
-
-    Raises:
-        OptionError: even the smallest prompt does not fit.
-    """
+    """Like :func:`longest`, with room for an answer of ``tokens`` tokens."""
     parts, ids = longest(build, length - tokens, least, most)
     if len(ids) + tokens > length:
         raise OptionError(
@@ -173,7 +164,6 @@ def register(cls: T) -> T:
 
 
 def unregister(cls: type[Task]) -> None:
-    """Remove a task from the registry."""
     del _REGISTRY[cls.name]
 
 
@@ -195,7 +185,6 @@ def from_file(path: str) -> list[str]:
 
 
 def all_tasks() -> dict[str, type[Task]]:
-    """Return all registered tasks by name, in order of registration."""
     return dict(_REGISTRY)
 
 
@@ -213,21 +202,12 @@ def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
     return OptionError(f"unknown task {name!r}{guess} Tasks: {', '.join(known)}{more}")
 
 
-def build(
-    names: Sequence[str], given: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> list[Task | None]:
-    """Build the tasks with these names, each with the ``given`` options that it supports.
-
-    ``mistakes`` collects errors, and a task with an error is None; without it, errors are raised.
-    """
-    found = Mistakes() if mistakes is None else mistakes
+def build(names: Sequence[str], given: Mapping[str, Any]) -> list[Task]:
+    """Build the tasks with these names, each with the ``given`` options that it supports."""
     made = []
-    for cls in found.check(chosen, names, default=[None]):
-        known = {one.name for one in option_fields(cls)} if cls else ()
-        own = {name: value for name, value in given.items() if name in known}
-        made.append(cls and found.check(lambda cls=cls, own=own: cls(**own)))
-    if mistakes is None:
-        found.report()
+    for cls in chosen(names):
+        known = {one.name for one in option_fields(cls)}
+        made.append(cls(**{name: value for name, value in given.items() if name in known}))
     return made
 
 
@@ -257,12 +237,3 @@ def counts(text: str, name: str) -> list[int]:
     if not found or found[0] < 1:
         raise OptionError(f"{name}={text!r} is not valid; give numbers from 1 on, as 1,2,4")
     return found
-
-
-def require_one_of(**values: tuple[str, Sequence[str]]) -> None:
-    """Raise OptionError for a value that is not among the valid ones."""
-    for name, (value, valid) in values.items():
-        if value not in valid:
-            raise OptionError(
-                f"{name}={value!r} is not valid; it must be one of {', '.join(valid)}"
-            )

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_eval.cases import Outcome, Questions, digest, require_positive
+from rope_eval.cases import Outcome, Questions, digest
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task, all_tasks, option, register
@@ -44,18 +44,16 @@ class Harness(Task):
 
     harness_tasks: str = option("", "names of the harness; --tasks takes them, too")
     limit: int | None = option(None, "number of documents of each task; default: all")
-    num_fewshot: int | None = option(None, "examples before a question; default: of the task")
+    num_fewshot: int | None = option(
+        None, "examples before a question; default: of the task", least=0
+    )
     include_path: str | None = option(None, "directory with further tasks of the harness")
     metadata: dict[str, Any] | None = option(  # noqa: RUF009
         None, 'JSON for its tasks, such as {"max_seq_lengths": "16k"}', _read_metadata
     )
 
-    def __post_init__(self) -> None:
-        require_positive(limit=self.limit)
-
     @cached_property
     def manager(self) -> Any:
-        """Tasks that the harness supports."""
         try:
             from lm_eval.tasks import TaskManager
         except ImportError:
@@ -95,14 +93,12 @@ class Harness(Task):
 
 
 def _mean(name: str, task: Any) -> str:
-    """Return a task's first metric that is averaged over its documents."""
     from lm_eval.api.metrics import mean
 
     metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)
     if metric is None:
         raise OptionError(
-            f"the task {name} has no metric that is a mean over its documents; measure it with "
-            f"python -m rope_ext.lm_eval"
+            f"no metric of the task {name} is a mean; measure it with python -m rope_ext.lm_eval"
         )
     return metric
 

@@ -51,8 +51,7 @@ def distinct(kind: Word, count: int, rng: random.Random, taken: Iterable[str] = 
     count += len(found)
     if kind == "words" and count > len(pairs()):
         raise OptionError(
-            f"{count} needles need as many keys, and there are {len(pairs())}; give shorter "
-            f"--lengths"
+            f"{count} needles need as many keys, of {len(pairs())}; give shorter --lengths"
         )
     while len(found) < count:  # ends: there are millions of the other kinds
         found[make(kind, rng)] = None
@@ -76,10 +75,7 @@ def insert(pieces: Sequence[str], needles: Sequence[str], places: Sequence[int])
 
 
 def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
-    """Read a text for a haystack; returns the text and its source, as options of ``Needles``.
-
-    RULER keeps its essays in the field ``text`` of a ``.json`` file.
-    """
+    """Read a text for a haystack; returns the text and its source, as options of ``Needles``."""
     if not sources:
         return {}
     return {"text": "\n\n".join(read_texts(sources)), "source": ", ".join(sources)}
@@ -118,7 +114,6 @@ class Needles(Prompts):
 
     @cached_property
     def _stock(self) -> list[str]:
-        """The words of the text."""
         return (python_documentation() if self.text is None else self.text).split()
 
     def _hay(self, owner: Mapping[str, str], rng: random.Random) -> Callable[[int], list[str]]:
@@ -195,18 +190,14 @@ class Needles(Prompts):
 @register
 @dataclass(frozen=True)
 class Needle(Task):
-    """Needles in a haystack that you choose: several needles, distractors, any text.
-
-    The first needle is placed at all depths, the others anywhere; the score is the fraction of the
-    requested numbers in the answer. Distractors look the same, but are not requested.
-    """
+    """Several needles, distractors, any text; the first needle is placed at all depths."""
 
     name: ClassVar[str] = "needle"
 
     trials: int = option(10, "prompts for each length and depth")
     depths: int = option(5, "depth bins of equal width")
     needles: int = option(1, "number of needles to retrieve")
-    distractors: int = option(0, "number of distractors")
+    distractors: int = option(0, "number of distractors", least=0)
     haystack: tuple[str, ...] = option(
         (),
         "file, folder or hf:ID/CONFIG:SPLIT; repeatable; or noise, or needles. Default: Python's "
@@ -214,15 +205,7 @@ class Needle(Task):
     )
     new_tokens: int | None = answer_tokens()
 
-    def __post_init__(self) -> None:
-        if self.distractors < 0 or self.needles < 1 or self.depths < 1:
-            raise OptionError(
-                f"distractors={self.distractors}, needles={self.needles} or depths={self.depths} "
-                f"is not valid; they must be at least 0, 1 and 1"
-            )
-
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return the task with its haystack; reads the text."""
         named = len(self.haystack) == 1 and self.haystack[0] in ("noise", "needles")
         hay: dict[str, Any] = (
             {"haystack": self.haystack[0]} if named else read_haystack(self.haystack)

@@ -19,9 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from rope_eval.cases import Case, Questions, require_positive
+import numpy as np
+
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame
-from rope_eval.data.rows import Row, load_datasets, read_rows
+from rope_eval.data.rows import Row, read_rows
 from rope_eval.settings import Settings
 from rope_eval.tasks import base
 from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
@@ -185,11 +187,10 @@ Files = Mapping[int | None, Sequence[Row]]
 
 @dataclass(frozen=True)
 class DataSet(Task):
-    """The rows of one data set, each asked at every length.
+    """The rows of one data set, each asked at every length, cut at the end where it is too long.
 
-    If a prompt does not fit the length, its context is truncated at the end. Shorter rows are not
-    changed. ``shots`` demonstrations are sampled from ``demos``, except for ``icl``; ``samples``
-    is the number of questions, and None asks as many as the authors.
+    ``shots`` demonstrations are sampled from ``demos``, except for ``icl``; ``samples`` is the
+    number of questions, and None asks as many as the authors.
     """
 
     name: str
@@ -201,24 +202,20 @@ class DataSet(Task):
     shots: int = 2
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        cases, notes = [], []
+        cases, cut = [], dict.fromkeys(lengths, 0)
         for length in lengths:
-            rows, cut = self.chosen(length, seed), 0
+            rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
                 ids, is_cut, answers, judge = self.prompt(frame, row, rows, length, seed)
                 how = ("write", self.tokens, ids, answers)
                 cases.append(Case(self.name, length, number, *how, judge=judge))
-                cut += is_cut
-            notes += [f"{cut} at {length}"] if cut else []
+                cut[length] += is_cut
         definition = (
             f"score of HELMET's {self.name.removeprefix('helmet_')}, as its authors compute it; "
             f"{len(cases) // max(1, len(lengths))} prompts, exact intervals"
         )
-        if notes:
-            definition += (
-                f"; the end of the context is left out where a prompt is too long "
-                f"({', '.join(notes)})"
-            )
+        if shown := ", ".join(f"{number} at {length}" for length, number in cut.items() if number):
+            definition += f"; of prompts that are too long ({shown}), the context's end is left out"
         return Questions(cases, definition)
 
     def shown(self, length: int) -> int:
@@ -302,8 +299,8 @@ class DataSet(Task):
                 break
         if len(found) < self.shots:
             raise MeasureError(
-                f"{self.name} has {len(found)} other questions to show, {self.shots} are asked "
-                f"for; give {DEMOS} more of them, or --shots {len(found)}"
+                f"{self.name} has {len(found)} other questions to show; give {DEMOS} more of them, "
+                f"or --shots {len(found)}"
             )
         return list(found.values())
 
@@ -366,11 +363,9 @@ class DataSet(Task):
 
 
 def _ends(tokenizer: Any, text: str) -> list[int]:
-    """Return the end of each token in a text, in characters."""
     if not getattr(tokenizer, "is_fast", False):
         raise MeasureError(
-            "this tokenizer does not say which text a token stands for, so that no context can be "
-            "cut; give longer --lengths, or a model with a fast tokenizer"
+            "only a fast tokenizer can cut a context; give longer --lengths, or another model"
         )
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return [end for _, end in made["offset_mapping"]]
@@ -415,9 +410,8 @@ def _order(row: Row) -> str:
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    """Return indices in the order of a ``datasets`` shuffle of that many rows."""
-    data = load_datasets().Dataset.from_dict({"place": list(range(count))})
-    return list(data.shuffle(seed=seed)["place"])
+    """Return indices in the order of a shuffle of that many rows by ``datasets``."""
+    return np.random.default_rng(seed).permutation(count).tolist()
 
 
 def _balanced(rows: Sequence[Row], field: str, count: int, rng: random.Random) -> list[Row]:
@@ -447,17 +441,11 @@ class Helmet(Task):
 
     helmet_data: tuple[str, ...] = option((), "HELMET's NAME=FILE or NAME@8k=FILE; repeatable")
     helmet_demos: tuple[str, ...] = option((), "the same for demonstrations; repeatable")
-    shots: int = option(2, "number of demonstrations for RAG, re-ranking and json_kv")
+    shots: int = option(2, "number of demonstrations for RAG, re-ranking and json_kv", least=0)
     samples: int | None = drawn(default="as many as the authors")
     new_tokens: int | None = answer_tokens("as in the benchmark")
 
-    def __post_init__(self) -> None:
-        require_positive(new_tokens=self.new_tokens, samples=self.samples)
-        if self.shots < 0:
-            raise OptionError(f"shots={self.shots} is not valid; it must be at least 0")
-
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return a task for each data set; reads their files."""
         demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)
         if not data:
             raise OptionError(
@@ -477,7 +465,6 @@ class Helmet(Task):
 
 
 def _read(given: Sequence[str], option: str) -> dict[str, dict[int | None, list[Row]]]:
-    """Read the rows of each ``NAME=SOURCE`` and ``NAME@8k=SOURCE``, by name and length."""
     found: dict[str, dict[int | None, list[Row]]] = {}
     for text in given:
         place, _, source = text.partition("=")

@@ -13,15 +13,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.rows import Row, read_rows
 from rope_eval.data.text import read_texts
 from rope_eval.settings import Settings
 from rope_eval.tasks import base
-from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register, require_one_of
+from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.errors import MeasureError, OptionError
 
 OPTION, BOOKS = "--nolima-needles", "--nolima-books"
@@ -33,7 +33,7 @@ TEMPLATE = (
     "reasoning."
 )
 """For needles without a template of their own."""
-METRICS = ("contains", "EM", "lastline_contains", "lastline_EM")
+Metric = Literal["contains", "EM", "lastline_contains", "lastline_EM"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class Test(NamedTuple):
 
 
 def read_tests(source: str) -> list[Test]:
-    """Return all tests of a needle set: every question with all values of its placeholders."""
     return [test for row in read_rows(source, OPTION) for test in _tests(row)]
 
 
@@ -148,29 +147,18 @@ def distractor_depth(depth: float, tokens: int, rng: random.Random, free: float 
 @register
 @dataclass(frozen=True)
 class NoLiMa(Task):
-    """NoLiMa: all tests in all books.
-
-    The authors' tables use the metric ``contains``, and ``lastline_EM`` for models that reason
-    first; a model may write 192 tokens.
-    """
+    """NoLiMa: all tests in all books."""
 
     name: ClassVar[str] = "nolima"
 
     nolima_needles: str = option("", "the authors' needle_set.json, or another of their sets")
     nolima_books: tuple[str, ...] = option((), "the authors' rand_book_1.txt etc.; repeatable")
-    nolima_metric: str = option("contains", f"one of {', '.join(METRICS)}")
+    nolima_metric: Metric = option("contains", "how an answer is scored")  # noqa: RUF009
     placements: int = option(26, "number of positions of the needle, from start to end")
     samples: int | None = drawn("prompts for each length")
     new_tokens: int | None = answer_tokens("as in the benchmark")
 
-    def __post_init__(self) -> None:
-        require_positive(
-            new_tokens=self.new_tokens, samples=self.samples, placements=self.placements
-        )
-        require_one_of(nolima_metric=(self.nolima_metric, METRICS))
-
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Read the needles and the books; returns the task."""
         if not self.nolima_needles:
             raise OptionError(f"no needles are given; give {OPTION} needle_set.json of NoLiMa")
         if not self.nolima_books:
@@ -180,7 +168,6 @@ class NoLiMa(Task):
 
     @cached_property
     def _read(self) -> tuple[list[Test], list[tuple[str, str]]]:
-        """The tests, and the name and text of each book."""
         books = [(name, "\n\n".join(read_texts([name]))) for name in self.nolima_books]
         return read_tests(self.nolima_needles), books
 
@@ -193,13 +180,15 @@ class NoLiMa(Task):
             places = sorted(random.Random(f"nolima:{seed}").sample(places, self.samples))
         # Plots by depth show all of them.
         binned = len({depth for *_, depth in places}) == self.placements
-        cases = []
+        cases, tokens = [], self.new_tokens or 192
         for length in lengths:
             for number, (book, test, bin) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")
                 depth = bin / max(1, self.placements - 1)
-                place = (number, depth, bin if binned else None)
-                cases.append(self._case(frame, books[book], tests[test], length, *place, rng))
+                ids, answers = self._prompt(frame, books[book], tests[test], length, depth, rng)
+                how = (self.name, length, number, "write", tokens, ids, answers)
+                judge = Gold(answers, self.nolima_metric)
+                cases.append(Case(*how, depth, bin if binned else None, judge=judge))
         definition = (
             f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
             f"{len(tests)} questions in {len(books)} books at {self.placements} depths, a length "
@@ -207,17 +196,10 @@ class NoLiMa(Task):
         )
         return Questions(cases, definition)
 
-    def _case(
-        self,
-        frame: Frame,
-        book: Book,
-        test: Test,
-        length: int,
-        number: int,
-        depth: float,
-        bin: int | None,
-        rng: random.Random,
-    ) -> Case:
+    def _prompt(
+        self, frame: Frame, book: Book, test: Test, length: int, depth: float, rng: random.Random
+    ) -> tuple[array, tuple[str, ...]]:
+        """Return a prompt that leaves room for its answer, and the right answers."""
         tokens = self.new_tokens or 192
         character = rng.choice(test.characters) if "{CHAR}" in test.needle else ""
         needle, question = (t.replace("{CHAR}", character) for t in (test.needle, test.question))
@@ -235,6 +217,4 @@ class NoLiMa(Task):
             return frame.whole(asked)[0]
 
         most = max(0, length - tokens - len(build(0)))
-        _, ids = base.fill(self.name, build, length, tokens, most=most)
-        how = (self.name, length, number, "write", tokens, ids, answers)
-        return Case(*how, depth=depth, bin=bin, judge=Gold(answers, self.nolima_metric))
+        return base.fill(self.name, build, length, tokens, most=most)[1], answers

@@ -6,9 +6,8 @@ keys from 1 to 50000. ``inline`` has the same sentences, none of them cut, in on
 keys of five digits. The bundled checkpoint was trained on ``inline``.
 
 A case is scored by one teacher-forced forward: it passes if the argmax equals the key at every
-token of the key, which is exactly when greedy decoding would write the key. If the tokenizer
-has a separate token for the space before a digit, the prompt includes it: a chat model that would
-start with a colon has still found the key. The report counts such answers. With ``generate``
+token of the key. If the tokenizer has a separate token for the space before a digit, the prompt
+includes it: a chat model that would start with a colon has still found the key. With ``generate``
 the answer is decoded: ten tokens (``published``), or as many as the key has (``inline``); the
 first number counts, as in the authors' code.
 """
@@ -23,10 +22,10 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any, ClassVar, Literal
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, blanks
 from rope_eval.data.text import NOUNS
-from rope_eval.tasks.base import Task, draws, fill, option, register, require_one_of
+from rope_eval.tasks.base import Task, draws, fill, option, register
 from rope_ext.errors import OptionError
 
 INTRO = (
@@ -69,10 +68,7 @@ class FirstNumber:
 
 
 class PasskeyPrompts:
-    """Builds passkey prompts for one tokenizer, by default those of a base model.
-
-    Keys are ``words`` or numbers, and prompts are ``published`` ones or ``inline`` ones.
-    """
+    """Builds prompts for one tokenizer: words or numbers as keys, published or inline prompts."""
 
     def __init__(
         self,
@@ -113,14 +109,12 @@ class PasskeyPrompts:
         units, _ = fill("passkey", lambda units: self._whole(units, depth, key)[0], length)
         ids, count = self._whole(units, depth, key)
         lead = blanks(self.frame.tokenizer, ids, count)
-        case = Case(
-            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin), lead=lead
-        )
+        case = Case("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin)
         if not generate:
             return case
         judge = None if self.words else FirstNumber(key)
         cut, size = (count, max(10, count)) if self.published else (case.count, case.count)
-        return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge, lead=0)
+        return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge)
 
     def _whole(self, units: int, depth: float, key: str) -> tuple[array, int]:
         """Build the prompt with ``units`` characters of filler (``published``), or sentences."""
@@ -138,10 +132,7 @@ class PasskeyPrompts:
 @register
 @dataclass(frozen=True)
 class Passkey(Task):
-    """Passkey retrieval on a grid of lengths and depths.
-
-    Every trial has its own key, and a depth sampled within its bin.
-    """
+    """Passkey retrieval on a grid of lengths and depths."""
 
     name: ClassVar[str] = "passkey"
 
@@ -159,12 +150,9 @@ class Passkey(Task):
     )
 
     def __post_init__(self) -> None:
-        require_positive(trials=self.trials, depths=self.depths, digits=self.digits)
-        if self.needle not in ("number", "word") or (self.needle == "word" and self.digits):
-            raise OptionError(
-                f"needle={self.needle!r} is not valid; it must be number, or word without digits"
-            )
-        require_one_of(prompt=(self.prompt, PROMPTS))
+        super().__post_init__()
+        if self.needle == "word" and self.digits:
+            raise OptionError("needle='word' is not valid with digits; leave one of them out")
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         prompt = own_prompt(frame.tokenizer) if self.prompt == "auto" else self.prompt

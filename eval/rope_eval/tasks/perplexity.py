@@ -1,22 +1,17 @@
 """Perplexity: ``exp`` of the mean negative log likelihood, each token scored once.
 
-There are five protocols for segments of text (``choose_windows``) and context lengths:
+There are four protocols for segments of text (``choose_windows``) and context lengths:
 
 * ``ending``: the same tokens with an increasing context. The windows of all lengths end at the same
   positions and score the same last tokens: 256, or half the shortest length if that is less. Every
   token has at least ``length`` minus that number of tokens before it.
 * ``sliding``: a window of ``length`` tokens moves over each segment by ``stride`` tokens. The first
-  window scores all of its tokens, each later one its last ``stride``: every token of the segment is
-  scored once, at every length, with at least ``length - stride`` tokens before it, or all of the
-  segment's.
+  window scores all of its tokens, each later one its last ``stride``.
 * ``start``: all of the first ``length`` tokens of each segment.
-* ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models",
-  for comparison with such numbers. Windows start at every multiple of ``stride`` and score the
-  tokens that no earlier window scored; the last one may be shorter. Only the first one has the
-  beginning-of-sequence token. As on that page, each window's mean loss is weighted by its number of
-  labels minus one, which undercounts every window except the first by one token if windows overlap.
-* ``huggingface_means``: the same windows, but the plain mean of their mean losses, as on earlier
-  versions of that page.
+* ``huggingface``: ``nll_sum / n_tokens`` on transformers' page "Perplexity of fixed-length models".
+  Windows start at every multiple of ``stride`` and score the tokens that no earlier window scored;
+  only the first one has the beginning-of-sequence token. As on that page, each window's mean loss
+  is weighted by its number of labels minus one.
 
 Otherwise a window is the beginning-of-sequence token (once, if the tokenizer has one) and text;
 this token counts towards ``length`` as context, and is never scored. Perplexity is weighted by
@@ -30,23 +25,18 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from rope_eval.cases import Case, Questions, require_positive
+from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, beginning, encode, joined
 from rope_eval.data.text import python_library, read_texts
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Kind, Task, option, register, require_one_of
+from rope_eval.tasks.base import Kind, Task, option, register
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError
 
 SCORED = 256
-HUGGINGFACE = {
-    "huggingface": "nll_sum / n_tokens, as transformers documents it today",
-    "huggingface_means": "the mean of window means, as on older versions of transformers' page",
-}
-PROTOCOLS = ("ending", "sliding", "start", *HUGGINGFACE)
-STRIDING = ("sliding", *HUGGINGFACE)
+STRIDING = ("sliding", "huggingface")
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,6 @@ class Windows:
     documents: tuple[int, ...]
 
     def at(self, length: int) -> list[tuple[int, ...]]:
-        """Return the windows of ``length`` tokens."""
         return [self.bos + text[len(self.bos) - length :] for text in self.texts]
 
 
@@ -82,9 +71,6 @@ def choose_windows(
     A window is inside one document. If this does not yield ``count`` windows, all documents are
     joined in order, with ``eos`` between them, and split instead. ``option`` is the command-line
     option that sets the lengths, for errors.
-
-    Raises:
-        MeasureError: all documents together are shorter than the longest window.
     """
     size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")
@@ -118,19 +104,9 @@ def _cut(
     return [(number, text) for _, number, text in sorted(found, key=lambda one: one[0])]
 
 
-def positions(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Positions up to which losses are summed: half octaves from 16 tokens on, and ``lengths``."""
-    longest = max(lengths)
-    octaves = {round(16 * 2 ** (k / 2)) for k in range(2 * longest.bit_length())}
-    return tuple(sorted({edge for edge in octaves if edge < longest} | set(lengths)))
-
-
 @dataclass(frozen=True)
 class Segments(Task):
-    """Segments of text with moving windows, shared by perplexity and LongPPL.
-
-    ``documents`` are texts instead of those in ``text``.
-    """
+    """Segments of text with moving windows; ``documents`` are texts instead of ``text``."""
 
     kind: ClassVar[Kind] = "loss"
 
@@ -145,12 +121,6 @@ class Segments(Task):
     stride: int | None = option(
         None, "stride of the sliding window in tokens; implies --protocol sliding", parse_length
     )
-    min_context: int = option(0, "initial tokens not scored by sliding and start", parse_length)
-
-    def __post_init__(self) -> None:
-        require_positive(windows=self.windows, stride=self.stride)
-        if self.min_context < 0:
-            raise OptionError(f"min_context={self.min_context} is not valid; it must be at least 0")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Read the texts, so that errors in them are reported first; returns the task."""
@@ -174,8 +144,7 @@ class Segments(Task):
             )
         if self.stride is not None and self.stride > shortest - self._unscored:
             raise OptionError(
-                f"stride={self.stride} would skip tokens at length {shortest}; give a "
-                f"--stride below that, or longer --lengths"
+                f"stride={self.stride} would skip tokens at length {shortest}; give a smaller one"
             )
         documents = [encode(frame.tokenizer, text) for text in self._texts]
         eos = frame.tokenizer.eos_token_id
@@ -197,7 +166,7 @@ class Segments(Task):
         for length in lengths:
             size, number = length - len(bos), 0
             for index, text in enumerate(windows.texts):
-                done = max(self.min_context, 1 - len(bos))  # the first token has nothing before it
+                done = 1 - len(bos)  # the first token has nothing before it
                 end = size
                 while done < len(text):
                     end = min(end, len(text))
@@ -214,7 +183,6 @@ class Segments(Task):
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
     ) -> Iterator[str]:
-        """Yield notes on the texts, for reports."""
         if windows.joined:
             yield (
                 f"too few documents of {max(lengths)} tokens: documents are joined, so that a "
@@ -241,36 +209,24 @@ class Perplexity(Segments):
 
     name: ClassVar[str] = "perplexity"
 
-    protocol: str | None = option(
+    protocol: Literal["ending", "sliding", "start", "huggingface"] | None = option(
         None,
-        "ending (the same tokens with an increasing context), sliding, start, "
-        + " or ".join(f"{name} ({what})" for name, what in HUGGINGFACE.items())
-        + "; default: ending",
+        "ending (the same tokens with an increasing context), sliding, start, or huggingface "
+        "(nll_sum / n_tokens, as transformers documents it); default: ending",
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         protocol = self.protocol or ("ending" if self.stride is None else "sliding")
         object.__setattr__(self, "protocol", protocol)  # shown in reports
-        require_one_of(protocol=(protocol, PROTOCOLS))
+        super().__post_init__()
         if protocol in STRIDING and self.stride is None:
             raise OptionError(f"--protocol {protocol} needs --stride TOKENS; give both")
         if protocol not in STRIDING and self.stride is not None:
             raise OptionError(
-                f"--stride does not apply to the protocol {protocol}; leave it out, or give "
-                f"--protocol {', '.join(STRIDING)}"
-            )
-        if self.min_context and protocol not in ("sliding", "start"):
-            raise OptionError(
-                f"--min-context does not apply to the protocol {protocol}; leave it out"
+                f"--stride does not apply to the protocol {protocol}, but to {', '.join(STRIDING)}"
             )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        if self.min_context and self.min_context + 2 > min(lengths):
-            raise OptionError(
-                f"min_context={self.min_context} leaves nothing to score at length "
-                f"{min(lengths)}; give less, or longer --lengths"
-            )
         windows, lengths = self.choose(frame, lengths, seed), sorted(lengths)
         plan = {"ending": self._ending, "sliding": self.slide, "start": self._ending}
         cases = list(plan.get(str(self.protocol), self._huggingface)(windows, lengths))
@@ -278,19 +234,18 @@ class Perplexity(Segments):
 
     @property
     def _unscored(self) -> int:
-        return 0 if self.protocol in HUGGINGFACE else 1
+        return 0 if self.protocol == "huggingface" else 1
 
     def _define(self, windows: Windows) -> str:
         count, source = len(windows.texts), ", ".join(map(str, self.text))
         source = source or "Python's standard library (held-out files)"
         source = source if self.documents is None else "the given documents"
         segments = f"{count} segment{'s' * (count != 1)} of {source}, intervals over documents"
-        if self.protocol in HUGGINGFACE:
-            return (
-                f"perplexity from {HUGGINGFACE[str(self.protocol)]} (--protocol {self.protocol}); "
-                f"windows move by {self.stride} tokens; {segments}"
-            )
         what = {
+            "huggingface": (
+                f"windows that move by {self.stride} tokens, from nll_sum / n_tokens as "
+                f"transformers documents it (--protocol huggingface)"
+            ),
             "ending": (
                 f"the last {windows.scored} tokens of windows of each length; every length scores "
                 f"the same tokens, only the context before them grows"
@@ -302,21 +257,18 @@ class Perplexity(Segments):
             ),
             "start": "the first tokens of each segment, as many as the length",
         }[str(self.protocol)]
-        less = f", less the very first {self.min_context}" if self.min_context else ""
-        return f"token-weighted perplexity of {what}{less}; {segments}"
+        return f"token-weighted perplexity of {what}; {segments}"
 
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
-            # The longest windows cover all contexts: their losses form the curve by position.
-            curve = positions(lengths) if length == lengths[-1] else ()
             for number, text in enumerate(windows.texts):
                 bos, group = windows.bos, windows.documents[number]
                 if self.protocol == "start":
                     ids = bos + text[: length - len(bos)]
-                    count = len(ids) - max(len(bos) + self.min_context, 1)
+                    count = len(ids) - max(len(bos), 1)
                 else:
                     ids, count = bos + text[len(bos) - length :], windows.scored
-                yield self._case(length, number, ids, count, group, curve=curve)
+                yield self._case(length, number, ids, count, group)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
@@ -328,7 +280,7 @@ class Perplexity(Segments):
                     count = end - max(done, begin + 1)  # the first token has no context
                     # The page subtracts one label per window; only windows without overlap lose one
                     # to the label shift.
-                    weight = end - done - 1 if self.protocol == "huggingface" else 1
+                    weight = end - done - 1
                     if count and weight:
                         ids = row[begin:end]
                         yield self._case(length, number, ids, count, group, weight=weight)

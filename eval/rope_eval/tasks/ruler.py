@@ -3,11 +3,7 @@
 Retrieval (``niah_*``), variable tracking (``vt``), common words (``cwe``), frequent words (``fwe``)
 and question answering (``qa_1``, ``qa_2``) of RULER (arXiv 2404.06654). The score of a prompt is
 the fraction of the references in the answer, ignoring case; for a question with several right
-answers, one is enough. The effective length, defined over all 13 tasks, is the longest one up to
-which their average is at least 85.6 %.
-
-docs/evaluate.md lists the differences from the authors' code. Texts, words and
-questions come from Python or are generated here, unless you pass RULER's files.
+answers, one is enough. docs/evaluate.md lists the differences from the authors' code.
 """
 
 from __future__ import annotations
@@ -266,7 +262,6 @@ def made(
     haystack: Mapping[str, Any] | None = None,
     **files: str | None,
 ) -> Task:
-    """Build one of the tasks; arguments as for ``Ruler``, and a haystack from ``read_haystack``."""
     common: dict[str, Any] = {"trials": trials, "suite": SUITE, "suite_size": SIZE}
     if new_tokens is not None:
         common["tokens"] = new_tokens
@@ -281,12 +276,7 @@ def made(
 @register
 @dataclass(frozen=True)
 class Ruler(Task):
-    """RULER: all of its tasks, or some.
-
-    Files are those of RULER: ``PaulGrahamEssays.json`` (by default, Python's documentation),
-    ``dev-v2.0.json`` of SQuAD for ``qa_1`` and ``hotpot_dev_distractor_v1.json`` of HotpotQA for
-    ``qa_2`` (by default, questions are generated).
-    """
+    """RULER: all of its tasks, or some, with its files or without."""
 
     name: ClassVar[str] = "ruler"
 
@@ -302,7 +292,6 @@ class Ruler(Task):
     new_tokens: int | None = answer_tokens("as in RULER")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return the selected tasks."""
         names = named_parts(self.ruler_tasks, TASKS)
         files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
         haystack = read_haystack(self.haystack)

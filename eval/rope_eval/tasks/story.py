@@ -1,17 +1,14 @@
 """MRCR and multi-hop tracing: facts in other text, without downloads.
 
-``mrcr`` asks for the n-th of several identical requests. A conversation contains 2, 4 or 8 requests
-for the same kind of text about the same topic, among others for another kind or topic; the model
-has to repeat the answer to the n-th of them. Requests, question and scoring are those of the data
-set openai/mrcr (its card, and section 3.2 of arXiv 2409.12640). The answers in the conversation are
-sentences from Python's documentation; those of the data set were written by GPT-4o, and are much
-longer. The conversation is one text of ``User:`` and ``Assistant:``, also for chat models, without
-a solved example.
+``mrcr``: a conversation contains 2, 4 or 8 requests for the same kind of text about the same topic,
+among others; the model has to repeat the answer to the n-th of them. Requests, question and scoring
+are those of the data set openai/mrcr (its card, and section 3.2 of arXiv 2409.12640). The answers
+are sentences from Python's documentation, shorter than those of the data set. The conversation is
+one text of ``User:`` and ``Assistant:``, also for chat models, without a solved example.
 
-``hops`` asks for the number at the end of a chain of names, each of which leads to the next.
-Several chains of the same length are in a text in random order. Each name except the first is in
-two facts, so only following the right chain hop by hop finds its number. This is not a published
-benchmark; the most similar one is RULER's ``vt``, which asks for all names of a chain.
+``hops`` asks for the number at the end of a chain of names, each of which leads to the next, among
+other chains of the same length. It is not a published benchmark; the most similar one is RULER's
+``vt``, which asks for all names of a chain.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from functools import cache
 from itertools import chain, count, islice, pairwise
 from typing import ClassVar
 
-from rope_eval.cases import Case, require_positive
+from rope_eval.cases import Case
 from rope_eval.data.prompts import Frame, encode
 from rope_eval.data.text import python_documentation, read_texts, sentences
 from rope_eval.settings import Settings
@@ -82,7 +79,6 @@ REPEAT = (
 
 
 def ordinal(number: int) -> str:
-    """Format a number as ``1st``, ``2nd``, ``3rd``, ``4th`` ..."""
     ends = {1: "st", 2: "nd", 3: "rd"}
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"
 
@@ -135,8 +131,7 @@ class Conversation(Prompts):
                 answers.append(one)
         if len(answers) < self.needles:
             raise OptionError(
-                f"the text has {len(answers)} different answers for {self.needles} requests; give "
-                f"--haystack a longer one"
+                f"{self.needles} requests need as many different answers; give a longer --haystack"
             )
         asked = rng.randrange(self.needles)
         prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=10))
@@ -185,11 +180,7 @@ class Mrcr(Task):
     haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens("as many as the words need")
 
-    def __post_init__(self) -> None:
-        require_positive(mrcr_words=self.mrcr_words)
-
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return a task for each number of needles."""
         text, roomy = stock(self.haystack), self.new_tokens is None
         given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
         return [
@@ -270,11 +261,7 @@ class Hops(Task):
     haystack: tuple[str, ...] = option((), "text for the haystacks; repeatable")
     new_tokens: int | None = answer_tokens("32")
 
-    def __post_init__(self) -> None:
-        require_positive(chains=self.chains)
-
     def parts(self, settings: Settings) -> Sequence[Task]:
-        """Return a task for each number of hops."""
         tokens = 32 if self.new_tokens is None else self.new_tokens
         given = (self.trials, tokens, 0, stock(self.haystack))
         return [

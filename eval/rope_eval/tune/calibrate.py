@@ -349,11 +349,7 @@ class Judge:
 
 
 class Descent(Judge):
-    """Run coordinate descent for one method, on the half that selects.
-
-    Raises:
-        MeasureError: a loss of the published default is NaN or infinite.
-    """
+    """Run coordinate descent for one method, on the half that selects."""
 
     def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
         super().__init__(trials, start, half)

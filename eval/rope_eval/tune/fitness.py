@@ -1,8 +1,7 @@
 """Shared by ``calibrate`` and ``search``: samples, scores of methods, and the log.
 
-Windows of a text measure how well a model continues it. The answer tokens of needles measure
-whether it finds distant information: LongRoPE2 (arXiv 2502.20082, section 3.2) searches with their
-loss alone, because most other tokens hardly need a long context.
+Windows of a text measure how well a model continues it, and the answer tokens of needles whether it
+finds distant information, as in LongRoPE2 (arXiv 2502.20082, section 3.2).
 
 A run is a function of its seed and of the logged scores: a resumed run is replayed, and logged
 scores are not measured again.
@@ -61,7 +60,6 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Number of tokens, including the answer."""
         return len(self.ids)
 
 
@@ -80,18 +78,12 @@ class Rows:
         return list(groups.values())
 
     def some(self, numbers: Iterable[int]) -> Rows:
-        """Return the windows with these indices."""
         kept = list(numbers)
         return Rows(tuple(self.windows[i] for i in kept), tuple(self.documents[i] for i in kept))
 
 
 def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
-    """Return documents: given ones, a text with line breaks, or a file, folder or ``hf:ID``.
-
-    Raises:
-        OptionError: it is neither.
-        MeasureError: it cannot be read.
-    """
+    """Return documents: given ones, a text with line breaks, or a file, folder or ``hf:ID``."""
     if isinstance(text, str) and "\n" in text:
         return [text]
     if isinstance(text, (str, os.PathLike)):
@@ -105,13 +97,7 @@ def read(text: str | os.PathLike[str] | Iterable[str]) -> list[str]:
 def windows_of(
     tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int, cure: str
 ) -> Rows:
-    """Return ``count`` windows of ``length`` tokens, from as many documents as possible.
-
-    ``cure`` tells users in the error which option sets the number, and how to fix it.
-
-    Raises:
-        MeasureError: there are fewer, or the text repeats itself.
-    """
+    """Return ``count`` windows from as many documents as possible; ``cure`` is for the error."""
     task = Perplexity(texts, windows=count, protocol="start")
     found = task.choose(Frame(tokenizer, ()), [length], seed, option="--length")
     if len(found.texts) < count:
@@ -129,8 +115,7 @@ def windows_of(
     if share > MOST_REPEATED:
         raise MeasureError(
             f"{share:.0%} of the text is repeated (spans of {_SPAN} characters that occur "
-            f"earlier), and at most {MOST_REPEATED:.0%} may be, since results would not carry over "
-            f"to other text; give a text without copies"
+            f"earlier), and at most {MOST_REPEATED:.0%} may be; give a text without copies"
         )
     return Rows(windows, found.documents)
 
@@ -284,7 +269,6 @@ class Sample:
 
     @property
     def work(self) -> float:
-        """The total :func:`cost`."""
         return sum(cost(len(ids)) for ids in self.tokens)
 
     def within(self, trained: int) -> Sample:
@@ -308,16 +292,11 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """The objective: the mean loss of the windows plus that of the answers.
-
-        Text alone does not show whether a model retrieves, and answers alone do not show whether it
-        writes well or only copies.
-        """
+        """The objective: the mean loss of the windows plus that of the answers."""
         return sum(mean(part) for part in (self.far, self.answers) if part)
 
     @property
     def finite(self) -> bool:
-        """Whether all losses are finite."""
         return all(map(math.isfinite, (*self.far, *self.inside, *self.answers)))
 
     def found_at(self, length: int, sample: Sample) -> list[bool]:
@@ -333,13 +312,7 @@ class Scores:
 
 
 class Trials:
-    """Measures methods on an unpatched model, each once.
-
-    ``path`` is the log of this ``kind`` of run, and scores depend on ``settings``.
-
-    Raises:
-        MeasureError: the log has other settings, or cannot be read or written.
-    """
+    """Measures methods on an unpatched model, each once, in the log of this ``kind`` of run."""
 
     def __init__(
         self,
@@ -372,11 +345,7 @@ class Trials:
 
     @contextmanager
     def progress(self, samples: Sequence[tuple[Sample, int]]) -> Iterator[None]:
-        """Print the maximum number of forwards, and show progress.
-
-        ``samples`` come with the number of methods to measure on each; the unpatched model is
-        added.
-        """
+        """Print the maximum number of forwards, and show progress, by methods for each sample."""
         from rope_ext.command.terminal import progress, tell  # rich is imported on demand
 
         rounds = [*samples, *((sample.within(self.rope.length), 1) for sample, _ in samples)]
@@ -389,11 +358,7 @@ class Trials:
             yield
 
     def scores(self, method: Method | None, sample: Sample) -> Scores:
-        """Return the scores of a method, or those of the unpatched model within its trained length.
-
-        Raises:
-            RopeExtError: the model does not accept the method, or the log cannot be written.
-        """
+        """Return the scores of a method; None: of the unpatched model within its trained length."""
         sample = sample.within(self.rope.length) if method is None else sample
         trial = {"method": method and method_to_json(method), "sample": sample.name}
         key = json.dumps(trial)
@@ -446,17 +411,11 @@ class Trials:
 
 
 def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
-    """Return the rotary embedding that ``model`` was trained with.
-
-    Raises:
-        OptionError: the target length is not beyond the trained one, or leaves nothing to score.
-    """
+    """Return the rotary embedding that ``model`` was trained with."""
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
-        raise OptionError(
-            f"target_length={given.target_length} is not beyond the {rope.length} tokens that "
-            f"the model was trained for; give a larger one"
-        )
+        length = given.target_length
+        raise OptionError(f"target_length={length} is not beyond the {rope.length} trained tokens")
     if given.tail >= given.target_length:
         raise OptionError(
             f"scored={given.tail} is not valid; it must be below "
@@ -466,11 +425,7 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
 
 
 def read_log(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read settings and scores of a log.
-
-    Raises:
-        MeasureError: it is not a log of this kind.
-    """
+    """Read settings and scores of a log."""
     lines = list(read_lines(path))
     settings = lines[0].get(kind) if lines else None
     if not isinstance(settings, dict):

@@ -39,6 +39,7 @@ SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
 """Engines for which ``write`` prints a command that serves the miniature, and their ports."""
 TOLERANCE = 2e-3  # RMS error of log-probabilities that counts as float32 rounding
 LENGTH = 2048  # length of the longest prompt in tokens, if the context allows
+_SHORT = 9216  # up to this length, prompts beyond the trained length take a minute on one core
 FACTOR_ERROR = 0.01  # smallest relative error of the factor to detect
 _VOCABULARY = 128
 _TOP = 20  # number of log-probabilities that servers return
@@ -83,12 +84,13 @@ class Verification:
     lengths: tuple[int, ...]  # prompt lengths, tokens
     returned: float  # mean number of log-probabilities per prompt
     tolerance: float  # largest difference that counts as rounding
+    beyond: bool  # whether prompts are longer than the trained length
     notes: tuple[str, ...] = ()  # how to get a clearer result
 
     @property
     def passed(self) -> bool:
-        """Whether the engine computes the patch."""
-        return self.verdict == PATCHED
+        """Whether the engine computes the patch, also beyond the trained length."""
+        return self.verdict == PATCHED and self.beyond
 
     @property
     def exit_code(self) -> int:
@@ -103,6 +105,8 @@ class Verification:
         found = self.candidates[0] if len(self.candidates) == 1 else self.verdict
         if self.verdict == "cannot tell":
             found = f"cannot tell these apart: {', '.join(self.candidates)}"
+        if not self.beyond:
+            found += f" within {self.lengths[-1]} tokens only"
         right, *wrong = self.differences.items()
         nearest = min(wrong, key=lambda pair: pair[1])
         numbers = ", ".join(f"{value:.2g} from {name!r}" for name, value in (right, nearest))
@@ -192,14 +196,24 @@ class Miniature:
         arguments = {**self.state.record.arguments, **changes}
         return patch(model.to(dtype), self.state.record.method, **arguments)
 
-    def prompts(self, longest: int = LENGTH) -> list[list[int]]:
-        """Return deterministic token IDs, up to the context length or ``longest``.
+    def lengths(self, longest: int | None = None) -> tuple[int, ...]:
+        """Return prompt lengths in tokens, up to the context length or ``longest``.
 
-        Prompts of one length differ only in the last token.
+        Default: 2048, or an eighth beyond the trained length if that is at most 9216.
         """
+        beyond = self.beyond if self.beyond <= _SHORT else 0
+        last = min(self.state.target_length - 1, longest or max(LENGTH, beyond))
+        return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
+
+    @property
+    def beyond(self) -> int:
+        """A length beyond the trained one, tokens."""
+        return self.state.length * 9 // 8
+
+    def prompts(self, longest: int | None = None) -> list[list[int]]:
+        """Return deterministic token IDs; prompts of one length differ only in the last token."""
         seeded, prompts = torch.Generator().manual_seed(0), []
-        last = min(self.state.target_length - 1, longest)
-        for length in sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}):
+        for length in self.lengths(longest):
             start = torch.randint(4, _VOCABULARY, (length - 1,), generator=seeded).tolist()
             tails = torch.randperm(_VOCABULARY - 4, generator=seeded)[:_TAILS] + 4
             prompts += [[*start, tail] for tail in tails.tolist()]
@@ -333,14 +347,15 @@ def verify(
     miniature: Miniature,
     run: Run,
     engine: str,
-    longest: int = LENGTH,
+    longest: int | None = None,
     tolerance: float | None = TOLERANCE,
     factor_error: float = FACTOR_ERROR,
 ) -> Verification:
     """Run a miniature in an engine, and decide what the engine computes; see :func:`judge`.
 
     Differences of log-probabilities up to ``tolerance`` (root mean square) count as rounding; None:
-    up to three times that of transformers in bfloat16.
+    up to three times that of transformers in bfloat16. ``longest`` is the length of the longest
+    prompt, tokens; None as in :meth:`Miniature.lengths`.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
@@ -362,12 +377,13 @@ def verify(
             f"increase --length, or accept smaller errors of the factor with --factor-error; or "
             f"the engine computes something else"
         )
-    if lengths[-1] <= trained:
+    beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
+    if not beyond:
         notes.append(
             f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
-            f"differently beyond; increase --length"
+            f"differently beyond; give --length {miniature.beyond}"
         )
-    return Verification(engine, *judged, lengths, returned, tolerance, tuple(notes))
+    return Verification(engine, *judged, lengths, returned, tolerance, beyond, tuple(notes))
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -30,31 +28,13 @@ from rope_eval.tune.search import Candidate, Space, evolve
 from rope_ext.cli import app
 from tests.helpers.checkpoint import TRAINED, written
 from tests.helpers.models import tiny_llama
-from tests.helpers.sequences import EXACT, decoded, recomputed
+from tests.helpers.positions import EXACT, decoded, logits
 
 BOX = Path(__file__).parents[2] / "checkpoints" / "tiny-512"
 TARGET = 2 * TRAINED
 DOCUMENTS = [written(80, i) for i in range(4)]
 KNOWN = 14  # methods that are measured before any table, YaRN with five ramps and five temperatures
 SMALL = {"population": 8, **{"samples": 2, "validation_samples": 0, "prompts": 0}}
-
-
-# Evolution
-
-
-@given(
-    st.lists(st.floats(90, 510), min_size=6, max_size=6),
-    st.sampled_from((0, 2)),
-    st.floats(0, 1),
-    st.floats(95, 165),
-)
-def test_what_evolution_makes_ascends_within_its_bounds(numbers, critical, start, scale) -> None:
-    space = Space(500, (0, 4), (100, 105, 160), critical)
-    made = space.candidate([*numbers[critical:], start, scale])
-    assert len(made.table) == 6 and list(made.table) == sorted(made.table)
-    assert made.table[0] >= 100 and made.table[-1] <= 500
-    assert made.start in (0, 4) and made.scale in space.scales
-    assert space.candidate(space.vector(made)) == made
 
 
 def test_evolution_approaches_the_best_table() -> None:
@@ -78,9 +58,6 @@ def test_evolution_approaches_the_best_table() -> None:
 
     with pytest.raises(rope_ext.MeasureError, match="no space left"):
         evolve(first, Space(500, (0,)), full, **sizes)
-
-
-# Search
 
 
 def found(model, tokenizer, output: Path | None = None, iterations: int = 2, **changed):
@@ -342,7 +319,7 @@ def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(ids, precise:
         with nullcontext() if start is None else patched:
             rotary = model.model.rotary_emb
             handle = rotary.register_forward_hook(lambda *call: seen.append(call[-1]))
-            recomputed(model, ids)
+            logits(model, ids, use_cache=False)
             handle.remove()
         return seen[0]
 
@@ -356,5 +333,5 @@ def test_start_tokens_keep_their_angles_and_later_ones_get_the_new(ids, precise:
 
 def test_start_tokens_decode_as_they_are_recomputed(ids) -> None:
     model = rope_ext.patch(tiny_llama(), rope_ext.LongRoPE(start_tokens=20, **START))
-    whole = recomputed(model, ids)
+    whole = logits(model, ids, use_cache=False)
     torch.testing.assert_close(decoded(model, ids, [150] + [1] * 10), whole, **EXACT)

@@ -34,9 +34,6 @@ FORMULAS = {
 }
 
 
-# --- the numbers ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
     found = rope_ext.NTK(factor=4, temperature=name).query_scaling(T, ROPE)
@@ -46,12 +43,6 @@ def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
 def test_llama4_is_what_transformers_computes_in_ministral3() -> None:
     theirs = get_llama_4_attn_scale(T[None].long(), 0.1, LENGTH).flatten()
     torch.testing.assert_close(rope_ext.Llama4(length=LENGTH).at(T).float(), theirs)
-
-
-def test_yarn_as_a_temperature_is_the_square_of_its_attention_factor() -> None:
-    published = rope_ext.YaRN(factor=4).attention_scaling(ROPE)
-    found = rope_ext.PI(factor=4, temperature="yarn").query_scaling(T, ROPE)
-    assert (found == published**2).all()
 
 
 def test_a_temperature_comes_back_from_json() -> None:
@@ -97,9 +88,6 @@ def test_without_them_each_method_has_what_was_released_with_it(name: str) -> No
     assert method.attention_scaling(ROPE) == pytest.approx(expected, rel=1e-12)
     grows = "rerope" in name
     assert (method.query_scaling(T, ROPE) is not None) == grows
-
-
-# --- in a model ----------------------------------------------------------------------------------
 
 
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:

@@ -12,17 +12,19 @@ from tests.helpers.positions import (
     CACHES,
     EXACT,
     FAMILIES,
+    GEOMETRIES,
     KINDS,
     METHODS,
     by_formula,
-    by_geometry,
     logits,
     padded,
     patch,
 )
 
+WITH = [*(("llama", n) for n in METHODS), *zip(KINDS[1:], GEOMETRIES, strict=True)]
 
-@pytest.mark.parametrize(("kind", "name"), by_geometry(*KINDS))
+
+@pytest.mark.parametrize(("kind", "name"), WITH)
 def test_attention_weights_are_those_of_the_papers_distances(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()

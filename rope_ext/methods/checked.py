@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
+import torch
+
 from rope_ext.errors import OptionError
 from rope_ext.methods.rope import LARGEST, MOST_TOKENS, plain_number, whole_number
 
@@ -62,6 +64,8 @@ class Checked:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():  # dynamo cannot read Annotated
+            return
         for field in dataclasses.fields(self):
             self._check(field.name, field.type)
 

@@ -53,18 +53,16 @@ class Report(Advice):
     def essentials(self) -> list[str]:
         """Conditions to quote with every number: settings, tasks, versions."""
         settings, identity = self.plan.settings, next(iter(self.plan.identities.values()))
-        if settings.url is not None:
-            rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
+        rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
+        if rows:
             rows.append(f"prompts by {settings.api}")
         else:
-            dtype = settings.dtype
-            if dtype == "auto":
-                of = "float32" if identity["device"] == "cpu" else "of the checkpoint"
-                dtype = f"auto ({of})"
+            of = "float32" if identity["device"] == "cpu" else "of the checkpoint"
             rows = [f"factor {settings.factor:g}"]
             rows += [system.label for system in self.plan.systems if system.label != system.method]
             rows += [f"adapter {settings.adapter}"] if settings.adapter else []
-            rows += [f"dtype {dtype}", f"device {identity['device']}"]
+            rows += [f"dtype {settings.dtype}" + f" ({of})" * (settings.dtype == "auto")]
+            rows += [f"device {identity['device']}"]
         rows.append(f"seed {settings.seed}")
         for model, used in self.plan.chat.items():
             of = f" for {model}" if len(self.plan.chat) > 1 else ""

@@ -174,8 +174,7 @@ def from_file(path: str) -> list[str]:
             f"file {path} does not exist; pass one that registers a task, or a task name"
         )
     spec = importlib.util.spec_from_file_location(f"rope_ext_task_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise OptionError(f"{path} is not a Python file; pass a .py file that registers a task")
+    assert spec is not None and spec.loader is not None  # of a .py file
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = [name for name, cls in _REGISTRY.items() if cls.__module__ == spec.name]
@@ -192,11 +191,11 @@ def chosen(names: Sequence[str]) -> list[type[Task]]:
     """Return the tasks with these names, each once, in order of registration."""
     for name in names:
         if name not in _REGISTRY:
-            raise _unknown(name, _REGISTRY)
+            raise unknown(name, _REGISTRY)
     return [cls for name, cls in _REGISTRY.items() if name in names]
 
 
-def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
+def unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
     known = list(known)
     guess = nearest(name, known) or "."
     return OptionError(f"unknown task {name!r}{guess} Tasks: {', '.join(known)}{more}")
@@ -227,7 +226,7 @@ def named_parts(text: str, known: Iterable[str]) -> list[str]:
     names, known = split(text), list(known)
     for name in names:
         if name not in known and name != "all":
-            raise _unknown(name, known, ", or all")
+            raise unknown(name, known, ", or all")
     return [name for name in known if name in names or "all" in names]
 
 

@@ -9,24 +9,14 @@ import typer
 
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
+from rope_ext.command import cli_arguments
 from rope_ext.command.arguments import command_words, parse_length, parse_options, split
-from rope_ext.command.cli_arguments import (
-    Compose,
-    Device,
-    Dtype,
-    Factor,
-    Model,
-    ModelCommand,
-    Option,
-    Target,
-    TrainText,
-)
 from rope_ext.command.terminal import quiet, stoppable, tell, tell_next, unused
 
 app = typer.Typer(rich_markup_mode=None)
 
 
-class Evaluation(ModelCommand):
+class Evaluation(cli_arguments.ModelCommand):
     """A command with the options of its tasks, which are known only once the tasks are parsed."""
 
     def make_context(
@@ -48,17 +38,17 @@ def evaluate_tasks() -> None:
     """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval --help`."""
 
 
-@app.command(cls=ModelCommand)
+@app.command(cls=cli_arguments.ModelCommand)
 @command_options(SearchOptions)
 def search(
-    model: Model,
-    length: Target,
+    model: cli_arguments.Model,
+    length: cli_arguments.Target,
     output: Annotated[
         Path, typer.Option(help="JSON file to write; resumes an interrupted search.")
     ],
-    text: TrainText = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    text: cli_arguments.TrainText = None,
+    dtype: cli_arguments.Dtype = "auto",
+    device: cli_arguments.Device = "auto",
     **options: Any,
 ) -> None:
     """Search LongRoPE factors by evolution. Resumes if interrupted."""
@@ -98,16 +88,16 @@ def search(
         )
 
 
-@app.command(cls=ModelCommand)
+@app.command(cls=cli_arguments.ModelCommand)
 @command_options(CalibrationOptions)
 def calibrate(
-    model: Model,
-    length: Target,
+    model: cli_arguments.Model,
+    length: cli_arguments.Target,
     output: Annotated[Path, typer.Option(help="Directory for the results.")],
     methods: Annotated[
         str, typer.Option("--methods", "--method", help="Method names, separated by commas.")
     ] = "yarn",
-    text: TrainText = None,
+    text: cli_arguments.TrainText = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the calibration in --output.")
     ] = False,
@@ -115,8 +105,8 @@ def calibrate(
         bool,
         typer.Option("--finetune", help="Print the training command as the next step."),
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: cli_arguments.Dtype = "auto",
+    device: cli_arguments.Device = "auto",
     **options: Any,
 ) -> None:
     """Find the best temperature and other scalar options of methods for a model.
@@ -166,7 +156,7 @@ def calibrate(
         tell_next(words)
 
 
-@app.command(cls=ModelCommand)
+@app.command(cls=cli_arguments.ModelCommand)
 def plot(
     kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
     model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
@@ -174,13 +164,13 @@ def plot(
         str, typer.Option("--method", "--methods", help="Method names, separated by commas.")
     ],
     output: Annotated[Path, typer.Option(help="Output file (.png).")],
-    factor: Factor = 4.0,
+    factor: cli_arguments.Factor = 4.0,
     length: Annotated[
         str | None,
         typer.Option(help="Context length in tokens, such as 32k. Default: the target length."),
     ] = None,
-    compose: Compose = False,
-    option: Option = None,
+    compose: cli_arguments.Compose = False,
+    option: cli_arguments.Option = None,
 ) -> None:
     """Plot the effect of methods, one line per method and one for the unpatched model.
 

@@ -52,14 +52,10 @@ def left_padded(
 def score(
     model: nn.Module, rows: Sequence[Sequence[int]], tail: int, pad: int = 0, logits: int = LOGITS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score the last ``tail`` tokens of each row, in one forward.
+    """Score the last ``tail`` tokens of each row, in one forward, some ``logits`` at a time.
 
-    ``tail`` is below the length of the shortest row, ``pad`` is the token left of shorter rows,
-    and at most ``logits`` logits are computed at a time.
-
-    Returns:
-        Negative log likelihoods, float32, nats, and whether each token is the argmax, so that
-        greedy decoding would write it; both ``[rows, tail]`` on the CPU.
+    Returns negative log likelihoods, float32, nats, and whether each token is the argmax, so that
+    greedy decoding would write it; both ``[rows, tail]`` on the CPU.
     """
     inputs = left_padded(rows, pad, cast(PreTrainedModel, model).device)
     ids = inputs["input_ids"]

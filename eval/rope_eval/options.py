@@ -1,8 +1,7 @@
 """Dataclass fields that are also command-line options.
 
-A field created by :func:`option` defines an option's name, help and parser in one place; commands,
-their functions and logs all use the dataclass. Nothing here imports torch, so that
-``rope-ext --help`` is fast.
+A field created by :func:`option` defines an option's name, help and parser in one place. Nothing
+here imports torch, so that ``rope-ext --help`` is fast.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ def refuse(*faults: tuple[bool, str]) -> None:
 def command_options(*classes: type) -> Callable[[F], F]:
     """Decorator: replace ``**options`` of a typer command by the options of ``classes``.
 
-    Typer reads the signature. Options with the same name are merged. Values are as typed, or None;
-    see :func:`read_options`.
+    Options with the same name are merged. Values are as typed, or None; see :func:`read_options`.
     """
 
     def decorate(command: F) -> F:

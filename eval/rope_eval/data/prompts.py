@@ -70,18 +70,11 @@ class Frame:
     def whole(
         self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
     ) -> tuple[array, int]:
-        """Build a prompt, tokenized in one piece.
+        """Build a prompt, tokenized in one piece: the user's ``content``, and a ``lead``.
 
-        Args:
-            content: the user's turn, with the question at its end.
-            lead: start of the answer, such as ``" The pass key is"``.
-            answer: follows after a space; ``""`` for a prompt that the model continues.
-            keep_space: keep the space at the start of ``lead`` even if the template ends in a line
-                break or a space, as RULER does.
-
-        Returns:
-            Token ids, and the number of tokens at their end that the model must write to give the
-            answer, including the space before it.
+        ``keep_space`` keeps the space before ``lead`` even after a line break of the template, as
+        RULER does. Returns token ids, and the number of tokens at their end that the model must
+        write to give the ``answer``, including the space before it.
         """
         if self.around is not None:
             before, after = self.around
@@ -109,13 +102,10 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
 def longest(
     build: Callable[[int], Ids], budget: int, least: int = 0, most: int | None = None
 ) -> tuple[int, Ids]:
-    """Find the longest prompt that fits, less than an average part below ``budget``.
+    """Return the number of parts, and the prompt, of the longest that fits into ``budget``.
 
-    ``build`` creates a prompt from a number of parts, from ``least`` to ``most``; it is called a
-    few times, for any length.
-
-    Returns:
-        The number of parts, and the prompt, which is too long if even the smallest does not fit.
+    ``build`` creates a prompt from ``least`` to ``most`` parts; it is called a few times, for any
+    length. The smallest is returned even if it does not fit.
     """
     low, ids = least, build(least)
     first, high = len(ids), None if most is None else most + 1

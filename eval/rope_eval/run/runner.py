@@ -66,10 +66,7 @@ def run(
 ) -> list[Outcome] | None:
     """Measure what is left of ``plan``; calls ``begin`` with the work, ``advance`` with progress.
 
-    No other run may use its folder.
-
-    Returns:
-        All outcomes of the plan, in its order; None in every process but the first.
+    Returns all outcomes of the plan, in its order; None in every process but the first.
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:

@@ -71,21 +71,11 @@ def search(
         beside += ", compose=True" if options["compose"] else ""
         table = f"**json.load(open({str(output)!r}))"
         print(f'use it: rope_ext.patch(model, "longrope", {table}{beside})')
-        tell_next(
-            command_words(
-                "compare",
-                model,
-                method="longrope,yarn",
-                option=[f"longrope={output}"],
-                factor=found.factor,
-                lengths=tokens,
-                compose=options["compose"],
-                dtype=dtype,
-                device=device,
-                trained_length=trained,
-                output=unused("compared"),
-            )
-        )
+        same = {"compose": options["compose"], "dtype": dtype, "device": device}
+        same |= {"trained_length": trained, "output": unused("compared")}
+        patch = {"method": "longrope,yarn", "option": [f"longrope={output}"]}
+        patch |= {"factor": found.factor, "lengths": tokens}
+        tell_next(command_words("compare", model, **patch, **same))
 
 
 @app.command(cls=cli_arguments.ModelCommand)
@@ -129,16 +119,9 @@ def calibrate(
         require_free(output, resume, "--resume", "--output")
         texts = read_texts(text) if text else None
         tokenizer = load_tokenizer(model)
-        found = rope_ext.calibrate(
-            load_model(model, dtype, device),
-            tokenizer,
-            tokens,
-            texts,
-            methods=names,
-            output=output,
-            resume=resume,
-            **given,
-        )
+        given |= {"methods": names, "output": output, "resume": resume}
+        loaded = load_model(model, dtype, device)
+        found = rope_ext.calibrate(loaded, tokenizer, tokens, texts, **given)
         print(found)
         tell(f"wrote {output}")
         if finetune:
@@ -187,17 +170,11 @@ def plot(
     names = split(method)
     options = checked_methods(names, factor, parse_options(option, names))
     methods = [build_method(name, **values) for name, values in options.items()]
-    pictures.draw(
-        kind,
-        model,
-        methods,
-        output,
-        length=None if length is None else parse_length(length),
-        compose=compose,
-    )
+    tokens = parse_length(length) if length else None
+    pictures.draw(kind, model, methods, output, tokens, compose)
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))
-    target = parse_length(length) if length else reach(factor, trained)
+    target = tokens or reach(factor, trained)
     patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
     if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
         more = {"lengths": f"{trained},{target}", "output": unused("compared")}

@@ -1,8 +1,7 @@
 """Prompts: templates around them, and their length.
 
-A prompt is tokenized in one piece, like a user's text, because tokens can span sentence boundaries:
-in Llama 3 a full stop and a line break are one token. Some tokenizers also add a space at the
-beginning of every text.
+A prompt is tokenized in one piece, because tokens can span sentence boundaries: in Llama 3 a full
+stop and a line break are one token.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def joined(*parts: Iterable[int]) -> array:
 
 
 def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
-    """Count the blank tokens at the start of the last ``count`` tokens.
-
-    If digits are separate tokens, the space before an answer is, too.
-    """
+    """Count blank tokens at the start of the last ``count``: before digits, they are tokens."""
     return next(n for n in range(count) if tokenizer.decode([ids[n - count]]).strip())
 
 
@@ -43,9 +39,8 @@ def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
 class Frame:
     """The template around the content of a prompt.
 
-    For a base model, ``head`` is the beginning-of-sequence token that its tokenizer adds, once. For
-    a chat model, ``around`` is the template, which contains that token; the answer starts after the
-    question, in the assistant's turn.
+    ``head`` is the beginning-of-sequence token of a base model, and ``around`` the template of a
+    chat model, which contains that token.
     """
 
     tokenizer: Any

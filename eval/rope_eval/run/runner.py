@@ -1,7 +1,6 @@
-"""Runs the cases of a plan on every system and logs each result.
+"""Runs the cases of a plan on every system, the longest first, and logs each result.
 
-It loads the models and runs batches, the longest first. An unfinished batch is repeated as a whole,
-so that an interrupted and resumed run computes identical numbers.
+An unfinished batch is repeated as a whole, so that a resumed run computes identical numbers.
 """
 
 from __future__ import annotations

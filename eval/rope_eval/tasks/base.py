@@ -1,8 +1,7 @@
 """The base classes and the registry of tasks.
 
-Each task is one file, with its questions, scoring and options, which are dataclass fields.
-:func:`option` also makes a field a command-line option. Tasks do not depend on methods, so every
-method gets identical questions.
+Each task is one file, with its questions, scoring and options. Tasks do not depend on methods, so
+every method gets identical questions.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Task:
 class Draw(NamedTuple):
     """The random parameters of a prompt, all generated from ``number``.
 
-    ``index`` counts the prompts of a length and depth bin, and ``depth`` is the position of the
-    answer, from 0 (start) to 1 (end), sampled from its ``bin``.
+    ``depth`` is the position of the answer, from 0 (start) to 1 (end), sampled from its ``bin``.
     """
 
     index: int

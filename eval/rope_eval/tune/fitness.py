@@ -220,10 +220,7 @@ def _finite(loss: float) -> float:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return an identifier of a model: its configuration, and its losses on some tokens.
-
-    Losses are in thousandths of a nat, because the number of threads changes the last digits.
-    """
+    """Return an identifier of a model: its configuration, and its rounded losses."""
     plain = cast(PreTrainedModel, model)
     config = cast(PreTrainedModel, unwrap(model)).config.to_dict()
     left = {"_name_or_path", "transformers_version"}
@@ -241,11 +238,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """Data to measure methods on; ``name`` is used in the log.
-
-    ``rows`` are windows of the target length, ``inside`` their parts of the trained length, if they
-    count, and ``prompts`` have both lengths.
-    """
+    """Data to measure methods on; ``rows`` and ``inside`` are windows of both lengths."""
 
     name: str
     rows: Rows

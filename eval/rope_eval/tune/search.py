@@ -370,12 +370,7 @@ def validated(scores: Mapping[L, fitness.Scores]) -> L:
 
 
 def check_output(output: str | os.PathLike[str]) -> None:
-    """Check that a search may write ``output``, before a model is loaded.
-
-    Raises:
-        OptionError: its name does not end in .json.
-        MeasureError: its folder cannot be created, or an existing file is not from a search.
-    """
+    """Check that a search may write ``output``, before a model is loaded."""
     output, log = Path(output), Path(output).with_suffix(".jsonl")
     if output.suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")

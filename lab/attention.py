@@ -25,12 +25,14 @@ from transformers import PreTrainedModel
 import rope_ext
 from rope_eval.data.prompts import Frame
 from rope_eval.plots.style import (
+    MARK,
     TITLE,
     UNPATCHED_STYLE,
     bare,
     figure_of,
     legend_below,
     mark_trained,
+    require_png,
     style_of,
     ticker,
 )
@@ -146,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, required=True, help="the .png file")
     args = parser.parse_args(arguments)
+    require_png(args.output)
     tokenizer = checkpoints.load_tokenizer(args.model)
     model = checkpoints.load_model(args.model, device=args.device)
     trained = first_site(model).rope.length
@@ -166,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = Path(args.model).name
     axes.set_title(f"{name}: attention of the last {QUERIES} of {length} tokens", **TITLE)
     legend_below(figure, axes)
-    figure.savefig(args.output, dpi=130)
+    figure.savefig(args.output, dpi=130, metadata={"Software": MARK})
     print(f"wrote {args.output}")
 
 

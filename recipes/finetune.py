@@ -14,8 +14,10 @@ import copy
 import itertools
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -610,11 +612,24 @@ def resume_stream(rows: Stream, args: TrainingArguments) -> None:
         rows.start(json.loads(file.read_text(encoding="utf-8")))
 
 
-class Epochs(TrainerCallback):
-    """Sets the epoch of the collator."""
+class Steps(TrainerCallback):
+    """Tells how much there is to train, and sets the epoch of the collator."""
 
     def __init__(self, collator: data.Collator) -> None:
-        self.collator = collator
+        self.collator, self.tokens, self.batches = collator, 0, 0  # tokens of a step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        steps, self.begun = state.max_steps - state.global_step, time.monotonic()
+        self.batches = steps * args.gradient_accumulation_steps
+        tell(f"{steps:,} steps of {self.tokens:,} tokens")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Estimate the time after the first batch; Trainer does after the first step."""
+        if self.batches:
+            seconds = round((time.monotonic() - self.begun) * self.batches)
+            end = "" if args.disable_tqdm else "\n"  # of the bar's line
+            tell(f"{end}about {timedelta(seconds=seconds)} in all, after the first batch")
+        self.batches = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.collator.epoch = int(state.epoch)
@@ -670,7 +685,7 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held:
     model = build(recipe, plan.config, rows=rows)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
-    collator = collator_of(recipe, args, plan)
+    steps = Steps(collator_of(recipe, args, plan))
     plan.tokenizer.model_max_length = plan.target
     args.remove_unused_columns = False  # the collator needs the row index
     args.per_device_eval_batch_size = 1  # evaluation rows are long
@@ -679,13 +694,14 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held:
         recipe,
         model,
         args,
-        data_collator=collator,
+        data_collator=steps.collator,
         train_dataset=rows,
         eval_dataset=held,
         processing_class=plan.tokenizer,
-        callbacks=[Epochs(collator)],
+        callbacks=[steps],
         plan=plan,
     )
+    steps.tokens = trainer.get_total_train_batch_size(args) * recipe.length
     if args.should_save:
         write_settings(recipe, args)
     if isinstance(rows, Stream):

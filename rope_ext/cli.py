@@ -1,7 +1,5 @@
 """The command line. Commands import transformers only when they run."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from contextlib import suppress
@@ -14,14 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rope_ext.command.arguments import command_words, parse_length
-from rope_ext.command.cli_arguments import (
-    RUN_HERE,
-    Asked,
-    Commands,
-    Model,
-    Target,
-    command,
-)
+from rope_ext.command.cli_arguments import RUN_HERE, Asked, Commands, Model, Target, command
 from rope_ext.command.terminal import stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError, OptionError, RopeExtError
 from rope_ext.version import __version__
@@ -245,7 +236,7 @@ def verify(
         str | None,
         typer.Option("--served-model-name", "--served-as", help="Model name on the server."),
     ] = None,
-    length: str = "2k",
+    length: str | None = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -265,7 +256,7 @@ def verify(
     The miniature has the rotary embedding of the model, patched with --method or as saved.
 
     Exit codes: 0, the engine applies the patch; 1, it does not; 2, it could not be run; 3, the
-    results are inconclusive.
+    results are inconclusive, or no prompt is longer than the trained length.
 
     Options:
         engine: Engine to run: llama.cpp (default), mlx or transformers; with --write and --url,
@@ -274,7 +265,8 @@ def verify(
         as_saved: mlx: load the saved directory without the file from `export`.
         write: Write the unpatched miniature to this directory and print commands to serve it.
         url: URL of a server that runs the written miniature, http://HOST:PORT.
-        length: Length of the longest prompt in tokens.
+        length: Length of the longest prompt in tokens. Default: 2k, or beyond the trained length
+            if that is at most 8k.
         json: Write all results to this JSON file.
     """
     import tempfile
@@ -283,8 +275,9 @@ def verify(
     from rope_ext.engines import verifying
     from rope_ext.saving.checkpoints import load_config
 
-    longest, server, engine = parse_length(length), engine, engine or "llama.cpp"
-    if longest < 2:
+    longest = None if length is None else parse_length(length)
+    server, engine = engine, engine or "llama.cpp"
+    if longest is not None and longest < 2:
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
     if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
         raise OptionError(
@@ -308,7 +301,7 @@ def verify(
             tell(f"note: {refusal}", "yellow")
         for name in [server] if server in commands else list(commands)[:1]:
             address = f"http://localhost:{verifying.SERVERS[str(name)]}"
-            tell_next(asked.words("verify", engine=name, url=address))
+            tell_next(asked.words("verify", engine=name, url=address, length=length))
         return
     with tempfile.TemporaryDirectory() as folder:
         if url is None:

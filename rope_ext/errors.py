@@ -1,7 +1,5 @@
 """All errors that rope_ext raises. Each message ends with how to fix the problem."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -91,7 +89,6 @@ class Mistakes:
         return bool(self.errors)
 
     def add(self, error: RopeExtError | str) -> None:
-        """Add an error, or the message of an ``OptionError``, unless it is already there."""
         if isinstance(error, str):
             error = OptionError(error)
         known = set(map(str, self.errors))
@@ -118,7 +115,6 @@ class Mistakes:
         return default
 
     def report(self) -> None:
-        """Raise the collected error, or ``SeveralErrors`` if there is more than one."""
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
 

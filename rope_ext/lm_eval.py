@@ -10,8 +10,6 @@ or an adapter (``peft=``) was trained with one, the patch is loaded, too. The ha
 truncates prompts on the left to the window of the patch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from typing import Any
@@ -83,7 +81,6 @@ class PatchedLM(_HFLM):
 
 
 def main() -> None:
-    """Run from the command line."""
     from lm_eval.__main__ import cli_evaluate
 
     with clean_errors():

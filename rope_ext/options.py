@@ -1,18 +1,15 @@
 """The keyword arguments of ``patch`` other than the method and its options."""
 
-from __future__ import annotations
-
-import dataclasses
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rope_ext.encodings import Encoding
 from rope_ext.errors import OptionError
 from rope_ext.methods import FrequencyMethod, Method, Rope, all_encodings, method_class
-from rope_ext.methods.rope import MOST_TOKENS, whole_number
+from rope_ext.methods.checked import Checked, Whole
+from rope_ext.methods.rope import whole_number
 
 PRECISE_BEYOND = 131072
 """Target length, in tokens, beyond which angles are computed in float64 by default."""
@@ -20,58 +17,53 @@ SlidingLayers = Literal["auto", "keep", "scale"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The keyword arguments of :func:`rope_ext.patch`, documented there.
+class Options(Checked):
+    """The keyword arguments of :func:`rope_ext.patch`, documented there."""
 
-    Raises:
-        OptionError: an argument is invalid.
-    """
+    name = "patch"
 
     frequency: FrequencyMethod | None = None
     bias: Encoding | None = None
     layers: tuple[int, ...] | str | None = None
     kernel: Literal["auto", "flash", "flex", "reference"] = "auto"
-    compose: bool | Literal["raise"] = False
+    compose: Literal[False, True, "raise"] = False
     sliding_layers: SlidingLayers = "auto"
-    precise: bool | Literal["auto"] = "auto"
-    original_max_position_embeddings: int | None = None
+    precise: Literal["auto", True, False] = "auto"
+    original_max_position_embeddings: Annotated[int, Whole(2)] | None = None
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
-        self._require("kernel", "auto", "flash", "flex", "reference")
-        self._require("sliding_layers", "auto", "keep", "scale")
-        self._require("compose", False, True, "raise")
-        self._require("precise", "auto", True, False)
+        super().__post_init__()
         if self.bias is not None:
-            object.__setattr__(self, "bias", _bias(self.bias))
+            self.set("bias", _bias(self.bias))
         if self.layers is not None:
-            object.__setattr__(self, "layers", _layers(self.layers))
-        given = self.original_max_position_embeddings
-        if given is None:
-            return
-        length = whole_number(given, minimum=2)
-        if length is None:
-            raise OptionError(
-                f"original_max_position_embeddings={given!r} is not valid; it must be a number of "
-                f"tokens, from 2 to {MOST_TOKENS}"
-            )
-        object.__setattr__(self, "original_max_position_embeddings", length)
+            self.set("layers", _layers(self.layers))
 
     def check(self, method: Method) -> None:
-        """Raise OptionError if these options are incompatible with ``method``."""
-        for wrong, why in itertools.chain(self._faults(method), self._faults_of_frequency(method)):
+        for wrong, why in self._faults(method):
             if wrong:
                 raise OptionError(why)
+        if not method.is_dynamic or not isinstance(method, FrequencyMethod):
+            return
+        made = method.chosen_temperature
+        for given, there in (
+            ("bias=", self.bias is not None),
+            ("layers=", self.layers is not None),
+            ("start_tokens=", bool(method.start_tokens)),
+            ("a temperature by position", made is not None and made.filled(2, 2).constant is None),
+        ):
+            if there:
+                refuse_moving(method, given)
 
     def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
-        """Yield conflicts of ``bias`` or ``layers`` with ``method``: whether it exists, and why."""
-        name, bias, layers = method.name, self.bias, self.layers
+        """Yield conflicts with ``method``: whether each exists, and why."""
+        name, bias, layers, under = method.name, self.bias, self.layers, self.frequency
         yield (
             bias is not None and method.kind == "encoding",
             f"{name} takes the place of the rotation, and bias= is added to one that stays; leave "
             f"bias out, or patch with 'rope' or 'yarn'",
         )
-        numbers = (method.temperature, method.attention_factor, bias, self.frequency)
+        numbers = (method.temperature, method.attention_factor, bias, under)
         yield (
             method.kind == "rotation" and numbers == (None, None, None, None),
             f"{name} leaves the rotation as trained, and no other change was requested; pass "
@@ -85,22 +77,7 @@ class Options:
             f"layers={layers!r} has no effect; leave layers out"
             + (f", and set the options every and start of {name}" if own else ""),
         )
-        given = "bias" if bias is not None else "layers" if layers is not None else None
-        if given is not None and method.kind == "frequency":
-            yield (
-                method.is_dynamic,
-                f"{name} changes with the sequence, which {given}= cannot follow; pass "
-                f"length=TOKENS to fix it",
-            )
-            yield (
-                bool(method.start_tokens),
-                f"{name} with start_tokens={method.start_tokens} cannot have {given}=; leave "
-                f"start_tokens out",
-            )
 
-    def _faults_of_frequency(self, method: Method) -> Iterator[tuple[bool, str]]:
-        """Yield conflicts of ``frequency`` with ``method``: whether each exists, and why."""
-        under, name = self.frequency, method.name
         if under is None:
             return
         yield (
@@ -147,15 +124,15 @@ class Options:
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that a record stores: all except the tokenizer."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in names if name != "tokenizer"}
+        return {name: value for name, value in self.options().items() if name != "tokenizer"}
 
-    def _require(self, option: str, *valid: Any) -> None:
-        value = getattr(self, option)
-        if not any(type(value) is type(x) and value == x for x in valid):  # refuses arrays
-            raise OptionError(
-                f"{option}={value!r} is not valid; it must be one of {', '.join(map(repr, valid))}"
-            )
+
+def refuse_moving(method: FrequencyMethod, option: str) -> None:
+    """Raise OptionError for an option that needs frequencies that do not depend on the sequence."""
+    raise OptionError(
+        f"{method.name} changes with the sequence, which {option} cannot follow; pass "
+        f"length=TOKENS to fix it"
+    )
 
 
 def _bias(given: Any) -> Encoding:

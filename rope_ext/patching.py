@@ -14,10 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from rope_ext.apply import configuration, gguf_source, position
-from rope_ext.apply import frequency as frequencies
-from rope_ext.apply.base import Applied
-from rope_ext.apply.older_readers import older_fields
+from rope_ext.apply import configuration, gguf_source
+from rope_ext.apply.method import Applied, apply_frequency, apply_position
 from rope_ext.apply.raising import raise_factor
 from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.config.recommendation import Recommendation
@@ -386,7 +384,7 @@ def _patch(
             place, used = raise_factor(place, method, options)
             sites, scaled = place.sites, place.scaled
         if apply is None:
-            apply = frequencies.apply if used.kind == "frequency" else position.apply
+            apply = apply_frequency if used.kind == "frequency" else apply_position
         applied = apply(place, used, options, changes)
         saved = applied.saved
         record = Record(
@@ -413,8 +411,7 @@ def _patch(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        older = functools.partial(older_fields, place, record.native, record.resolved.is_dynamic)
-        configuration.write(place, values, older, changes)
+        configuration.write(place, values, record.native, record.resolved.is_dynamic, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         warn_beyond(place, applied.method, applied.target_length, changes)

@@ -59,12 +59,6 @@ def losses(model, tokenizer, documents, length: int) -> float:
     return float(score(model, windows.at(length), windows.scored)[0].mean())
 
 
-def test_digits_are_tokens_of_their_own(tokenizer) -> None:
-    ids = tokenizer("x = 90210", add_special_tokens=False)["input_ids"]
-    assert [tokenizer.decode([token]) for token in ids[-5:]] == list("90210")
-    assert tokenizer.decode(ids) == "x = 90210"
-
-
 def test_it_finds_the_passkey_within_its_length(model, tokenizer) -> None:
     shortest = 128 if PasskeyPrompts(tokenizer).minimum_length() < 128 else 280
     hits = [found(model, tokenizer, length, 10) for length in (shortest, 400, LENGTH)]

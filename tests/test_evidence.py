@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
+import rope_ext
 from rope_eval.evidence import pages
 from rope_eval.evidence.measure import BUCKET, Measurement
 from rope_eval.evidence.questions import Prompt, Questions
-from rope_ext.methods.registry import method_class
+from rope_eval.reports.intervals import MIN_DOCUMENTS
+from rope_eval.reports.recommendation import Recommendation, Scores
+from rope_ext.methods import method_class
 
 ROOT = Path(__file__).parents[1]
 TRAINED = 1024  # two buckets; the checkpoint need not agree
@@ -129,3 +133,68 @@ def test_intervals_are_paired_over_documents() -> None:
     made = pages.Evidence("SmolLM2-135M-Instruct", lines)
     # Documents differ by whole nats, the methods by 0.1 on each: e^0.1 - 1 without any width.
     assert made.cost("yarn") == "+10.5 % [+10.5, +10.5]"
+
+
+SPANS = {"1x": 1, "1.5x": 1.5, "2x": 2}  # and times of the trained length
+CONFIGS = {  # with what recommend reads of them
+    "smollm2": LlamaConfig(num_hidden_layers=2, max_position_embeddings=8192),
+    "gemma3": Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=32768),
+}
+
+
+def compared(evidence: pages.Evidence, first: str, others: Sequence[str]) -> dict[str, Scores]:
+    """The shipped numbers as `compare` measures them, on the documents of the first method.
+
+    A method that was measured on fewer is left out, and passkeys count where the first one has
+    them.
+    """
+    places = {span: round(times * evidence.trained) for span, times in SPANS.items()}
+    losses, passes = {}, {}
+    for name in ("unpatched", first, *others):
+        losses[name] = {at: evidence.losses(name, span) for span, at in places.items()}
+        lines = evidence.of("passkey", name)
+        passes[name] = {x["length"]: x["right"] for x in lines if x["length"] in places.values()}
+    known = {name: set.intersection(*map(set, found.values())) for name, found in losses.items()}
+    documents, scores = sorted(known[first] & known["unpatched"]), {}
+    asked = {*passes[first], evidence.trained}
+    for name, found in losses.items():
+        if known[name] >= {*documents}:
+            rows = {at: [row[one] for one in documents] for at, row in found.items()}
+            hits = {at: row for at, row in passes[name].items() if at in asked}
+            hits = hits if {*hits, evidence.trained} == asked else {}
+            scores["none" if name == "unpatched" else name] = Scores(rows, hits)
+    return scores
+
+
+def not_worse(scores: dict[str, Scores], trained: int) -> set[str] | None:
+    """Methods that `compare` does not find worse than the best; None: it cannot tell."""
+    documents = len(scores["none"].losses_at([2 * trained]))
+    if not documents:
+        return None
+    found = Recommendation(scores, trained)
+    assert found.beyond is not None
+    if documents < MIN_DOCUMENTS:
+        assert str(found).startswith("Cannot tell whether any method helps")
+        return None
+    best = found.beyond.best.name
+    assert str(found).startswith(f"Beyond {trained} tokens, {best} is best")
+    return {best, *(rival.name for rival in found.beyond.rivals)}
+
+
+@pytest.mark.parametrize("file", CONFIGS)
+def test_what_recommend_names_first_is_not_worse_than_the_others_beyond_noise(file: str) -> None:
+    shipped = pages.Evidence.read(ROOT / "docs" / "evidence" / f"{file}.jsonl")
+    advice = rope_ext.recommend(CONFIGS[file], 2 * shipped.trained)
+    assert advice.serve is not None
+    others = [method.name for method, _ in advice.alternatives]
+    for first, rivals in ((advice.method, others), (advice.serve, ["ntk", "llama3", "mrrope"])):
+        scores = compared(shipped, first.name, rivals)
+        best = not_worse(scores, shipped.trained)
+        assert best is None or first.name in best
+        if file == "smollm2":  # which has them: a worse method would be seen
+            assert best is not None and len(scores) > 3
+            one = scores[first.name]
+            higher = {at: [loss + 0.1 for loss in row] for at, row in one.losses.items()}
+            none = {at: [0.0] * len(row) for at, row in one.passes.items()}
+            for worse in (Scores(higher, one.passes), Scores(one.losses, none)):
+                assert first.name not in (not_worse(scores | {first.name: worse}, 8192) or ())

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -173,32 +170,3 @@ def borrowed(tree: Sequence[ast.AST]) -> Iterator[str]:
 
 def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
-
-
-@pytest.mark.slow
-def test_a_patch_loads_no_evaluator_no_engine_and_no_kernel() -> None:
-    """And at most 14,000 lines of ours."""
-    lines = subprocess.run(
-        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True
-    ).stdout.split()
-    loaded = {name: Path(file) for name, file in (line.split("=") for line in lines)}
-    rooms = {name.split(".")[1] for name in loaded if "." in name}
-    above = {f"rope_ext.saving.{name}" for name in ("load", "checkpoints", "folder")}
-    assert not any(name.startswith("rope_eval") for name in loaded)
-    assert rooms.isdisjoint({"engines", "cli"}) and above.isdisjoint(loaded)
-    assert "rope_ext.attention.dispatch" not in loaded and "rope_ext.patching" in loaded
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in loaded.values()) <= 14_000
-
-
-LOADED = """
-import sys
-import rope_ext
-from transformers import LlamaConfig, LlamaForCausalLM
-
-sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8, max_position_embeddings=8))
-rope_ext.patch(model, "yarn", factor=4)
-for name, module in sorted(sys.modules.items()):
-    if name.split(".")[0] in ("rope_ext", "rope_eval"):
-        print(f"{name}={module.__file__}")
-"""

@@ -92,24 +92,13 @@ def test_every_command_runs_outside_of_the_repository(site: Path) -> None:
     assert (site.parent / "out" / "report.html").is_file()
 
 
-TEXT = ("--text", str(CHECKPOINT / "held_out.jsonl"))
-SMALL = ("--population", "5", "--iterations", "1")
-GIVEN = {
-    "eval": ("passkey", "--model", str(CHECKPOINT), "--method", "none", "--lengths", "512"),
-    "calibrate": ("--model", str(CHECKPOINT), "--length", "640", "--samples", "4", *TEXT),
-    "search": (str(CHECKPOINT), "--length", "640", "--samples", "1", *SMALL, *TEXT),
-}
-OUTPUTS = {"eval": "report.html", "calibrate": "calibration.json", "search": ""}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command", GIVEN)
-def test_the_commands_that_measure_run_outside_of_the_repository(site: Path, command: str) -> None:
-    output = f"{command}.json" if command == "search" else command
-    more = [] if command == "eval" else ["--prompts", "0"]
-    made = run(site, RUN, command, *GIVEN[command], *more, "--output", output)
+def test_calibration_runs_outside_of_the_repository(site: Path) -> None:
+    words = ["--model", str(CHECKPOINT), "--length", "640", "--samples", "4", "--prompts", "0"]
+    words += ["--text", str(CHECKPOINT / "held_out.jsonl"), "--output", "calibrate"]
+    made = run(site, RUN, "calibrate", *words)
     assert made.returncode == 0, made.stderr
-    assert (site.parent / output / OUTPUTS[command]).is_file()
+    assert (site.parent / "calibrate" / "calibration.json").is_file()
 
 
 @pytest.mark.slow

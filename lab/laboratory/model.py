@@ -21,8 +21,7 @@ from lab.laboratory.scratch.base import attach
 from lab.laboratory.scratch.names import SCRATCH
 from rope_ext.apply.configuration import quieted
 from rope_ext.errors import OptionError, nearest
-from rope_ext.methods import Method, build_method
-from rope_ext.methods.registry import all_encodings
+from rope_ext.methods import Method, all_encodings, build_method
 
 ROPE, QUARTER = "rope", "rope_25"
 SHARES = {ROPE: 1.0, QUARTER: 0.25}

@@ -1,7 +1,5 @@
 """Writes a model card for a saved or merged model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
@@ -17,8 +15,6 @@ from rope_ext.version import __version__
 
 _MARK = "<!-- written by rope-ext card; sha256 "
 """Ends a card, followed by the digest of the text above it: an edited card is never replaced."""
-_TABLE = "table.md"
-"""The table that ``rope-ext compare`` and ``rope-ext eval`` write for a model card."""
 
 
 def model_card(
@@ -49,10 +45,10 @@ def model_card(
     lines += ["", "```bash", *commands, "```"] if commands else []
     if report is not None:
         try:
-            table = (Path(report) / _TABLE).read_text(encoding="utf-8").strip()
+            table = (Path(report) / "table.md").read_text(encoding="utf-8").strip()
         except OSError:
             raise ExportError(
-                f"{report} has no {_TABLE}; give the output folder of rope-ext compare or "
+                f"{report} has no table.md; give the output folder of rope-ext compare or "
                 f"rope-ext eval"
             ) from None
         lines += ["", "## Evaluation", "", table]
@@ -64,11 +60,8 @@ def write_card(
 ) -> Path:
     """Write a model card to ``README.md`` in the folder; replaces an earlier card only if unedited.
 
-    Args:
-        folder: a saved or merged model; only its configuration is read.
-        base: Hub ID or name of the model that was extended.
-        report: output folder of ``rope-ext compare`` or ``rope-ext eval``; its ``table.md`` is
-            included.
+    ``base`` names the model that was extended; ``report``, the output folder of ``rope-ext
+    compare`` or ``rope-ext eval``, has a ``table.md`` to include.
     """
     path, text = Path(folder) / "README.md", model_card(folder, base, report)
     if path.exists():

@@ -1,7 +1,5 @@
 """Reports a model's rotary embedding, its angles at a given length, and the available methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -27,8 +25,6 @@ _SOURCES = {
     "rope_parameters": "rope_parameters in the configuration",
     "adapter": "rope_ext.json next to the adapter",
 }
-
-
 _EQUAL = 1 + 1e-9  # theta / s * s * length may differ from theta * length in the last bit
 
 
@@ -68,7 +64,7 @@ class SiteDescription:
             for i in sorted({round(k * (pairs - 1) / 4) for k in range(5)}):
                 before, after = self.inv_freq_before[i], self.inv_freq_after[i]
                 ratio = before / after if after else (1.0 if before == after else math.inf)
-                old, new = (wavelength_text(wavelength(f)) for f in (before, after))
+                old, new = (_text(_wavelength(f)) for f in (before, after))
                 lines.append(f"    {i:>4} {old:>20} {new:>17} {ratio:>20.4g}")
         return "\n".join(lines)
 
@@ -94,23 +90,22 @@ class Description:
     def __str__(self) -> str:
         given = self.options.items()  # `published` repeats the others
         options = ", ".join(f"{k}={v}" for k, v in given if v is not None and k != "published")
-        by = f"its configuration, {self.configured}; not patched"
-        by = by if self.method is None else f"{self.method}({options})"
-        line = f"{self.model}: {self.length} -> {self.target_length} tokens by {by}"
-        if self.method is None and self.configured is None:
-            line = f"{self.model}: trained for {self.length} tokens, not patched"
-        serve = (f"serve it: {command}" for command in self.serve)
-        notes = (f"  {note}" for note in (*self.notes, *serve))
-        return "\n".join([line, *map(str, self.sites), *notes])
+        how = f"{self.length} -> {self.target_length} tokens by {self.method}({options})"
+        if self.method is None:
+            how = f"trained for {self.length} tokens, not patched"
+            if self.configured is not None:
+                how = f"{self.length} -> {self.target_length} tokens by its configuration, "
+                how += f"{self.configured}; not patched"
+        notes = (f"  {note}" for note in (*self.notes, *(f"serve it: {s}" for s in self.serve)))
+        return "\n".join([f"{self.model}: {how}", *map(str, self.sites), *notes])
 
 
-def wavelength(inv_freq: float) -> float:
-    """Tokens per full rotation of a pair with this many radians per token."""
+def _wavelength(inv_freq: float) -> float:
     return 2 * math.pi / inv_freq if inv_freq else math.inf
 
 
-def wavelength_text(tokens: float) -> str:
-    return "never rotates" if tokens == math.inf else f"{tokens:.5g}"
+def _text(wavelength: float) -> str:
+    return "never rotates" if wavelength == math.inf else f"{wavelength:.5g}"
 
 
 def require_length(name: str, value: Any) -> None:
@@ -272,12 +267,11 @@ class Diagnosis:
 
     def __str__(self) -> str:
         how = "not patched" if self.method is None else f"patched with {self.method}"
-        lines = [
+        line = (
             f"{self.model} at {self.length} tokens: trained for {self.trained_length} tokens, {how}"
-        ]
-        for site in self.sites:
-            lines += self._table(site)
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+        )
+        tables = (line for site in self.sites for line in self._table(site))
+        return "\n".join([line, *tables, *(f"  {note}" for note in self.notes)])
 
     def _table(self, site: SiteDiagnosis) -> list[str]:
         patched, pairs = self.method is not None, site.pairs
@@ -298,11 +292,11 @@ class Diagnosis:
         for i in sorted(borders | {round(k * (count - 1) / 4) for k in range(5)}):
             pair = pairs[i]
             line = (
-                f"    {i:>4} {wavelength_text(pair.wavelength_before):>12} {pair.rotations:>9.4g} "
+                f"    {i:>4} {_text(pair.wavelength_before):>12} {pair.rotations:>9.4g} "
                 f"{pair.trained_angle:>14.5g} {pair.angle_before:>10.5g}  {pair.before:<19}"
             )
             if patched:
-                line += f" {wavelength_text(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
+                line += f" {_text(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
                 line += f"  {pair.after}"
             lines.append(line.rstrip())
         return lines
@@ -347,8 +341,8 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
     if active is not None and active.frequencies is not None:
         frequencies = active.frequencies.frequencies(rope, length)
     columns = (
-        [wavelength(f) for f in rope.inv_freq.tolist()],
-        [wavelength(f) for f in frequencies.tolist()],
+        [_wavelength(f) for f in rope.inv_freq.tolist()],
+        [_wavelength(f) for f in frequencies.tolist()],
         rope.rotations.tolist(),
         (rope.length * rope.inv_freq).tolist(),
         (before * rope.inv_freq).tolist(),

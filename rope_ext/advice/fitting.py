@@ -8,8 +8,6 @@ where ``w`` are the attention weights of the original model and the logits are t
 encoding. This is their Kullback-Leibler divergence, up to a constant.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """Estimates the memory that a prompt needs, without loading weights."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -88,13 +86,9 @@ def memory(
     GPU's memory for them. On a CPU, peak resident memory was 1.3 to 1.5 times cache and prefill
     (SmolLM2 and Gemma 3 270M at 4k to 16k tokens, bfloat16).
 
-    Args:
-        given: model directory, Hub ID or configuration.
-        length: tokens of the prompt.
-        batch: batch size.
-        chunk: tokens per forward, as in ``generate(prefill_chunk_size=...)``; None: the prompt.
-        dtype: of weights, activations and cache.
-        cache_bits: 16, or the 8, 4 or 2 bits of ``cache_implementation="quantized"``.
+    ``chunk``: tokens per forward, as in ``generate(prefill_chunk_size=...)``; None: the prompt.
+    ``dtype``: of weights, activations and cache. ``cache_bits``: 16, or the 8, 4 or 2 bits of
+    ``cache_implementation="quantized"``.
     """
     last = length if chunk is None else min(chunk, length)
     for name, value in (("length", length), ("batch", batch), ("chunk", last)):

@@ -4,8 +4,6 @@ The model vendor's recipe comes first, then the result of a calibration, then me
 pretrained models; with fine-tuning, published results. The data is in ``sources``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,13 +139,14 @@ def recommend(
     name, trained = type(text_decoder(model)).__name__, case.rope.length
     candidates = [*_candidates(case)]
     if found is not None and not finetune:
-        mismatch = found.misfit(name, trained, target_length)
-        if mismatch is None:
+        if found[:2] == (name, trained) and found.target_length >= target_length:
             why = f"calibrated on a text: {found.sentence}"
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif calibration is not None:
             raise OptionError(
-                f"this calibration is {mismatch}; leave calibration out, or calibrate for this one"
+                f"this calibration is of {found.model}, from {found.trained_length} to "
+                f"{found.target_length} tokens, and this is {name}, from {trained} to "
+                f"{target_length}; leave calibration out, or calibrate for this one"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]

@@ -5,13 +5,11 @@ models with each method's defaults, and ``make evidence-pages`` writes
 ``evidence.json``: for each model, methods by name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rope_ext.config.record import method_from_json
 from rope_ext.errors import MeasureError, OptionError
@@ -40,10 +38,9 @@ class Recipe:
 _VENDORS, _EVIDENCE = _read("vendors.json"), _read("evidence.json")
 _RECIPES = tuple(Recipe(**one) for one in _VENDORS["recipes"])
 _CANDIDATES = (
-    *("rerope", "self_extend", "leaky_rerope", "dual_chunk", "dpe", "jet_long", "lampe"),
-    *("yarn", "dynamic_yarn", "mrrope"),
+    "rerope self_extend leaky_rerope dual_chunk dpe jet_long lampe yarn dynamic_yarn mrrope"
 )
-"""Return methods for use without fine-tuning, ranked by results on the bundled checkpoints."""
+"""Methods for use without fine-tuning, ranked by results on the bundled checkpoints."""
 
 
 def recipe_for(model_type: str, configured: int) -> Recipe | None:
@@ -81,22 +78,17 @@ def sentence(name: str) -> str:
 
 
 def ranked() -> list[str]:
-    """Rank method names by passkeys, then by perplexity, both at twice the trained length.
-
-    Perplexity is rounded to one decimal, the width of its confidence intervals; ties keep the order
-    of ``_CANDIDATES``.
-    """
+    """Rank methods by passkeys, then by perplexity to one decimal, at twice the trained length."""
 
     def key(name: str) -> tuple[int, float]:
         found = [model["methods"].get(name, {}) for model in _EVIDENCE]
         passkeys = sum(one["passkey"][0] for one in found if "passkey" in one)
         return -passkeys, sum(round(one["perplexity"], 1) for one in found if "perplexity" in one)
 
-    return sorted(_CANDIDATES, key=key)
+    return sorted(_CANDIDATES.split(), key=key)
 
 
-@dataclass(frozen=True)
-class Calibrated:
+class Calibrated(NamedTuple):
     """The method that a calibration found, and the model that it was found for."""
 
     model: str  # class of the decoder
@@ -104,17 +96,6 @@ class Calibrated:
     target_length: int
     method: Method
     sentence: str  # its results, as text
-
-    def misfit(self, model: str, trained: int, target: int) -> str | None:
-        """Return why it does not apply to this model and length; None if it does."""
-        if (self.model, self.trained_length) != (model, trained):
-            return (
-                f"of {self.model} with {self.trained_length} trained tokens, and this is {model} "
-                f"with {trained}"
-            )
-        if self.target_length < target:
-            return f"for {self.target_length} tokens, and target_length={target}"
-        return None
 
 
 def parsed(text: str) -> dict[str, Any]:

@@ -5,16 +5,35 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from rope_ext.config.record import EXPERTS, FIELD, FIELDS, OLDER, Record, record_of
-from rope_ext.errors import RecordError
+from rope_ext.errors import CURE, RecordError
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.rotary.swapping import ABSENT, Changes, restore
+
+STOP = "rope_ext: extended by rope_parameters, which this program does not read"
+"""Written instead of the base, for readers that cannot compute the patch."""
+
+_THETA, _SCALING = OLDER
+_ALL = ("default", "linear", "yarn", "llama3", "longrope")
+READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe"), _ALL),
+        **dict.fromkeys(("granite", "granitemoe", "smollm3", "seed_oss", "dots1"), _ALL),
+        **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("default", "linear", "llama3")),
+        **dict.fromkeys(("mixtral", "qwen2_moe", "starcoder2", "cohere", "gemma"), ("default",)),
+        **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
+    }
+)
+"""For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
 
 @contextmanager
@@ -29,16 +48,20 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
 
 
 def write(
-    place: PatchTarget,
-    values: Mapping[str, Any],
-    older: Callable[[], Mapping[str, Any]],
-    changes: Changes,
+    place: PatchTarget, values: Mapping[str, Any], native: bool, is_dynamic: bool, changes: Changes
 ) -> None:
     """Write a patch into the configurations of the text model until ``changes`` are undone.
 
-    ``older`` returns the fields in ``OLDER`` once all others are written. They only affect saved
-    files: ``rope_scaling`` is a property of the class, so only ``to_dict`` sees a value on the
-    instance. They are not written for classes that read their base from ``rope_theta``.
+    The fields in ``OLDER`` only affect saved files: ``rope_scaling`` is a property of the class, so
+    only ``to_dict`` sees a value on the instance. They are not written for classes that read their
+    base from ``rope_theta``.
+
+    Args:
+        place: where the patch was applied.
+        values: fields and their new values.
+        native: whether transformers builds the patch from them.
+        is_dynamic: whether frequencies depend on the sequence length.
+        changes: the changes of the patch.
     """
     outermost: Any = place.model.config
     texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
@@ -57,7 +80,7 @@ def write(
             if ours and hasattr(config, "rope_parameters"):
                 for name in OLDER:
                     vars(config).pop(name, None)
-                vars(config).update(copy.deepcopy(dict(older())))
+                vars(config).update(copy.deepcopy(_older_fields(place, native, is_dynamic)))
     finally:
         for config, old in before:
             now = vars(config)
@@ -111,3 +134,59 @@ def part_of(parameters: dict[str, Any], site: RotarySite) -> dict[str, Any]:
     """Return the entry of a configuration's ``rope_parameters`` that belongs to ``site``."""
     part = None if site.layer_type is None else parameters.get(site.layer_type)
     return part if isinstance(part, dict) else parameters
+
+
+def _older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[str, Any]:
+    """Return the fields in ``OLDER`` for a configuration whose other fields describe the patch.
+
+    mlx-lm, transformers 4 and older converters read them instead of ``rope_parameters``. Without
+    them, they fall back to a default base and no scaling, and silently drop the patch. So they
+    either describe the patch, or store a sentence instead of the base, which makes the reader fail.
+
+    transformers 5 prefers ``rope_scaling`` to ``rope_parameters`` if both exist, and reads the base
+    from it, so these fields never change what it builds.
+    """
+    config = text_config(place.decoder)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return {_THETA: STOP if native else CURE}  # the older fields describe only one embedding
+    if not native:
+        refused = {_SCALING: copy.deepcopy(parameters)}
+        return {_THETA: CURE, **(refused if parameters.get("rope_type") == CURE else {})}
+    scaling = None if is_dynamic else _rope_scaling(config, parameters)
+    if scaling is None or any(site.baked for site in place.sites):
+        return {_THETA: STOP}
+    fields = {_THETA: STOP}
+    if parameters["rope_type"] in READ.get(config.model_type, ()):
+        fields = {_THETA: parameters["rope_theta"]}
+    return fields if parameters["rope_type"] == "default" else {**fields, _SCALING: scaling}
+
+
+def _rope_scaling(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a ``rope_scaling`` that mlx-lm and transformers interpret equally, or None.
+
+    See ``mlx_lm/models/rope_utils.py`` in mlx-lm 0.32.2, which ignores ``attention_factor``,
+    ``truncate`` and ``partial_rotary_factor``.
+    """
+    kind, given = parameters["rope_type"], parameters.get("attention_factor")
+    scaling = copy.deepcopy(dict(parameters))
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        return None
+    if kind in ("default", "linear", "llama3"):
+        return scaling
+    if kind == "yarn":
+        factor = parameters["factor"]
+        if not parameters.get("truncate", True) or parameters.get("mscale_all_dim") or factor <= 1:
+            return None
+        usual = yarn_factor(factor)
+        if given is not None and not math.isclose(given, usual, rel_tol=1e-9):
+            # mlx-lm computes (0.1 mscale ln(factor) + 1) / 1.
+            scaling |= {"mscale": (given - 1) / (usual - 1), "mscale_all_dim": 0}
+        return scaling
+    if kind == "longrope" and parameters["short_factor"] == parameters["long_factor"]:
+        length = parameters["original_max_position_embeddings"]
+        factor = config.max_position_embeddings / length
+        computed = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+        if given is None or math.isclose(computed, given, rel_tol=1e-6):
+            return scaling
+    return None

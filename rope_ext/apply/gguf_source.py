@@ -140,7 +140,7 @@ def read_scaling(path: str | Path) -> FileScaling | None:
     Raises:
         LoadError: it is not a GGUF file, or is only one part of it.
     """
-    keys, tables = _read(path)
+    keys, tables = read(path)
     prefix = f"{keys.get('general.architecture')}."
     rope = prefix + "rope.scaling."
     own = {name.removeprefix(rope): v for name, v in keys.items() if name.startswith(rope)}
@@ -198,7 +198,7 @@ def _of_table(
     return LongRoPE(factor=factor, long_factor=table, attention_factor=multiplier), trained
 
 
-def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Read the keys and frequency tables of a GGUF file.
 
     The ``gguf`` library takes ten seconds to parse a vocabulary of 262144 tokens.

@@ -1,7 +1,5 @@
 """Parses command-line values (lists, lengths such as 4k, method options) and finds `rope_eval`."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
@@ -75,20 +73,13 @@ def command_words(command: str, model: object, **options: Any) -> list[str]:
     words = ["rope-ext", command, str(model)]
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        if name == "compose":
-            words += compose_words(value)
-        elif value is True:
+        if value is True:
             words.append(flag)
         elif isinstance(value, (list, tuple)):
             words += [word for one in value for word in (flag, str(one))]
         elif value not in (None, False, "auto"):
             words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
     return words
-
-
-def compose_words(compose: bool | str) -> list[str]:
-    """Format ``compose`` for the command line."""
-    return ["--compose", *(["raise"] if compose == "raise" else [])] if compose else []
 
 
 def parse_length(text: str, option: str = "--length") -> int:
@@ -114,11 +105,7 @@ def take(option: str, words: Sequence[str]) -> tuple[list[str], str | None]:
 def parse_options(
     texts: Iterable[str] | None, methods: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Parse ``yarn.beta_fast=16`` into ``{"yarn": {"beta_fast": 16}}``.
-
-    You may omit the method if ``methods`` has one entry. ``longrope=found.json`` reads all
-    options from that file.
-    """
+    """Parse ``yarn.beta_fast=16``, ``beta_fast=16`` for one method, or ``longrope=found.json``."""
     options: dict[str, dict[str, Any]] = {}
     for text in texts or ():
         place, equals, value = text.partition("=")

@@ -1,7 +1,5 @@
 """Arguments shared by several commands, and typer's group and command classes."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -82,11 +80,9 @@ class Asked:
     ] = None
 
     def words(self, command: str, **more: Any) -> list[str]:
-        """Format ``rope-ext COMMAND MODEL`` with the patch and further options."""
         return command_words(command, **vars(self), **more)
 
     def methods(self) -> dict[str, dict[str, Any]]:
-        """Return the method and its options; raises if options are given without a method."""
         from rope_ext.command.method_options import checked_methods
 
         if self.method is None:
@@ -98,12 +94,10 @@ class Asked:
         return checked_methods(names, self.factor, parse_options(self.option, names))
 
     def arguments(self) -> dict[str, Any]:
-        """Further arguments of `patch`."""
         given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
         return {name: value for name, value in given.items() if value is not None}
 
     def build(self) -> Any:
-        """Return the method, built with its options."""
         from rope_ext.methods import build_method
 
         ((name, values),) = self.methods().items()
@@ -181,7 +175,6 @@ class Commands(TyperGroup):
     """All commands, including the evaluators'; invalid options are reported in one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
         self._add_evaluators()
         return super().list_commands(ctx)
 
@@ -216,7 +209,6 @@ class ModelCommand(TyperCommand):
     """A command that takes its model as an argument or, like `compare`, as ``--model``."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command without transformers' log lines."""
         quiet()
         return super().invoke(ctx)
 

@@ -1,7 +1,5 @@
 """Checks the methods and options of a command before anything is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +27,8 @@ def checked_methods(
 ) -> dict[str, dict[str, Any]]:
     """Check methods by building each once, and return their options by canonical name.
 
-    Args:
-        names: names or aliases; may include the unpatched model, or only that.
-        factor: for every method except ``adapter``; None: no factor.
-        options: further options, by name or alias.
-        adapter: folder or Hub ID; ``adapter`` in ``names`` is the patch it was trained with.
-        force: also accept methods that the adapter was not trained with.
+    ``names`` and ``options`` may use aliases; ``adapter`` in ``names`` is the patch that an adapter
+    was trained with. ``force``: also accept other methods with the adapter.
     """
     mistakes = Mistakes()
     if factor is not None and not factor > 1:
@@ -75,7 +69,11 @@ def _check(
         method.check()
     except OptionError as error:
         raise OptionError(f"{error}; on the command line: {_typed(name, str(error))}") from None
-    if record is not None and not force and not trained_under(record, method):
+    beside = ("frequency", "bias", "layers", "sliding_layers", "precise")
+    if record is None or force:
+        return
+    alone = all(record.arguments[name] == ARGUMENTS[name] for name in beside)
+    if not alone or method not in (record.method, record.resolved):
         raise OptionError(
             f"the adapter {adapter} was trained with {record.call()}, not with {method}; use "
             f"--method {ADAPTER} for that, or --force and {name} without {ADAPTER} to measure it "
@@ -96,16 +94,11 @@ def _typed(name: str, message: str) -> str:
 
 
 def built(name: str, options: Mapping[str, Any]) -> Method:
-    """Build a method of :func:`checked_methods`."""
     return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
 
 
 def label(name: str, options: Mapping[str, Any], factor: float) -> str:
-    """Return the name of a method of :func:`checked_methods` in reports.
-
-    Default options and the common factor of the run are left out. Values that are too long for a
-    table are shown as dots.
-    """
+    """Name a method of :func:`checked_methods` in reports, without the run's common factor."""
     if name == UNPATCHED:
         return name
     method = built(name, options)
@@ -118,25 +111,15 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
     if record is None:
-        if adapter is None:
-            where = "no --adapter is given"
-        else:
-            where = f"{adapter} has none" if Path(adapter).exists() else f"{adapter} does not exist"
+        where = "no --adapter is given"
+        if adapter is not None:
+            where = f"{adapter} {'has none' if Path(adapter).exists() else 'does not exist'}"
         raise OptionError(
             f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but "
             f"{where}; set --method to the name of a method"
         )
     beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
     return {record.method.name: {**record.method.options(), **beside}}
-
-
-def trained_under(record: Record, method: Method) -> bool:
-    """Whether ``method`` alone is the patch of an adapter."""
-    alone = all(
-        record.arguments[name] == ARGUMENTS[name]
-        for name in ("frequency", "bias", "layers", "sliding_layers", "precise")
-    )
-    return alone and method in (record.method, record.resolved)
 
 
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:

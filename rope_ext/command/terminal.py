@@ -1,7 +1,5 @@
 """Errors, messages and progress bars shared by all commands."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex
@@ -68,10 +66,8 @@ def stoppable(
     """Stop on Ctrl-C, SIGTERM and SIGHUP with a one-line message and status 128 + signal.
 
     Signals that are ignored (SIGHUP under ``nohup``) or already have a handler stay as they are.
-    Threads other than the main thread change nothing, since they cannot handle signals.
-
-    Args:
-        advice: how to continue, printed after ``stopped;``; a function is called when it stops.
+    Threads other than the main thread change nothing, since they cannot handle signals. ``advice``
+    is how to continue; a function is called when it stops.
     """
     received: list[int] = []
 
@@ -157,11 +153,7 @@ class _Lines(Progress):
 
 
 def progress(every: float = 30) -> Progress:
-    """Return a progress bar with the remaining time, shown in rank 0 only.
-
-    Args:
-        every: seconds between lines that replace the bar if there is no terminal.
-    """
+    """Return a progress bar for rank 0; without a terminal, a line ``every`` so many seconds."""
     if not (_err.is_terminal or _err.is_jupyter):
         return _Lines(every)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

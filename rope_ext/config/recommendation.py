@@ -1,7 +1,5 @@
 """The result of ``recommend``, which ``patch`` accepts as a method."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,16 +1,16 @@
 """The record of a patch: JSON stored in a model's configuration or next to an adapter."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from typing_extensions import Self
+
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
-from rope_ext.methods import FrequencyMethod, Method, build_method, method_class
+from rope_ext.methods import Method, build_method, method_class
 from rope_ext.methods.rope import MOST_TOKENS
 from rope_ext.methods.temperature import Constant, SSMax, Temperature
 from rope_ext.options import Options
@@ -54,8 +54,7 @@ class Record:
     target_length: int
     native: bool  # whether transformers builds scaled frequencies from the other fields
     plain: bool  # whether plain transformers reproduces the patch from the configuration
-    # values of configuration fields before the patch; None if a field was absent
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # its fields before the patch; None if absent
 
     @property
     def encoding(self) -> Encoding | None:
@@ -68,7 +67,6 @@ class Record:
         return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-serializable values."""
         return {
             "version": VERSION,
             "method": method_to_json(self.method),
@@ -82,12 +80,7 @@ class Record:
         }
 
     @classmethod
-    def from_json(cls, data: Any, where: str) -> Record:
-        """Parse what ``to_json`` returned.
-
-        Raises:
-            RecordError: the data is malformed or has a newer version.
-        """
+    def from_json(cls, data: Any, where: str) -> Self:
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
             raise RecordError(
@@ -99,13 +92,15 @@ class Record:
                 data = _with_numbers(data)
             elif version not in (2, VERSION):
                 raise ValueError(f"its version is {version!r}, not {VERSION}")
-            arguments = {name: _from_json(value) for name, value in data["arguments"].items()}
-            if version < VERSION:
-                arguments = {"bias": None, "layers": None, **arguments}
+            if version == VERSION and data["arguments"].keys() != ARGUMENTS.keys():
+                raise ValueError(f"its arguments are {sorted(data['arguments'])}")
+            method = method_from_json(data["method"])
+            options = Options(**{name: _from_json(x) for name, x in data["arguments"].items()})
+            options.check(method)
             record = cls(
-                method=method_from_json(data["method"]),
+                method=method,
                 resolved=method_from_json(data["resolved"]),
-                arguments=arguments,
+                arguments=options.recorded(),
                 trained_length=data["trained_length"],
                 target_length=data["target_length"],
                 # Records without it had rope_parameters of their own only where they scale.
@@ -126,13 +121,6 @@ class Record:
         return record
 
     def _check(self) -> None:
-        if set(self.arguments) != set(ARGUMENTS):
-            raise ValueError(f"its arguments are {sorted(self.arguments)}, not {sorted(ARGUMENTS)}")
-        frequency = self.arguments["frequency"]
-        if frequency is not None and not isinstance(frequency, FrequencyMethod):
-            raise ValueError(f"frequency={frequency!r} is no frequency method")
-        if not isinstance(self.encoding, (Encoding, type(None))):
-            raise ValueError(f"bias={self.encoding!r} is no encoding")
         for name in ("trained_length", "target_length"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_TOKENS:
@@ -160,7 +148,7 @@ class Record:
             elif hasattr(text, name):
                 delattr(text, name)
 
-    def same(self, other: Record) -> bool:
+    def same(self, other: Self) -> bool:
         """Whether both have the same effect on the same model."""
         free = ("kernel", "compose", "original_max_position_embeddings")  # see the lengths
         return (
@@ -175,23 +163,16 @@ class Record:
         return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
 
     def __str__(self) -> str:
-        return ", ".join([repr(self.method.name), *option_texts(self.method), *self._given()])
+        given = {k: value for k, value in self.arguments.items() if value != ARGUMENTS[k]}
+        texts = (f"{name}={_text(value)}" for name, value in given.items())
+        return ", ".join([repr(self.method.name), *option_texts(self.method), *texts])
 
     def call(self, *more: str) -> str:
         """Return the ``rope_ext.patch`` call that applies this patch, as text."""
         return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
 
-    def _given(self) -> list[str]:
-        given = self.arguments.items()
-        return [f"{name}={_text(value)}" for name, value in given if value != ARGUMENTS[name]]
-
 
 def record_of(config: Any) -> Record | None:
-    """Read the record stored in ``config``; None if there is none.
-
-    Raises:
-        RecordError: the record cannot be read.
-    """
     data = getattr(config, FIELD, None)
     return None if data is None else Record.from_json(data, f"config.{FIELD}")
 
@@ -223,11 +204,7 @@ def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_from_json(data: Any) -> Method:
-    """Inverse of :func:`method_to_json`.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the values do not describe a method.
-    """
+    """Inverse of :func:`method_to_json`; AttributeError, KeyError, TypeError or ValueError."""
     options = {name: _from_json(value) for name, value in data.items() if name != "name"}
     if "published" in method_class(data["name"]).__dataclass_fields__:
         options.setdefault("published", True)  # saved when that was the only default

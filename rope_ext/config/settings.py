@@ -4,8 +4,6 @@ Configurations may contradict themselves, with fields of both styles, or lengths
 the factor. The value that transformers builds the frequencies from takes precedence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,8 +38,7 @@ class RopeSettings:
     rope_type: str  # "default": not scaled
     base: float | None  # rope_theta; None: not given
     factor: float | None  # scaling factor; None: not scaled
-    # trained length before scaling, tokens; None: not given
-    length: int | None
+    length: int | None  # trained length before scaling, tokens; None: not given
     target: int | None  # length with scaling, tokens; None: not given
 
     @property
@@ -52,12 +49,7 @@ class RopeSettings:
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
-    """Read the settings of one rotary embedding.
-
-    Args:
-        config: configuration of a text model.
-        layer_type: layer type that the embedding serves; None: the only embedding.
-    """
+    """Read the settings of the rotary embedding of a layer type, or of the only one."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if isinstance(parameters.get(layer_type), dict):
         parameters = parameters[layer_type]
@@ -85,11 +77,7 @@ def all_settings(config: Any) -> dict[str | None, RopeSettings]:
 
 
 def trained_length(config: Any) -> int | None:
-    """Context length in tokens of a text model as loaded; None: not given.
-
-    Raises:
-        RecordError: the configuration has a record that cannot be read.
-    """
+    """Context length in tokens of a text model as loaded; None: not given."""
     record = record_of(config)
     if record is not None and not record.native:
         return record.trained_length  # the maximum field holds the extended length
@@ -111,14 +99,9 @@ def path_to_text(config: Any) -> tuple[str, ...]:
 
 
 def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None:
-    """Return the method that computes an entry, or None.
+    """Return the method that computes an entry of ``rope_parameters``, or None.
 
-    Args:
-        entry: an entry of ``rope_parameters``.
-        factor: extension factor, which not every entry holds.
-
-    Raises:
-        KeyError, TypeError, RopeExtError: the entry is incomplete, or its values are not valid.
+    Raises KeyError, TypeError or RopeExtError if it is incomplete, or its values are not valid.
     """
     kind = entry["rope_type"]
     if kind not in METHODS:
@@ -139,10 +122,7 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
 
 
 def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Describe contradictions in ``saved`` (a ``config.json``), and which values are used.
-
-    ``config``: the configuration as transformers loaded it.
-    """
+    """Describe contradictions in ``saved``, the ``config.json`` of ``config``, and what is used."""
     for name in path_to_text(config):
         saved = saved.get(name) or {}
     if FIELD in saved:  # fields written by a patch are consistent

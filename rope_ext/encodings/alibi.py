@@ -1,20 +1,14 @@
 """ALiBi."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class ALiBi(Encoding):
     """Replaces RoPE with a slope per head: ``-m_h (i - j)``.
 
@@ -28,15 +22,11 @@ class ALiBi(Encoding):
     Press et al. 2022, arXiv 2108.12409.
     """
 
-    name: ClassVar[str] = "alibi"
-    paper: ClassVar[str] = "arXiv 2108.12409"
-    summary: ClassVar[str] = "a penalty that grows with the distance; needs training"
+    name = "alibi"
+    paper = "arXiv 2108.12409"
+    summary = "a penalty that grows with the distance; needs training"
 
     learned: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("learned", isinstance(self.learned, bool), "True or False")
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {"slope": slopes(heads.count).float()} if self.learned else {}

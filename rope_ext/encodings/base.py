@@ -1,14 +1,11 @@
 """The base of encodings other than RoPE: usually they replace the rotation.
 
-    x_t      <- p(x_t, t)                                  before the layers
+    x_t      <- x_t + scale * p(t)  or  x_t * p(t)         before the layers
     logit_ij  = scale * <q_i, k_j> + b_h(i - j)            in each layer
 
 A bias is evaluated by distance, ``[heads, distances]``, and never becomes a matrix of queries and
-keys: the kernels read it as a view (:mod:`rope_ext.attention.bands`). Encodings before the layers
-are in :mod:`rope_ext.encodings.inputs`.
+keys: the kernels read it as a view (:mod:`rope_ext.attention.bands`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +14,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from rope_ext.encodings.scores import Scores
+from rope_ext.errors import OptionError
+from rope_ext.methods.checked import Positive
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope
 
 Learned = Mapping[str, torch.Tensor]
 Bounds = Mapping[str, tuple[float, float]]
@@ -53,7 +51,7 @@ class Encoding(PositionMethod):
     # Layers whose input it changes: the first, every, or the first of the last n.
     entered: ClassVar[Literal["first", "every"] | int | None] = None
 
-    factor: float = 1.0
+    factor: Factor = 1.0
 
     def bands(self) -> tuple[Band, ...]:
         return (Band(Distance(0, None), 0.0, 0.0),)
@@ -161,3 +159,67 @@ class Encoding(PositionMethod):
         the layer makes the keys of every query head, ``[heads, columns, hidden size]``.
         """
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputEncoding(Encoding):
+    """Base of encodings that add positions, counted from 0, to the input of layers."""
+
+    entered: ClassVar[Literal["first", "every"] | int | None] = "first"
+    sized: ClassVar[bool] = False  # ``p`` is of magnitude 1 and has a scale
+    tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
+
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+        """The initial learned parameters by name, as in :meth:`initial`.
+
+        ``size`` is the root mean square of the input of the first layer.
+        """
+        return {}
+
+    def limit(self, rope: Rope) -> int | None:
+        """Longest sequence that has positions, in tokens; None: no limit."""
+        return None
+
+    def cure(self, tokens: int, rope: Rope) -> str:
+        """How to fix a sequence longer than the limit; ends the error message."""
+        return f"patch with length={tokens}, and train the rest of the table"
+
+    def covers(self, tokens: int, rope: Rope) -> None:
+        limit = self.limit(rope)
+        if limit is not None and tokens > limit:
+            raise OptionError(
+                f"{self.name}: a sequence of {tokens} tokens goes beyond its {limit} positions; "
+                f"{self.cure(tokens, rope)}"
+            )
+
+    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+        """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
+
+        If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
+        """
+        raise NotImplementedError
+
+    def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return x + p
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized(InputEncoding):
+    """Base of encodings whose ``p`` has a scale.
+
+    Args:
+        scale: factor of ``p``. None: the root mean square of the first layer's input for a sample
+            of the vocabulary, computed when the model is patched and saved with the weights.
+    """
+
+    sized: ClassVar[bool] = True
+
+    scale: Positive | None = None
+
+
+def sinusoid(t: torch.Tensor, columns: int, base: float) -> torch.Tensor:
+    """``sin(t / base^(2i / columns))`` in column ``2i`` and the cosine next to it: float32."""
+    even = torch.arange(0, columns, 2, dtype=t.dtype, device=t.device)
+    angles = t.unsqueeze(-1) * base ** -(even / columns)
+    both = torch.stack((angles.sin().float(), angles.cos().float()), -1)
+    return both.flatten(-2)[..., :columns]

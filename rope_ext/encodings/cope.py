@@ -1,21 +1,17 @@
 """Contextual position encoding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, Scores
-from rope_ext.encodings.tables import lengthened
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.scores import Block, Scores, lengthened
+from rope_ext.methods.checked import Whole
+from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class CoPE(Encoding):
     """Replaces RoPE with positions that a query counts: the number of keys relevant to it.
 
@@ -32,15 +28,11 @@ class CoPE(Encoding):
     Golovneva et al. 2024, arXiv 2405.18719.
     """
 
-    name: ClassVar[str] = "cope"
-    paper: ClassVar[str] = "arXiv 2405.18719"
-    summary: ClassVar[str] = "positions counted by the content; slower; needs training"
+    name = "cope"
+    paper = "arXiv 2405.18719"
+    summary = "positions counted by the content; slower; needs training"
 
-    positions: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("positions", minimum=2, optional=False)
+    positions: Annotated[int, Whole(2)] = 64
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": torch.zeros(self.positions, heads.columns)}
@@ -51,7 +43,7 @@ class CoPE(Encoding):
     def saturates_at(self, rope: Rope) -> None:
         return None
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> CoPEScores:
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
         return CoPEScores(learned=learned, heads=heads)
 
 

@@ -1,10 +1,8 @@
 """Data-adaptive positional encoding, versions 1 and 2."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +10,15 @@ import torch.nn.functional as F
 from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
 from rope_ext.encodings.fire import FIREScores
 from rope_ext.encodings.scores import Block, Scores, linear
-from rope_ext.methods.checked import not_none
-from rope_ext.methods.registry import build_method, register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Tokens, not_none
+from rope_ext.methods.kinds import Rope, build_method, register
 
-_ON = ("kerple_log", "kerple_power", "alibi", "t5", "sandwich", "fire")
+On = Literal["kerple_log", "kerple_power", "alibi", "t5", "sandwich", "fire"]
 _FIRE = "fire_"
 """Prefix of FIRE's parameters, which have the names of the network's own."""
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DAPE(Encoding):
     """Replaces RoPE with a bias by distance that a small network adapts to the logits of all heads.
 
@@ -43,23 +39,18 @@ class DAPE(Encoding):
     all keys but the first in a decoding step; here decoding equals recomputation.
     """
 
-    name: ClassVar[str] = "dape"
-    paper: ClassVar[str] = "arXiv 2405.14722"
-    summary: ClassVar[str] = "a bias that adapts to the content; slower; needs training"
-    redefining: ClassVar[tuple[str, ...]] = ("on", "version")
+    name = "dape"
+    paper = "arXiv 2405.14722"
+    summary = "a bias that adapts to the content; slower; needs training"
+    redefining = ("on", "version")
 
-    on: str | None = "kerple_log"
-    version: int = 1
-    hidden: int = 32
-    width: int = 3
+    on: On | None = "kerple_log"
+    version: Literal[1, 2] = 1
+    hidden: Tokens = 32
+    width: Tokens = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        valid = " or ".join(map(repr, (*_ON, None)))
-        self.require("on", self.on in (*_ON, None), valid)
-        self.require("version", self.version in (1, 2), "1 or 2")
-        self.require_tokens("hidden", optional=False)
-        self.require_tokens("width", optional=False)
         self.require("width", self.width % 2 == 1, "an odd number")
 
     @functools.cached_property
@@ -97,7 +88,7 @@ class DAPE(Encoding):
         own = {k.removeprefix(_FIRE): x for k, x in learned.items() if k.startswith(_FIRE)}
         return cast(FIREScores, not_none(self._bias).scores(heads, rope, own))
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> DAPEScores:
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
         return DAPEScores(learned=learned, encoding=self, heads=heads, rope=rope)
 
 

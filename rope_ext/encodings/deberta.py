@@ -1,23 +1,18 @@
 """DeBERTa's disentangled attention."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import Heads, Learned
-from rope_ext.encodings.inputs import InputEncoding
-from rope_ext.encodings.tables import STD, ByTables, lengthened
-from rope_ext.methods.checked import not_none
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.base import Heads, InputEncoding, Learned
+from rope_ext.encodings.scores import STD, ByTables, lengthened
+from rope_ext.methods.checked import Tokens, Whole, not_none
+from rope_ext.methods.kinds import Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DeBERTa(InputEncoding):
     """Replaces RoPE with disentangled attention to content and relative positions.
 
@@ -41,19 +36,16 @@ class DeBERTa(InputEncoding):
     He et al. 2021, arXiv 2006.03654; absolute positions: section 3.2 and the released code.
     """
 
-    name: ClassVar[str] = "deberta"
-    paper: ClassVar[str] = "arXiv 2006.03654"
-    summary: ClassVar[str] = "learned vectors per distance for queries and keys; needs training"
+    name = "deberta"
+    paper = "arXiv 2006.03654"
+    summary = "learned vectors per distance for queries and keys; needs training"
 
-    clip: int = 512
-    absolute_layers: int = 0
-    length: int | None = None
+    clip: Tokens = 512
+    absolute_layers: Annotated[int, Whole(0)] = 0
+    length: Annotated[int, Whole(2)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("clip", optional=False)
-        self.require_tokens("absolute_layers", minimum=0, optional=False)
-        self.require_tokens("length", minimum=2)
         needed = self.length is None or self.absolute_layers > 0
         self.require("length", needed, "left out without absolute_layers")
 
@@ -61,7 +53,7 @@ class DeBERTa(InputEncoding):
     def entered(self) -> int:
         return self.absolute_layers
 
-    def resolved(self, rope: Rope) -> DeBERTa:
+    def resolved(self, rope: Rope) -> Self:
         if not self.absolute_layers:
             return self
         made = replace(self, length=self.length or self.target_length(rope))

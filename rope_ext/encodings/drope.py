@@ -1,40 +1,32 @@
 """DroPE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding
-from rope_ext.methods.checked import not_none
-from rope_ext.methods.registry import register
-from rope_ext.methods.temperature import Temperature
+from rope_ext.methods.checked import Number, not_none
+from rope_ext.methods.kinds import Self, Temperature, register
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Beyond(Temperature):
+class DroPETemperature(Temperature):
     """``1 + c ln(max(1, (i + 1) / length))``: 1 within the trained length."""
 
-    name: ClassVar[str] = "drope"
+    name = "drope"
 
     c: float
     length: int | None = None
 
-    def filled(self, length: int, factor: float) -> _Beyond:
+    def filled(self, length: int, factor: float) -> Self:
         return replace(self, length=self.length or length)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.c * ((t + 1) / not_none(self.length)).log().clamp(min=0)
 
-    @property
-    def formula(self) -> str:
-        return f"1 + {self.c:g} ln max(1, (i + 1) / {self.length})"
-
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DroPE(Encoding):
     """Removes RoPE, and scales queries beyond the trained length.
 
@@ -48,15 +40,11 @@ class DroPE(Encoding):
     Gelberg et al. 2025, arXiv 2512.12167.
     """
 
-    name: ClassVar[str] = "drope"
-    paper: ClassVar[str] = "arXiv 2512.12167"
-    summary: ClassVar[str] = "removes RoPE from a pretrained model; needs brief training"
+    name = "drope"
+    paper = "arXiv 2512.12167"
+    summary = "removes RoPE from a pretrained model; needs brief training"
 
-    c: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("c", minimum=0, maximum=10)
+    c: Annotated[float, Number(minimum=0, maximum=10)] = 0.2
 
     def own_temperature(self) -> Temperature | None:
-        return _Beyond(c=self.c) if self.c else None
+        return DroPETemperature(c=self.c) if self.c else None

@@ -1,23 +1,19 @@
 """FIRE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.encodings.scores import Block, Scores, linear
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Positive, Tokens
+from rope_ext.methods.kinds import Rope, register
 
 _EPSILON = 1e-6
 """Added to the denominator in the authors' code."""
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class FIRE(Encoding):
     """Replaces RoPE with a small network of the distance relative to the position of the query.
 
@@ -34,18 +30,13 @@ class FIRE(Encoding):
     Li et al. 2024, arXiv 2310.04418.
     """
 
-    name: ClassVar[str] = "fire"
-    paper: ClassVar[str] = "arXiv 2310.04418"
-    summary: ClassVar[str] = "a learned bias on the relative distance; needs training"
-    additive: ClassVar[bool] = True
+    name = "fire"
+    paper = "arXiv 2310.04418"
+    summary = "a learned bias on the relative distance; needs training"
+    additive = True
 
-    threshold: float = 512.0
-    hidden: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("threshold", above=0)
-        self.require_tokens("hidden", optional=False)
+    threshold: Positive = 512.0
+    hidden: Tokens = 32
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {
@@ -58,7 +49,7 @@ class FIRE(Encoding):
     def saturates_at(self, rope: Rope) -> None:
         return None
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> FIREScores:
+    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
         return FIREScores(learned=learned, threshold=self.threshold, hidden=self.hidden)
 
 
@@ -77,7 +68,6 @@ class FIREScores(Scores):
         return block.content + self.bias(block)
 
     def bias(self, block: Block) -> torch.Tensor:
-        """The bias: ``[heads, rows, keys]``."""
         learned = {name: value.to(block.content) for name, value in self.learned.items()}
         c, place = learned["c"].abs(), block.query_at.to(block.content)
         reach = learned["multiplier"].abs() * self.threshold

@@ -1,21 +1,16 @@
 """FLOATER."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Literal
 
 import torch
 from torch.nn.functional import linear, relu
 
-from rope_ext.encodings.base import Learned
-from rope_ext.encodings.inputs import Sized
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.base import Learned, Sized
+from rope_ext.methods.checked import Number, Tokens
+from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class FLOATER(Sized):
     """Replaces RoPE with the trajectory of a learned dynamical system, added to the input.
 
@@ -36,25 +31,21 @@ class FLOATER(Sized):
     kexue.fm/archives/8130.
     """
 
-    name: ClassVar[str] = "floater"
-    paper: ClassVar[str] = "arXiv 2003.09229"
-    summary: ClassVar[str] = "positions from a learned differential equation; needs training"
-    tabled: ClassVar[bool] = True
-    redefining: ClassVar[tuple[str, ...]] = ("flow",)
+    name = "floater"
+    paper = "arXiv 2003.09229"
+    summary = "positions from a learned differential equation; needs training"
+    tabled = True
+    redefining = ("flow",)
 
-    flow: str = "continuous"
-    step: float = 0.1
-    hidden: int | None = None
-    into: str = "every"
+    flow: Literal["continuous", "discrete"] = "continuous"
+    step: Annotated[float, Number(above=0, maximum=10)] = 0.1
+    hidden: Tokens | None = None
+    into: Literal["every", "first"] = "every"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_choice("flow", "continuous", "discrete")
-        self.require_number("step", above=0, maximum=10)
         if self._discrete:
             self.require("step", self.step == FLOATER.step, "left out with flow='discrete'")
-        self.require_tokens("hidden")
-        self.require_choice("into", "every", "first")
 
     @property
     def entered(self) -> str:
@@ -98,7 +89,6 @@ class FLOATER(Sized):
 
 
 def _runge_kutta(f, tau: torch.Tensor, p: torch.Tensor, step: float) -> torch.Tensor:  # noqa: ANN001
-    """``p`` after one step."""
     a = f(tau, p)
     b = f(tau + step / 2, p + step / 2 * a)
     c = f(tau + step / 2, p + step / 2 * b)

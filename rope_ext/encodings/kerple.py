@@ -1,16 +1,12 @@
 """KERPLE, logarithmic and power form."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Rope, register
 
 _LEAST = 0.01
 """Lower bound of all parameters in the authors' code."""
@@ -18,16 +14,16 @@ _LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class _Kerple(Encoding):
-    begins: ClassVar[dict[str, float]]  # initialized uniformly from 0 to these
-    most_r2: ClassVar[float] = math.inf
+    begins = 0.0, 0.0  # r1 and r2 are initialized uniformly from 0 to these
+    most_r2 = math.inf
 
     @property
     def bounds(self) -> Bounds:
         return {"r1": (_LEAST, math.inf), "r2": (_LEAST, self.most_r2)}
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
-        drawn = {name: most * torch.rand(heads.count) for name, most in self.begins.items()}
-        return {name: value.clamp(min=_LEAST) for name, value in drawn.items()}
+        drawn = (most * torch.rand(heads.count) for most in self.begins)
+        return {f"r{i}": value.clamp(min=_LEAST) for i, value in enumerate(drawn, 1)}
 
     def saturates_at(self, rope: Rope) -> None:
         return None
@@ -38,7 +34,6 @@ def _parameters(learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class KerpleLog(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 ln(1 + r2 d)``.
 
@@ -49,11 +44,11 @@ class KerpleLog(_Kerple):
     Chi et al. 2022, arXiv 2205.09921.
     """
 
-    name: ClassVar[str] = "kerple_log"
-    aliases: ClassVar[tuple[str, ...]] = ("kerple",)
-    paper: ClassVar[str] = "arXiv 2205.09921"
-    summary: ClassVar[str] = "a learned penalty, logarithmic in the distance; needs training"
-    begins: ClassVar[dict[str, float]] = {"r1": 2.0, "r2": 1.0}
+    name = "kerple_log"
+    aliases = ("kerple",)
+    paper = "arXiv 2205.09921"
+    summary = "a learned penalty, logarithmic in the distance; needs training"
+    begins = 2.0, 1.0
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
@@ -63,7 +58,6 @@ class KerpleLog(_Kerple):
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class KerplePower(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 
@@ -73,11 +67,11 @@ class KerplePower(_Kerple):
     Chi et al. 2022, arXiv 2205.09921.
     """
 
-    name: ClassVar[str] = "kerple_power"
-    paper: ClassVar[str] = "arXiv 2205.09921"
-    summary: ClassVar[str] = "a learned penalty, a power of the distance; needs training"
-    begins: ClassVar[dict[str, float]] = {"r1": 1.0, "r2": 2.0}
-    most_r2: ClassVar[float] = 2.0
+    name = "kerple_power"
+    paper = "arXiv 2205.09921"
+    summary = "a learned penalty, a power of the distance; needs training"
+    begins = 1.0, 2.0
+    most_r2 = 2.0
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned

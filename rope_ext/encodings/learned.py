@@ -1,25 +1,21 @@
 """Learned absolute positions."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import Learned
-from rope_ext.encodings.inputs import InputEncoding
-from rope_ext.encodings.tables import lengthened
-from rope_ext.methods.checked import not_none
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope, factor_to
+from rope_ext.encodings.base import InputEncoding, Learned
+from rope_ext.encodings.scores import lengthened
+from rope_ext.methods.checked import Whole, not_none
+from rope_ext.methods.kinds import Rope, Self, register
+from rope_ext.methods.rope import factor_to
 
 _SHARE = 0.4
 """Weight of the coarse part of a hierarchical position, as published."""
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LearnedPositions(InputEncoding):
     """Replaces RoPE with a learned vector for each position, added to the embeddings.
 
@@ -39,20 +35,14 @@ class LearnedPositions(InputEncoding):
     2020, kexue.fm/archives/7947.
     """
 
-    name: ClassVar[str] = "learned"
-    paper: ClassVar[str] = "arXiv 1706.03762"
-    summary: ClassVar[str] = "a learned vector for each position; needs training"
+    name = "learned"
+    paper = "arXiv 1706.03762"
+    summary = "a learned vector for each position; needs training"
 
-    length: int | None = None
-    extend: str | None = None
+    length: Annotated[int, Whole(2)] | None = None
+    extend: Literal["hierarchical", "interpolate"] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("length", minimum=2)
-        if self.extend is not None:
-            self.require_choice("extend", "hierarchical", "interpolate")
-
-    def resolved(self, rope: Rope) -> LearnedPositions:
+    def resolved(self, rope: Rope) -> Self:
         made = self
         if self.length is None:
             own = self.target_length(rope) if self.extend is None else rope.length

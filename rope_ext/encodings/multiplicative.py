@@ -1,22 +1,17 @@
 """Multiplicative absolute positions."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import Learned
-from rope_ext.encodings.inputs import InputEncoding, sinusoid
-from rope_ext.encodings.tables import lengthened
-from rope_ext.methods.checked import not_none
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.base import InputEncoding, Learned, sinusoid
+from rope_ext.encodings.scores import lengthened
+from rope_ext.methods.checked import Whole, not_none
+from rope_ext.methods.kinds import Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Multiplicative(InputEncoding):
     """Replaces RoPE with a vector for each position that multiplies the embeddings.
 
@@ -31,19 +26,14 @@ class Multiplicative(InputEncoding):
     Su 2021, kexue.fm/archives/8130.
     """
 
-    name: ClassVar[str] = "multiplicative"
-    paper: ClassVar[str] = "kexue.fm/archives/8130"
-    summary: ClassVar[str] = "multiplies embeddings by a vector for the position; needs training"
+    name = "multiplicative"
+    paper = "kexue.fm/archives/8130"
+    summary = "multiplies embeddings by a vector for the position; needs training"
 
-    table: str = "learned"
-    length: int | None = None
+    table: Literal["learned", "sinusoidal"] = "learned"
+    length: Annotated[int, Whole(2)] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_choice("table", "learned", "sinusoidal")
-        self.require_tokens("length", minimum=2)
-
-    def resolved(self, rope: Rope) -> Multiplicative:
+    def resolved(self, rope: Rope) -> Self:
         made = replace(self, length=self.length or self.target_length(rope))
         made.covers(made.target_length(rope), rope)
         return made

@@ -1,22 +1,16 @@
 """NoPE."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
-
 from rope_ext.encodings.base import Encoding
-from rope_ext.methods.registry import register
+from rope_ext.methods.kinds import register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class NoPE(Encoding):
     """Removes RoPE without a replacement: only the causal mask provides the order.
 
     Haviv et al. 2022, arXiv 2203.16634; Kazemnejad et al. 2023, arXiv 2305.19466.
     """
 
-    name: ClassVar[str] = "nope"
-    paper: ClassVar[str] = "arXiv 2305.19466"
-    summary: ClassVar[str] = "no positions, only the causal mask; needs training"
+    name = "nope"
+    paper = "arXiv 2305.19466"
+    summary = "no positions, only the causal mask; needs training"

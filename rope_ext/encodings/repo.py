@@ -1,24 +1,19 @@
 """Context re-positioning."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from rope_ext.encodings.base import Encoding, Learned
-from rope_ext.encodings.tables import STD
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.scores import STD
+from rope_ext.methods.kinds import Rope, register
 
 _SMALLER = 8
 """Hidden size divided by the columns of ``r``, in both released models."""
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class RePo(Encoding):
     """RoPE with real-valued positions that each layer computes from its hidden states.
 
@@ -36,16 +31,12 @@ class RePo(Encoding):
     and its two configurations (OLMo-2: 5 of 16 layers, 10 of 32).
     """
 
-    name: ClassVar[str] = "repo"
-    paper: ClassVar[str] = "arXiv 2512.14391"
-    summary: ClassVar[str] = "RoPE with positions computed from hidden states; needs training"
-    redefining: ClassVar[tuple[str, ...]] = ("positions",)
+    name = "repo"
+    paper = "arXiv 2512.14391"
+    summary = "RoPE with positions computed from hidden states; needs training"
+    redefining = ("positions",)
 
-    positions: str = "learned"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_choice("positions", "learned", "shifted")
+    positions: Literal["learned", "shifted"] = "learned"
 
     def reached(self, rope: Rope) -> int:
         return rope.length if self.positions == "shifted" else super().reached(rope)

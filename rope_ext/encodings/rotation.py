@@ -1,18 +1,10 @@
 """RoPE as trained."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
-
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class RoPE(PositionMethod):
     """RoPE as trained, to combine with ``bias=`` or ``temperature=``.
 
@@ -25,14 +17,14 @@ class RoPE(PositionMethod):
     Su et al. 2021, arXiv 2104.09864.
     """
 
-    name: ClassVar[str] = "rope"
-    paper: ClassVar[str] = "arXiv 2104.09864"
-    summary: ClassVar[str] = "RoPE as trained, with a bias or a temperature"
+    name = "rope"
+    paper = "arXiv 2104.09864"
+    summary = "RoPE as trained, with a bias or a temperature"
 
-    kind: ClassVar[str] = "rotation"
-    allows_factor_one: ClassVar[bool] = True
+    kind = "rotation"
+    allows_factor_one = True
 
-    factor: float = 1.0
+    factor: Factor = 1.0
 
     def bands(self) -> tuple[Band, ...]:
         return (Band(Distance(0, None), identity, identity),)

@@ -1,22 +1,17 @@
 """3D-RPE."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Number, Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class RPE3D(Encoding):
     """RoPE that restarts in every chunk, with a second angle that distinguishes the chunks.
 
@@ -33,20 +28,14 @@ class RPE3D(Encoding):
     another rotation angle from the third chunk on.
     """
 
-    name: ClassVar[str] = "3d_rpe"
-    paper: ClassVar[str] = "arXiv 2406.09897"
-    summary: ClassVar[str] = "positions within chunks and one angle per chunk; needs training"
+    name = "3d_rpe"
+    paper = "arXiv 2406.09897"
+    summary = "positions within chunks and one angle per chunk; needs training"
 
-    chunk: int | None = None
-    base: float | None = None
+    chunk: Tokens | None = None
+    base: Annotated[float, Number(minimum=1)] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("chunk")
-        if self.base is not None:
-            self.require_number("base", minimum=1)
-
-    def resolved(self, rope: Rope) -> RPE3D:
+    def resolved(self, rope: Rope) -> Self:
         (chunk,) = rope.tokens(0.75)
         base = rope.base if self.base is None else self.base
         return replace(self, chunk=self.chunk or chunk, base=float(base))

@@ -1,19 +1,15 @@
 """Sandwich."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Learned
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Base, Whole
+from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Sandwich(Encoding):
     """Replaces RoPE with a bias: the inner product of two sinusoidal positions.
 
@@ -29,18 +25,16 @@ class Sandwich(Encoding):
     implementation, which uses the head dimension instead of 128.
     """
 
-    name: ClassVar[str] = "sandwich"
-    paper: ClassVar[str] = "arXiv 2212.10356"
-    summary: ClassVar[str] = "products of sinusoidal positions as a bias; needs training"
+    name = "sandwich"
+    paper = "arXiv 2212.10356"
+    summary = "products of sinusoidal positions as a bias; needs training"
 
-    width: int = 128
-    base: float = 10000.0
+    width: Annotated[int, Whole(2)] = 128
+    base: Base = 10000.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("width", minimum=2, optional=False)
         self.require("width", self.width % 2 == 0, "an even number")
-        self.require_number("base", above=1)
 
     def saturates_at(self, rope: Rope) -> None:
         return None

@@ -1,7 +1,5 @@
 """Logits that depend on more than the distance, computed in blocks of queries."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,3 +73,65 @@ def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torc
         fan *= size
     shapes = {f"{name}_weight": (outputs, inputs, *kernel), f"{name}_bias": (outputs,)}
     return {key: (2 * torch.rand(shape) - 1) / fan**0.5 for key, shape in shapes.items()}
+
+
+STD = 0.02
+"""Standard deviation of initial tables, as for embeddings in transformers."""
+
+
+def lengthened(
+    learned: torch.Tensor, initial: torch.Tensor, dim: int, *, repeat: bool
+) -> torch.Tensor | None:
+    """A longer table that begins with the rows of a shorter one; None if it is not longer.
+
+    With ``repeat``, new rows copy the last one, which all larger distances shared; else they are
+    those of ``initial``.
+    """
+    rows = learned.shape[dim]
+    if initial.shape[dim] < rows or initial.narrow(dim, 0, rows).shape != learned.shape:
+        return None
+    more = initial.narrow(dim, rows, initial.shape[dim] - rows)
+    if repeat:
+        more = learned.narrow(dim, rows - 1, 1).expand_as(more)
+    return torch.cat((learned, more), dim)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ByTables(Scores):
+    """Scores from tables in ``learned`` with a vector per distance, the last one for all larger.
+
+    With optional ``of_query`` and ``of_key``, ``[heads or 1, distances, columns]``, and
+    ``of_value``, ``[distances, value_columns]``, for a distance ``d = i - j``:
+
+        logit_ij = share * scale * (<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>)
+        out_i = sum_j w_ij (v_j + of_value[d])
+
+    Args:
+        share: factor of all logits.
+    """
+
+    share: float = 1.0
+
+    def logits(self, block: Block) -> torch.Tensor:
+        of_query, of_key = (self.learned.get(name) for name in ("of_query", "of_key"))
+        more = torch.zeros_like(block.content)
+        pairs = more.shape
+        if of_query is not None:
+            found = block.query @ of_query.to(block.query).mT
+            more = more + found.gather(-1, _index(block, of_query).expand(pairs))
+        if of_key is not None:
+            found = of_key.to(block.key) @ block.key.mT
+            more = more + found.gather(-2, _index(block, of_key).expand(pairs))
+        return self.share * (block.content + block.scale * more)
+
+    def more(self, weights: torch.Tensor, block: Block) -> torch.Tensor | None:
+        table = self.learned.get("of_value")
+        if table is None:
+            return None
+        total = weights.new_zeros(*weights.shape[:3], table.shape[0])
+        total = total.scatter_add(-1, _index(block, table).expand(weights.shape), weights)
+        return total @ table.to(weights)
+
+
+def _index(block: Block, table: torch.Tensor) -> torch.Tensor:
+    return block.distance.long().clamp(max=table.shape[-2] - 1)

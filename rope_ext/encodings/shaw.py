@@ -1,24 +1,19 @@
 """Shaw et al.'s relative positions."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.inputs import sinusoid
-from rope_ext.encodings.tables import STD, ByTables, lengthened
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.base import Encoding, Heads, Learned, sinusoid
+from rope_ext.encodings.scores import STD, ByTables, lengthened
+from rope_ext.methods.checked import Tokens, Whole
+from rope_ext.methods.kinds import Rope, register
 
 _BASE = 10000.0
 """Base of NEZHA's sinusoids."""
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Shaw(Encoding):
     """Replaces RoPE with vectors for each distance, added to keys and values.
 
@@ -37,23 +32,19 @@ class Shaw(Encoding):
     6.
     """
 
-    name: ClassVar[str] = "shaw"
-    paper: ClassVar[str] = "arXiv 1803.02155"
-    summary: ClassVar[str] = "learned vectors per distance for keys and values; needs training"
-    redefining: ClassVar[tuple[str, ...]] = ("p_min",)
+    name = "shaw"
+    paper = "arXiv 1803.02155"
+    summary = "learned vectors per distance for keys and values; needs training"
+    redefining = ("p_min",)
 
-    clip: int = 64
-    table: str = "learned"
-    p_min: int = 0
+    clip: Tokens = 64
+    table: Literal["learned", "sinusoidal"] = "learned"
+    p_min: Annotated[int, Whole(0)] = 0
     values: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("clip", optional=False)
-        self.require_choice("table", "learned", "sinusoidal")
-        self.require_tokens("p_min", minimum=0, optional=False)
         self.require("p_min", self.p_min < self.clip, f"less than clip={self.clip}")
-        self.require("values", isinstance(self.values, bool), "True or False")
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         if self.table == "sinusoidal":
@@ -70,7 +61,6 @@ class Shaw(Encoding):
         return {name: sinusoid(-distance, size, _BASE) for name, size in columns}
 
     def _columns(self, heads: Heads) -> dict[str, int]:
-        """The columns of each table."""
         keys = {"key": heads.columns}
         return keys | {"value": heads.value_columns} if self.values else keys
 

@@ -1,18 +1,14 @@
 """SWAN."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated
 
 from rope_ext.encodings.base import Encoding
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
-from rope_ext.methods.temperature import LogN, Temperature
+from rope_ext.methods.checked import Whole
+from rope_ext.methods.kinds import LogN, Rope, Self, Temperature, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class SWAN(Encoding):
     """Lets every n-th layer attend to the whole text without positions, and the others to a window.
 
@@ -31,24 +27,20 @@ class SWAN(Encoding):
     Puvvada et al. 2025, arXiv 2504.08719, by its abstract and summaries.
     """
 
-    name: ClassVar[str] = "swan"
-    paper: ClassVar[str] = "arXiv 2504.08719"
-    summary: ClassVar[str] = "some layers without positions, a window in the others; needs training"
+    name = "swan"
+    paper = "arXiv 2504.08719"
+    summary = "some layers without positions, a window in the others; needs training"
+    by_layer = True
 
-    by_layer: ClassVar[bool] = True
-
-    every: int = 4
-    start: int = 0
-    window: int | None = None
+    every: Annotated[int, Whole(2)] = 4
+    start: Annotated[int, Whole(0)] = 0
+    window: Annotated[int, Whole(2)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("every", minimum=2, optional=False)
-        self.require_tokens("start", minimum=0, optional=False)
         self.require("start", self.start < self.every, f"less than every={self.every}")
-        self.require_tokens("window", minimum=2)
 
-    def resolved(self, rope: Rope) -> SWAN:
+    def resolved(self, rope: Rope) -> Self:
         window = max(2, rope.tokens(1 / 16)[0]) if self.window is None else self.window
         trained = "at most the trained length, since longer distances are new to the rotation"
         self.require_resolved("window", window <= rope.length, trained, rope)

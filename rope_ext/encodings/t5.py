@@ -1,21 +1,17 @@
 """T5's relative position bias."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.tables import lengthened
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.scores import lengthened
+from rope_ext.methods.checked import Tokens, Whole
+from rope_ext.methods.kinds import Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class T5(Encoding):
     """Replaces RoPE with a learned number for each head and bucket of distances.
 
@@ -35,25 +31,21 @@ class T5(Encoding):
     Raffel et al. 2020, arXiv 1910.10683, section 2.1.
     """
 
-    name: ClassVar[str] = "t5"
-    paper: ClassVar[str] = "arXiv 1910.10683"
-    summary: ClassVar[str] = "a learned bias per bucket of distances; needs training"
-    shared: ClassVar[bool] = True
-    redefining: ClassVar[tuple[str, ...]] = ("buckets",)
+    name = "t5"
+    paper = "arXiv 1910.10683"
+    summary = "a learned bias per bucket of distances; needs training"
+    shared = True
+    redefining = ("buckets",)
 
-    buckets: str = "logarithmic"
-    num_buckets: int = 32
-    max_distance: int = 128
+    buckets: Literal["logarithmic", "offsets"] = "logarithmic"
+    num_buckets: Annotated[int, Whole(2)] = 32
+    max_distance: Tokens = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_choice("buckets", "logarithmic", "offsets")
-        self.require_tokens("num_buckets", minimum=2, optional=False)
-        self.require_tokens("max_distance", optional=False)
-        if self._by_offset:
-            return
         exact = self.num_buckets // 2
-        self.require("max_distance", self.max_distance > exact, f"more than {exact}")
+        holds = self._by_offset or self.max_distance > exact
+        self.require("max_distance", holds, f"more than {exact}")
 
     @property
     def _by_offset(self) -> bool:
@@ -75,7 +67,6 @@ class T5(Encoding):
         return learned["beta"].to(distance)[:, self.bucket(distance)]
 
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:
-        """The bucket of each distance, int64."""
         if self._by_offset:
             return distance.long().clamp(max=self.max_distance)
         exact = self.num_buckets // 2

@@ -1,17 +1,14 @@
 """The relative positions of Transformer-XL and XLNet."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, Scores
-from rope_ext.encodings.tables import STD
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.encodings.scores import STD, Block, Scores
+from rope_ext.methods.checked import Base, Whole
+from rope_ext.methods.kinds import Rope, register
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +47,6 @@ class BySinusoid(Scores):
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class TransformerXL(Encoding):
     """Replaces RoPE with a learned projection of the sinusoid of the distance.
 
@@ -70,23 +66,20 @@ class TransformerXL(Encoding):
     Dai et al. 2019, arXiv 1901.02860, section 3.3; Yang et al. 2019 (XLNet), arXiv 1906.08237.
     """
 
-    name: ClassVar[str] = "transformer_xl"
-    aliases: ClassVar[tuple[str, ...]] = ("xlnet",)
-    paper: ClassVar[str] = "arXiv 1901.02860"
-    summary: ClassVar[str] = "learned projections of sinusoids of the distance; needs training"
+    name = "transformer_xl"
+    aliases = ("xlnet",)
+    paper = "arXiv 1901.02860"
+    summary = "learned projections of sinusoids of the distance; needs training"
 
-    projection: str = "learned"
-    width: int | None = None
-    base: float = 10000.0
+    projection: Literal["learned", "key"] = "learned"
+    width: Annotated[int, Whole(2)] | None = None
+    base: Base = 10000.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("width", minimum=2)
         self.require("width", self.width is None or self.width % 2 == 0, "an even number")
-        self.require_choice("projection", "learned", "key")
         if self.projected:
             self.require("width", self.width is None, "left out with projection='key'")
-        self.require_number("base", above=1)
 
     @property
     def projected(self) -> bool:

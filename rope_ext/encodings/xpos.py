@@ -1,20 +1,16 @@
 """xPos."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding
+from rope_ext.methods.checked import Number
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, identity
-from rope_ext.methods.registry import register
+from rope_ext.methods.kinds import Band, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class XPos(Encoding):
     """RoPE whose pairs decay with the distance: ``zeta_i ** (d / 512)``.
 
@@ -31,17 +27,12 @@ class XPos(Encoding):
     Sun et al. 2022, arXiv 2212.10554.
     """
 
-    name: ClassVar[str] = "xpos"
-    paper: ClassVar[str] = "arXiv 2212.10554"
-    summary: ClassVar[str] = "RoPE whose pairs decay with the distance; needs training"
+    name = "xpos"
+    paper = "arXiv 2212.10554"
+    summary = "RoPE whose pairs decay with the distance; needs training"
 
-    gamma: float = 0.4
-    scale_base: float = 512.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("gamma", above=0, maximum=1e3)
-        self.require_number("scale_base", minimum=16)
+    gamma: Annotated[float, Number(above=0, maximum=1e3)] = 0.4
+    scale_base: Annotated[float, Number(minimum=16)] = 512.0
 
     def bands(self) -> tuple[Band, ...]:
         return (Band(Distance(0, None), identity, identity),)

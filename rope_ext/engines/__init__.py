@@ -1,7 +1,5 @@
 """Exports patches to other engines; each engine has a function that returns its settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -31,7 +29,6 @@ already contains the patch, if any; otherwise the engine loads the unpatched mod
 
 
 def titles() -> dict[str, str]:
-    """Official spelling of each engine, by name."""
     return {name: title for name, (title, _) in _ENGINES.items()}
 
 
@@ -133,6 +130,5 @@ def serving_commands(saved: Saved) -> tuple[str, ...]:
 
 
 def engines_for(model: nn.Module) -> tuple[str, ...]:
-    """Return the engines that can run the patch of ``model``; none if it is not patched."""
     state = current_patch(model)
     return () if state is None else tuple(n for n in _ENGINES if _runs(n, model, state))

@@ -3,10 +3,9 @@
 Each engine module states the version whose formulas it follows and that was tested, if possible.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from rope_ext.apply.configuration import part_of
 from rope_ext.engines.families import ENGINES, Family
@@ -29,6 +29,9 @@ from rope_ext.saving.folder import Saved
 DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
 DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 """Families whose checkpoints have a head for speculative decoding (MTP), which uses RoPE, too."""
+
+
+_MODELFILE = re.compile(r"FROM \./\S+\.gguf\nPARAMETER num_ctx \d+\n")
 
 
 class Refusal(Exception):
@@ -48,7 +51,8 @@ class Export:
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``files`` to a directory, which is created if it does not exist.
 
-        A ``config.json`` of the same model is replaced; no other existing file is.
+        A ``config.json`` of the same model and a ``Modelfile`` of ours are replaced; no other
+        existing file is.
 
         Raises:
             ExportError: there are no files, or another file has one of their names.
@@ -63,8 +67,8 @@ class Export:
         for name, text in self.files.items():
             if not _replaceable(folder / name, text):
                 raise ExportError(
-                    f"{folder / name} exists and would be lost; move it away, or give another "
-                    f"folder"
+                    f"{folder / name} exists and would be lost; delete it or move it away, or give "
+                    f"another folder"
                 )
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
@@ -85,7 +89,7 @@ def _replaceable(path: Path, text: str) -> bool:
     try:
         there = path.read_text(encoding="utf-8")
         if path.name != "config.json":
-            return there == text
+            return there == text or bool(_MODELFILE.fullmatch(there))
         before, after = json.loads(there), json.loads(text)
         return all(before.get(name) == after.get(name) for name in ("model_type", "hidden_size"))
     except (OSError, ValueError, AttributeError):
@@ -124,8 +128,7 @@ class Scaling:
     parameters: Mapping[str, Any]  # `rope_parameters` from which transformers builds the same
 
     @classmethod
-    def from_patch(cls, state: Patch) -> Scaling:
-        """Return the scaling of a patch with one fixed set of frequencies."""
+    def from_patch(cls, state: Patch) -> Self:
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
         parameters = part_of(text_config(state.decoder).rope_parameters, site)
@@ -190,7 +193,6 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
 
 
 def refuse_tempered(state: Patch) -> None:
-    """Raise if the patch scales queries."""
     temperature = state.method.tempered(state.scaled[0].rope)
     if temperature is not None:
         instead = "use attention_factor instead, whose square multiplies the logits that rotate"
@@ -220,17 +222,14 @@ def refuse_kind(family: Family, kind: str) -> None:
 
 
 def precise_note(state: Patch) -> tuple[str, ...]:
-    """Return a note if the patch computes angles in float64."""
     return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
 
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
-    """Whether each layer type has its own rotary embedding."""
     return any(isinstance(value, dict) for value in parameters.values())
 
 
 def model_name(model: nn.Module) -> str:
-    """Return the model's name or path, for use in a command."""
     return getattr(config_of(model), "_name_or_path", "") or "MODEL"
 
 

@@ -1,7 +1,5 @@
 """Exports patches to transformers and mlx-lm, which read a folder's ``config.json``."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping
@@ -53,7 +51,6 @@ def transformers(
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
-    """Return the export for a folder whose ``config.json`` transformers can load as it is."""
     command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
     note = "config.json holds the settings: plain from_pretrained loads the folder"
     return Export("transformers", settings or {}, command, notes=(note,))
@@ -62,7 +59,7 @@ def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
 def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
-    A saved folder either runs as patched or raises an error (``apply/older_readers.py``).
+    A saved folder either runs as patched or raises an error (``apply/configuration.py``).
     """
     base.refuse_positions(state)
     family = base.family_of(state, "mlx")
@@ -123,5 +120,4 @@ def _legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_fields(config: str, fields: Mapping[str, Any]) -> str:
-    """Add fields to a ``config.json``."""
     return json.dumps(json.loads(config) | dict(fields), indent=2, sort_keys=True) + "\n"

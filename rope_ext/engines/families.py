@@ -1,7 +1,5 @@
 """Loads ``families.json``: what each engine supports for each ``model_type``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Writes patches into GGUF files for llama.cpp; needs the ``gguf`` library."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,15 @@ from typing import Any
 import numpy
 from torch import nn
 from transformers import LlamaConfig
+from typing_extensions import Self
 
+from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import Refusal, config_of
 from rope_ext.engines.families import LLAMA_CPP
 from rope_ext.engines.gguf_model import require_gguf
 from rope_ext.engines.llama_cpp import Plan, planned
-from rope_ext.errors import ExportError, first_line
+from rope_ext.errors import ExportError, LoadError
 from rope_ext.methods import Method
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import text_config
@@ -39,45 +39,30 @@ class GGUFFile:
     reader: Any  # a reader of the `gguf` library
 
     @classmethod
-    def read(cls, path: str | Path) -> GGUFFile:
+    def read(cls, path: str | Path) -> Self:
         """Read a file's header, without the weights."""
         path, gguf = Path(path), require_gguf()
         try:
-            reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError) as error:
+            keys, tables = gguf_source.read(path)
+        except LoadError as error:
             raise ExportError(
-                f"cannot read {path} ({first_line(error)}); give a GGUF file as written by "
-                f"convert_hf_to_gguf.py"
+                f"{error}; give a GGUF file as written by convert_hf_to_gguf.py"
             ) from error
-
-        def value(key: str, default: Any = None) -> Any:
-            there = reader.get_field(key)
-            return default if there is None else there.contents()
-
-        if reader.byte_order != "I" or value("split.count", 1) > 1:
-            raise ExportError(
-                f"{path} is big-endian or one of several parts; convert it to a single "
-                f"little-endian file first (llama-gguf-split --merge)"
-            )
-        architecture = value("general.architecture", "")
-        length = value(f"{architecture}.context_length")
-        heads = value(f"{architecture}.attention.head_count")
-        width = value(f"{architecture}.embedding_length")
-        dim = value(f"{architecture}.rope.dimension_count")
-        dim = dim or value(f"{architecture}.attention.key_length")
-        if dim is None and width and isinstance(heads, int):
-            dim = width // heads
+        architecture = keys.get("general.architecture", "")
+        own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
+        length, heads = own.get("context_length"), own.get("attention.head_count")
+        dim = own.get("rope.dimension_count") or own.get("attention.key_length")
+        if dim is None and isinstance(heads, int):
+            dim = own.get("embedding_length", 0) // heads
         if not (length and dim):
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
-        base = value(f"{architecture}.rope.freq_base", 10000.0)
-        table = any(tensor.name == TABLE for tensor in reader.tensors)
-        scaled = table or value(f"{architecture}.rope.scaling.type", "none") != "none"
-        return cls(path, architecture, base, dim, length, scaled, reader)
+        base = own.get("rope.freq_base", 10000.0)
+        scaled = TABLE in tables or own.get("rope.scaling.type", "none") != "none"
+        return cls(path, architecture, base, dim, length, scaled, gguf.GGUFReader(path))
 
     def write(self, output: str | Path, made: Plan) -> Plan:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
-        keys, table = made.keys, made.table
-        output, gguf = Path(output), require_gguf()
+        keys, table, output, gguf = made.keys, made.table, Path(output), require_gguf()
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
         if not may_replace(output, _MARK):
@@ -101,12 +86,10 @@ class GGUFFile:
                     kind = gguf.GGUFValueType.get_type(value)
                     whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
                     writer.add_key_value(name, value, whole)
-                for tensor in tensors:
-                    data = tensor.data
-                    writer.add_tensor_info(
-                        tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type
-                    )
                 arrays = [tensor.data for tensor in tensors]
+                for one, data in zip(tensors, arrays, strict=True):
+                    kind = data.dtype, data.nbytes, one.tensor_type
+                    writer.add_tensor_info(one.name, data.shape, *kind)
                 if table is not None:
                     arrays.append(numpy.array(table, dtype=numpy.float32))
                     writer.add_tensor_info(TABLE, [len(table)], arrays[-1].dtype, 4 * len(table))
@@ -170,7 +153,6 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
 
 
 def plan(state: Patch, in_file: bool = True, architecture: str | None = None) -> Plan:
-    """Like :func:`planned`, but raises ExportError."""
     try:
         return planned(state, in_file, architecture)
     except Refusal as refusal:

@@ -3,8 +3,6 @@
 Details of each family follow llama.cpp's ``conversion/*.py`` and ``src/models/*.cpp``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +62,6 @@ _RENAMED = {
 
 
 def require_gguf() -> Any:
-    """Import the ``gguf`` library."""
     try:
         import gguf
     except ImportError:

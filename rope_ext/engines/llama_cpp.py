@@ -3,8 +3,6 @@
 Follows the source at commit 0c1e57098, tested with llama.cpp in xllamacpp 2026.10.11549.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@
 serves until stdin closes. llama.cpp's own parser reads the command line.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import struct

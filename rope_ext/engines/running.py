@@ -1,7 +1,5 @@
 """Runs small models in real engines and returns their log-probabilities."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json

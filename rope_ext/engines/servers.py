@@ -1,7 +1,5 @@
 """Exports patches to vLLM and SGLang: configuration fields, set on the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

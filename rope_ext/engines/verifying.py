@@ -4,8 +4,6 @@ The engine's log-probabilities are compared with those of transformers with the 
 known mistakes of engines; :func:`judge` decides between them.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -22,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
+from typing_extensions import Self
 
 from rope_ext.engines import export, gguf_file, gguf_model, running
 from rope_ext.engines.base import Refusal, Scaling, config_of, refuse_unproven
@@ -40,6 +39,7 @@ SERVERS = {"llama.cpp": 8080, "vllm": 8000, "sglang": 30000}
 """Engines for which ``write`` prints a command that serves the miniature, and their ports."""
 TOLERANCE = 2e-3  # RMS error of log-probabilities that counts as float32 rounding
 LENGTH = 2048  # length of the longest prompt in tokens, if the context allows
+_SHORT = 9216  # up to this length, prompts beyond the trained length take a minute on one core
 FACTOR_ERROR = 0.01  # smallest relative error of the factor to detect
 _VOCABULARY = 128
 _TOP = 20  # number of log-probabilities that servers return
@@ -84,12 +84,13 @@ class Verification:
     lengths: tuple[int, ...]  # prompt lengths, tokens
     returned: float  # mean number of log-probabilities per prompt
     tolerance: float  # largest difference that counts as rounding
+    beyond: bool  # whether prompts are longer than the trained length
     notes: tuple[str, ...] = ()  # how to get a clearer result
 
     @property
     def passed(self) -> bool:
-        """Whether the engine computes the patch."""
-        return self.verdict == PATCHED
+        """Whether the engine computes the patch, also beyond the trained length."""
+        return self.verdict == PATCHED and self.beyond
 
     @property
     def exit_code(self) -> int:
@@ -104,6 +105,8 @@ class Verification:
         found = self.candidates[0] if len(self.candidates) == 1 else self.verdict
         if self.verdict == "cannot tell":
             found = f"cannot tell these apart: {', '.join(self.candidates)}"
+        if not self.beyond:
+            found += f" within {self.lengths[-1]} tokens only"
         right, *wrong = self.differences.items()
         nearest = min(wrong, key=lambda pair: pair[1])
         numbers = ", ".join(f"{value:.2g} from {name!r}" for name, value in (right, nearest))
@@ -116,16 +119,13 @@ class Verification:
 def judge(
     got: torch.Tensor, expected: Mapping[str, torch.Tensor], rounding: float
 ) -> tuple[str, tuple[str, ...], dict[str, float]]:
-    """Decide which of several hypotheses an engine computes.
+    """Decide which of several hypotheses an engine computes: verdict, candidates and differences.
 
     The nearest by root mean square over what the engine returned is accepted if it is within
     ``rounding``. A rival is ruled out if it is more than twice as far from the nearest as the
-    engine is: then the engine's error could not account for half the way to the rival.
-
-    Returns:
-        Verdict, candidates and differences of a :class:`Verification`. The verdict is the part of
-        a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot tell"`` if
-        the remaining ones have different verdicts.
+    engine is: then the engine's error could not account for half the way to the rival. The verdict
+    is the part of a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot
+    tell"`` if the remaining ones have different verdicts.
     """
     known = ~got.isnan()
 
@@ -154,7 +154,7 @@ class Miniature:
     as_saved: bool  # whether the source configuration has the patch
 
     @classmethod
-    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Miniature:
+    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Self:
         """Build one with the head size, layer types, base and scaling of a configuration.
 
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
@@ -196,12 +196,21 @@ class Miniature:
         arguments = {**self.state.record.arguments, **changes}
         return patch(model.to(dtype), self.state.record.method, **arguments)
 
-    def lengths(self, longest: int = LENGTH) -> tuple[int, ...]:
-        """Return prompt lengths in tokens, up to the context length or ``longest``."""
-        last = min(self.state.target_length - 1, longest)
+    def lengths(self, longest: int | None = None) -> tuple[int, ...]:
+        """Return prompt lengths in tokens, up to the context length or ``longest``.
+
+        Default: 2048, or an eighth beyond the trained length if that is at most 9216.
+        """
+        beyond = self.beyond if self.beyond <= _SHORT else 0
+        last = min(self.state.target_length - 1, longest or max(LENGTH, beyond))
         return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
 
-    def prompts(self, longest: int = LENGTH) -> list[list[int]]:
+    @property
+    def beyond(self) -> int:
+        """A length beyond the trained one, tokens."""
+        return self.state.length * 9 // 8
+
+    def prompts(self, longest: int | None = None) -> list[list[int]]:
         """Return deterministic token IDs; prompts of one length differ only in the last token."""
         seeded, prompts = torch.Generator().manual_seed(0), []
         for length in self.lengths(longest):
@@ -216,8 +225,17 @@ class Miniature:
         """Return log-probabilities as patched and for known mistakes, ``[prompts, vocabulary]``."""
         rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
         if self.scaling is not None:
-            for name, numbers in self._errors(self.scaling, factor_error):
-                rows[name] = log_probs_of(_scaled(model, *numbers), prompts)
+            known = [(self.scaling.inv_freq, self.scaling.scaling)]
+            for name, inv_freq, number in self._mistakes(self.scaling, factor_error):
+                if not any(
+                    torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and number == theirs
+                    for other, theirs in known
+                ):
+                    known.append((inv_freq, number))
+                    (site,) = find_sites(text_decoder(model))
+                    site.module._buffers[site.buffer] = inv_freq.float()
+                    setattr(site.module, site.scaling_attribute, number)
+                    rows[name] = log_probs_of(model, prompts)
             return rows
         rows["unextended"] = log_probs_of(model, prompts)
         for name, changes in {
@@ -230,23 +248,10 @@ class Miniature:
                     rows[name] = row
         return rows
 
-    def _errors(
-        self, made: Scaling, factor_error: float
-    ) -> Iterator[tuple[str, tuple[torch.Tensor, float]]]:
-        """Yield frequencies and scaling of each distinct mistake that differs from the patch."""
-        known = [(made.inv_freq, made.scaling)]
-        for name, inv_freq, number in self._mistakes(made, factor_error):
-            if not any(
-                torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and number == theirs
-                for other, theirs in known
-            ):
-                known.append((inv_freq, number))
-                yield name, known[-1]
-
     def _mistakes(
         self, made: Scaling, factor_error: float
     ) -> Iterator[tuple[str, torch.Tensor, float]]:
-        """Yield known mistakes of engines."""
+        """Yield known mistakes of engines: name, frequencies and scaling; some may be equal."""
         rope, right, number = made.rope, made.inv_freq, made.scaling
         method, factor = cast(FrequencyMethod, self.state.method), made.target / rope.length
         usual, short = yarn_factor(factor), getattr(method, "short_factor", None)
@@ -269,14 +274,6 @@ class Miniature:
             other = Rope.geometric(base, rope.dim, rope.length).inv_freq
             yield f"wrong base ({base:g})", other, 1.0
             yield f"wrong base ({base:g}, scaled)", other * right / rope.inv_freq, number
-
-
-def _scaled(model: nn.Module, inv_freq: torch.Tensor, number: float) -> nn.Module:
-    """Set the frequencies and the scaling of cosine and sine of ``model``, and return it."""
-    (site,) = find_sites(text_decoder(model))
-    site.module._buffers[site.buffer] = inv_freq.float()
-    setattr(site.module, site.scaling_attribute, number)
-    return model
 
 
 def _head(config: Any) -> int:
@@ -350,20 +347,15 @@ def verify(
     miniature: Miniature,
     run: Run,
     engine: str,
-    longest: int = LENGTH,
+    longest: int | None = None,
     tolerance: float | None = TOLERANCE,
     factor_error: float = FACTOR_ERROR,
 ) -> Verification:
     """Run a miniature in an engine, and decide what the engine computes; see :func:`judge`.
 
-    Args:
-        miniature: the model that the engine runs.
-        run: runs prompts in the engine.
-        engine: engine name, for the report.
-        longest: length of the longest prompt, tokens.
-        tolerance: largest root mean square difference of log-probabilities that counts as rounding;
-            None: three times that of transformers in bfloat16.
-        factor_error: smallest relative error of the factor to detect.
+    Differences of log-probabilities up to ``tolerance`` (root mean square) count as rounding; None:
+    up to three times that of transformers in bfloat16. ``longest`` is the length of the longest
+    prompt, tokens; None as in :meth:`Miniature.lengths`.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
@@ -385,12 +377,13 @@ def verify(
             f"increase --length, or accept smaller errors of the factor with --factor-error; or "
             f"the engine computes something else"
         )
-    if lengths[-1] <= trained:
+    beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
+    if not beyond:
         notes.append(
             f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
-            f"differently beyond; increase --length"
+            f"differently beyond; give --length {miniature.beyond}"
         )
-    return Verification(engine, *judged, lengths, returned, tolerance, tuple(notes))
+    return Verification(engine, *judged, lengths, returned, tolerance, beyond, tuple(notes))
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -442,14 +435,23 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     llama.cpp uses ``flags`` for the unscaled file instead of those from ``export``; with ``""``,
     mlx runs the folder as written by ``save_pretrained``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if miniature.scaling is None:
         raise ExportError(
             f"{engine} does not run {miniature.state.method.name}; for vLLM on CPUs, run with "
             f"--engine vllm --write FOLDER"
         )
     if engine == "llama.cpp":
-        words = _words(miniature, folder / "MODEL.gguf", flags)
+        gguf_model.write_model(miniature.plain, file := folder / "MODEL.gguf")
+        if flags is None:
+            made = gguf_file.plan(miniature.state, in_file=False)
+            flags = shlex.join(made.words())
+            if made.table is not None:
+                read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
+                read.write(file, made)
+        try:
+            words = ["--model", str(file), *shlex.split(flags)]
+        except ValueError as error:
+            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
         return lambda prompts: running.llama_cpp(words, prompts, _VOCABULARY)
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
@@ -458,21 +460,6 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if not miniature.as_saved and flags is None:
         export(miniature.model, "mlx").write(folder)
     return lambda prompts: running.mlx(folder, prompts)
-
-
-def _words(miniature: Miniature, file: Path, flags: str | None) -> list[str]:
-    """Return arguments of llama.cpp's server, and write the file that they need."""
-    gguf_model.write_model(miniature.plain, file)
-    if flags is not None:
-        try:
-            return ["--model", str(file), *shlex.split(flags)]
-        except ValueError as error:
-            raise ExportError(f"flags={flags!r} is not valid: {error}") from None
-    made = gguf_file.plan(miniature.state, in_file=False)
-    if made.table is not None:
-        read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
-        read.write(file, made)
-    return ["--model", str(file), *made.words()]
 
 
 def endpoint(address: str, model: str | None = None) -> Run:

@@ -5,8 +5,6 @@ under a position method, the rotation in the model becomes the identity, so that
 unrotated, and the backend here rotates queries and keys for each band. Other models are unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -2,101 +2,57 @@
 
 # isort: off
 from rope_ext.methods.kinds import (
-    Band,
-    DynamicMethod,
-    FrequencyMethod,
-    Map,
-    Method,
-    PositionMethod,
-    distances_in_use,
-    longrope_table,
-    identity,
+    Band as Band,
+    DynamicMethod as DynamicMethod,
+    FrequencyMethod as FrequencyMethod,
+    Map as Map,
+    Method as Method,
+    PositionMethod as PositionMethod,
+    all_encodings as all_encodings,
+    all_methods as all_methods,
+    build_method as build_method,
+    spans as spans,
+    identity as identity,
+    longrope_table as longrope_table,
+    method_class as method_class,
+    register as register,
 )
-from rope_ext.methods.registry import (
-    all_encodings,
-    all_methods,
-    build_method,
-    method_class,
-    register,
+from rope_ext.methods.rope import Rope as Rope, geometric as geometric, reach as reach
+from rope_ext.methods.temperature import (
+    Llama4 as Llama4,
+    LogN as LogN,
+    SSMax as SSMax,
+    Temperature as Temperature,
+    YaRNTemperature as YaRNTemperature,
 )
-from rope_ext.methods.rope import Rope, geometric, reach
-from rope_ext.methods.temperature import Llama4, LogN, SSMax, Temperature, YaRNTemperature
-from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
-from rope_ext.methods.yarn import YaRN
-from rope_ext.methods.dynamic_yarn import DynamicYaRN
-from rope_ext.methods.ntk import NTK
-from rope_ext.methods.dynamic_ntk import DynamicNTK
-from rope_ext.methods.pi import PI
-from rope_ext.methods.mrrope import MrRoPE
-from rope_ext.methods.ntk_by_parts import NTKByParts
-from rope_ext.methods.llama3 import Llama3
-from rope_ext.methods.longrope import LongRoPE
-from rope_ext.methods.longrope2 import LongRoPE2
-from rope_ext.methods.abf import ABF
-from rope_ext.methods.base_truncation import BaseTruncation
-from rope_ext.methods.resonance import Resonance
-from rope_ext.methods.p_rope import PRoPE
-from rope_ext.methods.clipped import Clipped
-from rope_ext.methods.rerope import ReRoPE
-from rope_ext.methods.leaky_rerope import LeakyReRoPE
-from rope_ext.methods.self_extend import SelfExtend
-from rope_ext.methods.jet_long import JetLong
-from rope_ext.methods.dpe import DPE
-from rope_ext.methods.lampe import LaMPE
-from rope_ext.methods.dual_chunk import DualChunk
-from rope_ext.methods.string import STRING
-from rope_ext.methods.lm_infinite import LMInfinite
+from rope_ext.methods.geometry import (
+    ChunkGap as ChunkGap,
+    Distance as Distance,
+    Queries as Queries,
+    Sinks as Sinks,
+)
+from rope_ext.methods.yarn import YaRN as YaRN
+from rope_ext.methods.dynamic_yarn import DynamicYaRN as DynamicYaRN
+from rope_ext.methods.ntk import NTK as NTK
+from rope_ext.methods.dynamic_ntk import DynamicNTK as DynamicNTK
+from rope_ext.methods.pi import PI as PI
+from rope_ext.methods.mrrope import MrRoPE as MrRoPE
+from rope_ext.methods.ntk_by_parts import NTKByParts as NTKByParts
+from rope_ext.methods.llama3 import Llama3 as Llama3
+from rope_ext.methods.longrope import LongRoPE as LongRoPE
+from rope_ext.methods.longrope2 import LongRoPE2 as LongRoPE2
+from rope_ext.methods.abf import ABF as ABF
+from rope_ext.methods.base_truncation import BaseTruncation as BaseTruncation
+from rope_ext.methods.resonance import Resonance as Resonance
+from rope_ext.methods.p_rope import PRoPE as PRoPE
+from rope_ext.methods.clipped import Clipped as Clipped
+from rope_ext.methods.rerope import ReRoPE as ReRoPE
+from rope_ext.methods.leaky_rerope import LeakyReRoPE as LeakyReRoPE
+from rope_ext.methods.self_extend import SelfExtend as SelfExtend
+from rope_ext.methods.jet_long import JetLong as JetLong
+from rope_ext.methods.dpe import DPE as DPE
+from rope_ext.methods.lampe import LaMPE as LaMPE
+from rope_ext.methods.dual_chunk import DualChunk as DualChunk
+from rope_ext.methods.string import STRING as STRING
+from rope_ext.methods.lm_infinite import LMInfinite as LMInfinite
 # isort: on
-
-__all__ = [
-    "ABF",
-    "DPE",
-    "NTK",
-    "PI",
-    "STRING",
-    "Band",
-    "BaseTruncation",
-    "ChunkGap",
-    "Clipped",
-    "Distance",
-    "DualChunk",
-    "DynamicMethod",
-    "DynamicNTK",
-    "DynamicYaRN",
-    "FrequencyMethod",
-    "JetLong",
-    "LMInfinite",
-    "LaMPE",
-    "LeakyReRoPE",
-    "Llama3",
-    "Llama4",
-    "LogN",
-    "LongRoPE",
-    "LongRoPE2",
-    "Map",
-    "Method",
-    "MrRoPE",
-    "NTKByParts",
-    "PRoPE",
-    "PositionMethod",
-    "Queries",
-    "ReRoPE",
-    "Resonance",
-    "Rope",
-    "SSMax",
-    "SelfExtend",
-    "Sinks",
-    "Temperature",
-    "YaRN",
-    "YaRNTemperature",
-    "all_encodings",
-    "all_methods",
-    "build_method",
-    "distances_in_use",
-    "geometric",
-    "identity",
-    "longrope_table",
-    "method_class",
-    "reach",
-    "register",
-]

@@ -1,16 +1,12 @@
 """Adjusted base frequency."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Base
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 def smallest_base(length: float) -> float:
@@ -22,7 +18,6 @@ def smallest_base(length: float) -> float:
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class ABF(FrequencyMethod):
     """Uses a larger base that you choose, for long continued training.
 
@@ -41,19 +36,9 @@ class ABF(FrequencyMethod):
     paper = "arXiv 2309.16039"
     summary = "long continued training, as for Llama 2 Long and Code Llama"
 
-    base: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.base is not None:
-            self.require_number("base", above=1)
+    base: Base | None = None
 
     def new_base(self, rope: Rope) -> float:
-        """The base after the patch.
-
-        Raises:
-            OptionError: it would be smaller than the trained base.
-        """
         target = self.target_length(rope)
         base = self.base or smallest_base(target)
         if base < rope.base:

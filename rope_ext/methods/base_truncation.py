@@ -1,20 +1,17 @@
 """Truncated basis."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Number
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
+
+Frequency = Annotated[float, Number(minimum=0)]
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class BaseTruncation(FrequencyMethod):
     """Keeps fast pairs and sets slow ones to a small constant, the slowest to zero.
 
@@ -35,15 +32,12 @@ class BaseTruncation(FrequencyMethod):
     paper = "arXiv 2308.10882"
     summary = "fine-tuning studies: good perplexity at any length, but weaker retrieval"
 
-    upper: float | None = None
-    lower: float | None = None
-    constant: float | None = None
+    upper: Frequency | None = None
+    lower: Frequency | None = None
+    constant: Frequency | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("upper", "lower", "constant"):
-            if getattr(self, option) is not None:
-                self.require_number(option, minimum=0)
         if self.upper is not None and self.lower is not None:
             self.require("lower", self.lower <= self.upper, f"at most upper={self.upper}")
 

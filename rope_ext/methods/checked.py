@@ -1,11 +1,11 @@
 """Validates objects whose fields are options."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from rope_ext.errors import OptionError
 from rope_ext.methods.rope import LARGEST, MOST_TOKENS, plain_number, whole_number
@@ -14,24 +14,77 @@ T = TypeVar("T")
 
 
 def not_none(value: T | None) -> T:
-    """Return ``value``; for options that are always set, such as those of a resolved method.
-
-    Raises:
-        TypeError: it is None.
-    """
+    """Return ``value``; for options that are always set, such as those of a resolved method."""
     if value is None:
         raise TypeError("unexpected None; resolved() and filled() set what options leave open")
     return value
 
 
+@dataclass(frozen=True)
+class Number:
+    """Valid values of a number; ``above`` may name another option."""
+
+    minimum: float | None = None
+    above: float | str | None = None
+    maximum: float = LARGEST
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Valid values of a number of tokens, or other things that are counted."""
+
+    minimum: int = 1
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Valid values of a list, which is stored as a tuple: hashable, and safe from later edits."""
+
+    valid: str  # ends an error: "must be ..."
+    least: float = 1 / LARGEST
+    most: float = LARGEST
+    whole: bool = False
+
+
+Tokens = Annotated[int, Whole()]
+Positive = Annotated[float, Number(above=0)]
+Base = Annotated[float, Number(above=1)]  # of frequencies
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """Base of frozen dataclasses of options; errors name the class and the option."""
+    """Base of frozen dataclasses of options; errors name the class and the option.
+
+    Options are checked by their annotations: ``bool``, ``Literal[...]``, ``Tokens``, ``Positive``
+    and ``Annotated`` with one of the classes above, each also with ``| None``.
+    """
 
     name: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field.name, field.type)
+
+    def _check(self, option: str, hint: Any) -> None:
+        value, optional = getattr(self, option), False
+        if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
+            optional, kinds = True, [kind for kind in get_args(hint) if kind is not NoneType]
+            if value is None or len(kinds) > 1:
+                return
+            hint = kinds[0]
+        if hint is bool:
+            self.require(option, isinstance(value, bool), "True or False")
+        elif get_origin(hint) is Literal:
+            self.require_choice(option, *get_args(hint))
+        for valid in getattr(hint, "__metadata__", ()):
+            if isinstance(valid, Number):
+                self.require_number(option, valid.minimum, valid.above, valid.maximum)
+            elif isinstance(valid, Whole):
+                self.require_tokens(option, valid.minimum, optional)
+            elif isinstance(valid, Numbers):
+                self.require_list(option, valid)
+
     def options(self) -> dict[str, Any]:
-        """The options and their values."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def require(self, option: str, holds: bool, valid: str) -> None:
@@ -40,21 +93,24 @@ class Checked:
             value = getattr(self, option)
             raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
 
-    def require_choice(self, option: str, *choices: str) -> None:
+    def require_choice(self, option: str, *choices: Any) -> None:
         """Raise an OptionError unless the option is one of ``choices``."""
         value = getattr(self, option)
-        valid = " or ".join(map(repr, choices))
-        self.require(option, isinstance(value, str) and value in choices, valid)
+        holds = any(type(value) is type(one) and value == one for one in choices)  # refuses arrays
+        self.require(option, holds, " or ".join(map(repr, choices)))
 
     def require_number(
         self,
         option: str,
         minimum: float | None = None,
-        above: float | None = None,
+        above: float | str | None = None,
         maximum: float = LARGEST,
     ) -> None:
         """Raise an OptionError unless the option is a finite number in the given range."""
         value = plain_number(getattr(self, option))
+        if isinstance(above, str):  # where it is not valid itself, its own error says so
+            other = plain_number(getattr(self, above))
+            above = other if other is not None and abs(other) <= LARGEST else None
         number = math.nan if value is None else value
         finite = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
         valid, holds = "a finite number", finite
@@ -78,6 +134,14 @@ class Checked:
             valid = f"at most {MOST_TOKENS} tokens"
         self.require(option, number is not None, valid)
         self.set(option, number)
+
+    def require_list(self, option: str, valid: Numbers) -> None:
+        value, convert = getattr(self, option), whole_number if valid.whole else plain_number
+        listed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+        numbers = tuple(map(convert, value)) if listed else (None,)
+        holds = all(x is not None and valid.least <= x <= valid.most for x in numbers)
+        self.require(option, holds, valid.valid)
+        self.set(option, numbers)
 
     def set(self, option: str, value: Any) -> None:
         """Set an option of the frozen object; for ``__post_init__`` only."""

@@ -1,22 +1,17 @@
 """Clipped RoPE."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Tokens
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 _SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Clipped(FrequencyMethod):
     """Slows down the slowest pairs along a half cosine, down to zero (CoPE in the paper).
 
@@ -34,11 +29,7 @@ class Clipped(FrequencyMethod):
     paper = "arXiv 2602.05258"
     summary = "training studies: slows the slowest pairs gradually, down to zero"
 
-    pairs: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("pairs")
+    pairs: Tokens | None = None
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
         pairs = tuple(round(share * rope.dim / 2) for share in (0.2, 0.3, 0.4, 0.5))

@@ -1,19 +1,15 @@
 """Dimension-wise positional embeddings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Numbers, Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Method, Tempered, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope, whole_number
+from rope_ext.methods.kinds import Band, Method, Rope, Self, Tempered, identity, register
 
 # For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
 # trained length, and the effective length that the authors found, in trained lengths. For 16
@@ -28,10 +24,10 @@ _FOUND = (
     (0.0693, 1.0),
     (0.01344, 0.125),
 )
+_LIST = Numbers("a list of whole numbers of at least 1, one per group", least=1, whole=True)
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DPE(Tempered):
     """Self-Extend with a group size ``S`` for each group of pairs.
 
@@ -49,8 +45,6 @@ class DPE(Tempered):
         scales: group sizes, whole numbers. By default, each group uses the effective length found
             for the group of Llama-3-8B whose fastest pair makes the nearest number of rotations (by
             ratio) within the trained length; ``S`` is the target length divided by this length.
-        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
-            better on both bundled checkpoints (docs/temperature.md).
 
     Lu et al. 2025, arXiv 2504.18857; formulas and lists from the authors' code.
     """
@@ -59,26 +53,16 @@ class DPE(Tempered):
     paper = "arXiv 2504.18857"
     summary = "no fine-tuning; like self_extend, with one group size per group of pairs"
     allows_factor_one = True
-    candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4)})
+    candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4)}
 
     valid_options = "a window below the trained length, and scales of at least 2"
 
-    window: int | None = None
-    groups: Sequence[int] | None = None
-    scales: Sequence[int] | None = None
+    window: Tokens | None = None
+    groups: Annotated[Sequence[int], _LIST] | None = None
+    scales: Annotated[Sequence[int], _LIST] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("window")
-        for option in ("groups", "scales"):
-            given = getattr(self, option)
-            if given is None:
-                continue
-            listed = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-            numbers = tuple(map(whole_number, given)) if listed else (None,)
-            holds = None not in numbers
-            self.require(option, holds, "a list of whole numbers of at least 1, one per group")
-            self.set(option, numbers)  # hashable, safe from later edits
         if self.groups is not None and self.scales is not None:
             alike = len(self.groups) == len(self.scales)
             self.require("scales", alike, f"a list of {len(self.groups)}, one for each of groups")
@@ -90,7 +74,7 @@ class DPE(Tempered):
     def check(self, length: int | None = None) -> None:
         Method.check(self, length)  # which distances were trained depends on the pairs
 
-    def resolved(self, rope: Rope) -> DPE:
+    def resolved(self, rope: Rope) -> Self:
         pairs, groups = rope.dim // 2, self.groups
         if groups is None:
             count = 8 if self.scales is None else len(self.scales)

@@ -1,22 +1,17 @@
 """Dual chunk attention."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.geometry import ChunkGap
-from rope_ext.methods.kinds import Band, PositionMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DualChunk(PositionMethod):
     """Restarts positions in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
 
@@ -40,21 +35,14 @@ class DualChunk(PositionMethod):
     aliases = ("dca", "chunkllama")
     paper = "arXiv 2402.17463"
     summary = "no fine-tuning, any length; Qwen2.5-1M is served with it"
-    candidate_shares = MappingProxyType(
-        {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
-    )
+    candidate_shares = {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
 
     valid_options = "a chunk of at most the trained length"
 
-    chunk: int | None = None
-    local: int | None = None
+    chunk: Annotated[int, Whole(2)] | None = None
+    local: Tokens | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("chunk", minimum=2)
-        self.require_tokens("local")
-
-    def resolved(self, rope: Rope) -> DualChunk:
+    def resolved(self, rope: Rope) -> Self:
         chunk = self.chunk or max(2, 3 * rope.length // 4)
         local = self.local or max(1, rope.length // 8)
         full = replace(self, chunk=chunk, local=local)

@@ -1,19 +1,13 @@
 """Dynamic NTK scaling."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from rope_ext.methods.kinds import DynamicMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import DynamicMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DynamicNTK(DynamicMethod):
     """NTK-aware scaling by the sequence length; no scaling within the trained length.
 
@@ -41,8 +35,6 @@ class DynamicNTK(DynamicMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_choice("alpha", "transformers", "ratio")
-        self.require_choice("mode", "fixed", "growing")
         if self.mode == "growing":
             like_transformers = self.alpha == "transformers"
             self.require("alpha", like_transformers, "'transformers' with mode='growing'")

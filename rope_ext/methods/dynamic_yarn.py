@@ -1,19 +1,13 @@
 """Dynamic YaRN."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 
-from rope_ext.methods.kinds import DynamicMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
-from rope_ext.methods.yarn import BETAS, YaRN
+from rope_ext.methods.checked import Positive
+from rope_ext.methods.kinds import DynamicMethod, Rope, register
+from rope_ext.methods.yarn import BETAS, BetaFast, YaRN
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(DynamicMethod):
     """YaRN whose factor follows the sequence length: ``s = max(1, l / L)`` for ``l`` tokens.
 
@@ -35,24 +29,13 @@ class DynamicYaRN(DynamicMethod):
     summary = "YaRN for mixed lengths; outputs for short prompts do not change"
     candidates = BETAS
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: BetaFast = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._yarn()  # checks the shared options
-
-    def _yarn(self) -> YaRN:
-        return YaRN(
-            factor=self.factor,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            truncate=self.truncate,
-        )
-
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        kept = self._yarn().kept(rope)  # the ramp does not depend on the factor
+        ramp = {name: getattr(self, name) for name in ("beta_fast", "beta_slow", "truncate")}
+        kept = YaRN(factor=1, **ramp).kept(rope)  # the ramp does not depend on the factor
         factor = (lengths / rope.length).clamp(min=1).unsqueeze(-1)
         return rope.interpolated(kept, factor)
 

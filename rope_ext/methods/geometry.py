@@ -1,7 +1,5 @@
 """Which keys a query attends to: the shapes into which bands split the causal triangle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,13 +42,11 @@ class ChunkGap:
     last: int | None
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """As :meth:`Distance.sees`."""
         gap = query // self.size - key // self.size
         seen = (query >= key) & (gap >= self.first)
         return seen if self.last is None else seen & (gap <= self.last)
 
     def ends(self, query: At) -> tuple[At, At]:
-        """As :meth:`Distance.ends`."""
         chunk = query // self.size
         first = query * 0 if self.last is None else (chunk - self.last) * self.size
         return first, query + 1 if self.first <= 0 else (chunk - self.first + 1) * self.size
@@ -64,11 +60,9 @@ class Sinks:
     first: int
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """As :meth:`Distance.sees`."""
         return (query - key >= self.first) & (key < self.count)
 
     def ends(self, query: At) -> tuple[At, At]:
-        """As :meth:`Distance.ends`."""
         end = query - max(self.first, 0) + 1
         most = end.clamp(max=self.count) if isinstance(end, torch.Tensor) else min(end, self.count)
         return query * 0, most
@@ -83,7 +77,6 @@ class Queries:
     end: int | None
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """As :meth:`Distance.sees`."""
         seen = (query - key >= self.first) & (query >= self.begin)
         return seen if self.end is None else seen & (query < self.end)
 

@@ -1,26 +1,20 @@
 """Jet-Long."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Numbers, Tokens, not_none
 from rope_ext.methods.geometry import Distance, Queries
-from rope_ext.methods.kinds import Band, PositionMethod, identity
-from rope_ext.methods.longrope import check_table, table_of
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
+from rope_ext.methods.longrope import table_of
 from rope_ext.methods.yarn import YaRN
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class JetLong(PositionMethod):
     """Beyond ``window``, groups of tokens share a position, and groups grow with the text.
 
@@ -47,28 +41,25 @@ class JetLong(PositionMethod):
     name = "jet_long"
     paper = "arXiv 2607.07740"
     summary = "no fine-tuning; short texts as unpatched, growing groups beyond"
-    candidate_shares = MappingProxyType({"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)})
+    candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)}
 
     valid_options = "a step of at most the trained length"
 
-    window: int | None = None
-    step: int | None = None
+    window: Tokens | None = None
+    step: Tokens | None = None
     kept: Literal["yarn"] | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("window")
-        self.require_tokens("step")
         if self.kept is not None and self.kept != "yarn":
-            check_table(
-                self, "kept", 0, 1, '"yarn", or a list of numbers from 0 to 1, one per pair'
-            )
+            valid = '"yarn", or a list of numbers from 0 to 1, one per pair'
+            self.require_list("kept", Numbers(valid, 0, 1))
 
     @property
     def by_pair(self) -> bool:
         return self.kept is not None
 
-    def resolved(self, rope: Rope) -> JetLong:
+    def resolved(self, rope: Rope) -> Self:
         window = self.window or max(1, min(2048, rope.length // 4))
         kept = self.kept
         if kept == "yarn":

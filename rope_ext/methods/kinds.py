@@ -1,4 +1,4 @@
-"""The kinds of methods and their interface.
+"""The kinds of methods, their interface, and the registry.
 
 A method changes the rotation angle ``t * theta_i``: a frequency method to ``t * h_i``, a position
 method to ``g(t) * theta_i``. It receives the trained embedding as a :class:`Rope`, computes in
@@ -6,23 +6,22 @@ float64, and knows nothing about models. Every method implements the whole inter
 does not change stays as in the trained embedding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
+from typing_extensions import Self, dataclass_transform
 
-from rope_ext.errors import OptionError
-from rope_ext.methods.checked import Checked
+from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
+from rope_ext.methods.checked import Checked, Number, Tokens
 from rope_ext.methods.geometry import Geometry
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
+Factor = Annotated[float, Number(minimum=1, maximum=MOST_TOKENS)]
 FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
 """First candidates for ``attention_factor`` when the best value is unknown."""
 _QUERIES = 2**16
@@ -47,9 +46,6 @@ class Method(Checked):
             ``"ssmax"``, ``"llama4"``, ``"yarn"``, a number, or an object such as
             ``LogN(scale=0.5)``. None uses the published temperature of the method, or 1 if it has
             none.
-
-    Raises:
-        OptionError: an option has the wrong type or is out of range.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -57,23 +53,19 @@ class Method(Checked):
     summary: ClassVar[str]  # one-line reason to choose it
 
     kind: ClassVar[str]  # what it changes, in one word
-    replaces_attention: ClassVar[bool] = (
-        False  # attention runs in this package; checked with the weights
-    )
+    replaces_attention: ClassVar[bool] = False  # by this package's; checked with the weights
     allows_factor_one: ClassVar[bool] = False  # factor 1 is valid and changes something
     start_tokens = 0  # positions below it keep the trained frequencies
-    candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})  # see grids
-    candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = MappingProxyType({})
+    candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # see grids
+    candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = {}
     candidate_temperatures: ClassVar[tuple[Any, ...]] = ()
 
-    factor: float
-    attention_factor: float | None = None
+    factor: Factor
+    attention_factor: Annotated[float, Number(above=0, maximum=100)] | None = None
     temperature: str | float | Temperature | None = None
 
     def __post_init__(self) -> None:
-        self.require_number("factor", minimum=1, maximum=MOST_TOKENS)
-        if self.attention_factor is not None:
-            self.require_number("attention_factor", above=0, maximum=100)
+        super().__post_init__()
         if self.temperature is not None:
             made = as_temperature(self.temperature)
             valid = (
@@ -93,11 +85,7 @@ class Method(Checked):
         return reach(self.factor, rope.length)
 
     def check(self, length: int | None = None) -> None:
-        """Raise an OptionError if nothing would be extended; does not need a model.
-
-        Args:
-            length: trained length, tokens; None skips the checks that depend on it.
-        """
+        """Raise an OptionError if nothing is extended; ``length``: trained length, if known."""
         idle = self.factor <= 1
         if length is not None:  # a factor may be too close to 1 for a single token
             idle = self.target_length(Rope.geometric(1e4, 2, length)) <= length
@@ -107,12 +95,8 @@ class Method(Checked):
                 f"number greater than 1 (4 makes 4 times the trained context)"
             )
 
-    def resolved(self, rope: Rope) -> Method:
-        """The same method with every option set.
-
-        Raises:
-            OptionError: the options do not fit the trained length.
-        """
+    def resolved(self, rope: Rope) -> Self:
+        """The same method with every option set."""
         return self
 
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
@@ -132,22 +116,13 @@ class Method(Checked):
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
         """The distances that the last of ``length`` tokens uses instead of the actual ones.
 
-        Args:
-            rope: the trained embedding.
-            length: tokens.
-            distance: back from the last token, whole numbers below ``length``; float64, ``[n]``.
-
-        Returns:
-            Tokens, ``[n]``, or ``[n, dim / 2]`` if every pair uses its own; NaN where a token is
-            hidden.
+        ``[n]`` for ``distance``, back from the last token (float64, ``[n]``), or ``[n, dim / 2]``
+        if every pair uses its own; NaN where a token is hidden.
         """
         return distance
 
     def span(self, rope: Rope, length: int) -> torch.Tensor:
-        """The number of distances between any two of ``length`` tokens: the largest plus one.
-
-        Float64, ``[1]``, or ``[dim / 2]`` if every pair uses its own.
-        """
+        """The largest distance of ``length`` tokens plus one: ``[1]``, or ``[dim / 2]`` by pair."""
         return torch.tensor([length], dtype=torch.float64, device="cpu")
 
     def tempered(self, rope: Rope) -> Temperature | None:
@@ -164,14 +139,10 @@ class Method(Checked):
         return as_temperature(self.temperature) or self.own_temperature()
 
     def own_temperature(self) -> Temperature | None:
-        """The published ``temperature``, or None."""
         return None
 
     def query_scaling(self, t: torch.Tensor, rope: Rope) -> torch.Tensor | None:
-        """Number that multiplies the query at position ``t`` (float64); None: no scaling.
-
-        For a learned number per head, the initial value.
-        """
+        """Number that multiplies the query at ``t`` (float64), if learned the initial; None: 1."""
         tempered = self.tempered(rope)
         return None if tempered is None else tempered.at(t)
 
@@ -187,10 +158,7 @@ class Method(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyMethod(Method):
-    """Base of all frequency methods.
-
-    Only :meth:`inv_freq` must be overridden.
-    """
+    """Base of all frequency methods; only :meth:`inv_freq` must be overridden."""
 
     kind: ClassVar[str] = "frequency"
 
@@ -230,17 +198,11 @@ def at(to: Map, t: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Band:
-    """The keys in one band and the positions used for them.
+    """The keys in one band and the positions used for them."""
 
-    Args:
-        geometry: which keys each query attends to in this band.
-        query: position to which a query is rotated.
-        key: position to which a key is rotated.
-    """
-
-    geometry: Geometry
-    query: Map
-    key: Map
+    geometry: Geometry  # which keys each query attends to in this band
+    query: Map  # position to which a query is rotated
+    key: Map  # position to which a key is rotated
 
     def distances(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Effective distances; NaN where a query does not attend to a key in this band.
@@ -254,10 +216,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionMethod(Method):
-    """Base of all position methods.
-
-    Options that are None are derived from ``factor`` and the trained length.
-    """
+    """Base of all position methods; None options follow ``factor`` and the trained length."""
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
@@ -270,11 +229,8 @@ class PositionMethod(Method):
         """Whether every pair has its own positions."""
         return False
 
-    def resolved(self, rope: Rope) -> PositionMethod:
-        return self
-
     def bands(self) -> tuple[Band, ...]:
-        """Disjoint bands that cover all keys a query attends to; of a :meth:`resolved` method.
+        """Disjoint bands of a :meth:`resolved` method that cover all keys a query attends to.
 
         Keys are cached with the rotation of the last band.
         """
@@ -302,17 +258,18 @@ class PositionMethod(Method):
 
         If every pair has its own distances, no distance is new to a pair that makes a full rotation
         within the trained length, or never rotates.
-
-        Raises:
-            OptionError: the options do not fit the trained length, or extend nothing.
         """
         super().check(rope.length)
         length, target = rope.length, self.target_length(rope)
         bands = self.resolved(rope).bands()
-        # A distance equal to the trained length is one beyond the largest; published caps use it.
         reached, beyond, middle = length, target + 1, target
         while beyond - reached > 1:  # distances only grow with the length
-            if self._known(rope, spans(bands, middle)):
+            # A distance equal to the trained length is one beyond the largest; published caps use
+            # it.
+            known = spans(bands, middle) <= length + 1
+            if self.by_pair:
+                known = known | (rope.rotations >= 1) | (rope.rotations == 0)
+            if known.all():
                 reached = middle
             else:
                 beyond = middle
@@ -325,19 +282,11 @@ class PositionMethod(Method):
             self._refuse_idle(rope, bands)
         return reached
 
-    @staticmethod
-    def _known(rope: Rope, used: torch.Tensor) -> bool:
-        """Whether all distances below ``used`` (:func:`spans`) occurred in training."""
-        within = used <= rope.length + 1
-        if len(used) > 1:
-            within |= (rope.rotations >= 1) | (rope.rotations == 0)
-        return bool(within.all())
-
     def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
-        given = {name: getattr(self, name) for name in free if getattr(self, name) is not None}
+        given = {name: value for name, value in self.options().items() if name in free and value}
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        used = distances_in_use(bands, max(self.target_length(rope), rope.length + 2)) - 1
+        used = spans(bands, max(self.target_length(rope), rope.length + 2)).max() - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {rope.length} "
             f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}, or "
@@ -349,16 +298,10 @@ class PositionMethod(Method):
         self.require(option, holds, f"{valid} (trained length {rope.length} tokens)")
 
 
-def distances_in_use(bands: tuple[Band, ...], length: int) -> float:
-    """The largest distance that the maps produce within ``length`` tokens, plus one."""
-    return float(spans(bands, length).max())
-
-
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
-    """:func:`distances_in_use` for each pair with its own distances: ``[1]`` or ``[pairs]``."""
-    m = torch.arange(
-        length - 1, -1, -math.ceil(length / _QUERIES), dtype=torch.float64, device="cpu"
-    )
+    """The largest distance within ``length`` tokens plus one: ``[1]``, or ``[pairs]`` by pair."""
+    step = -math.ceil(length / _QUERIES)
+    m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
         n = band.geometry.ends(m)[0].clamp(min=0)  # the first key has the smallest position
@@ -371,7 +314,7 @@ class LogScaled(PositionMethod):
     """A position method whose paper scales queries by the logarithm of the length.
 
     Args:
-        log_n: use ``temperature="log_n"`` unless another one is given.
+        log_n: scale queries by the logarithm of the length, as published.
 
     Su 2023, kexue.fm/archives/8823.
     """
@@ -379,10 +322,6 @@ class LogScaled(PositionMethod):
     candidate_temperatures = (LogN(), 1.0)
 
     log_n: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("log_n", isinstance(self.log_n, bool), "True or False")
 
     def own_temperature(self) -> Temperature | None:
         return LogN() if self.log_n else None
@@ -393,7 +332,8 @@ class Tempered(PositionMethod):
     """A position method that works better with ``log_n``, although its paper has no temperature.
 
     Args:
-        published: use ``temperature=1``, as in the paper, unless another one is given.
+        published: use ``temperature=1``, as in the paper, unless another one is given. The default
+            is better on both bundled checkpoints (docs/temperature.md).
     """
 
     candidate_temperatures = (LogN(), 1.0)
@@ -402,7 +342,6 @@ class Tempered(PositionMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("published", isinstance(self.published, bool), "True or False")
         if self.published:  # store what it stands for, so that equal settings compare equal
             self.set("temperature", self.temperature or as_temperature(1.0))
             self.set("published", False)
@@ -424,14 +363,9 @@ class DynamicMethod(FrequencyMethod):
             first forward otherwise. Left padding and other documents in the row do not count.
     """
 
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("length")
+    length: Tokens | None = None
 
     def inv_freq_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
-        """``h`` for each of ``lengths`` (float64, ``[rows]``, tokens): ``[rows, dim / 2]``."""
         raise NotImplementedError
 
     def attention_scaling_at(self, rope: Rope, lengths: torch.Tensor) -> torch.Tensor:
@@ -446,7 +380,6 @@ class DynamicMethod(FrequencyMethod):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether frequencies depend on the sequence (no ``length`` was given)."""
         return self.length is None
 
     def _fixed(self, rope: Rope) -> torch.Tensor:
@@ -483,3 +416,90 @@ def longrope_table(
         "attention_factor": float(attention_scaling),
         "original_max_position_embeddings": rope.length,
     }
+
+
+_REGISTRY: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
+_OWN = {
+    "attention_scaling": "own_scaling",
+    "attention_scaling_at": "own_scaling_at",
+    "temperature": "own_temperature",
+}
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def register(cls: M) -> M:
+    """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
+    if "__dataclass_fields__" not in vars(cls):
+        cls = dataclass(frozen=True, kw_only=True)(cls)
+    for name, own in _OWN.items():
+        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
+        if any(callable(vars(c).get(name)) for c in overridden):
+            raise RopeExtError(
+                f"{cls.__name__} overrides {name}, which the options attention_factor and "
+                f"temperature control; override {own} to set the default"
+            )
+    names = (cls.name, *cls.aliases)
+    for name in names:
+        holder = _REGISTRY.get(_key(name), cls)
+        if holder is not cls:
+            raise RopeExtError(
+                f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
+            )
+    _REGISTRY.update((_key(name), cls) for name in names)
+    return cls
+
+
+def unregister(cls: type[Method]) -> None:
+    """Remove a method from the registry, for example to redefine its class in a notebook."""
+    for key in [key for key, held in _REGISTRY.items() if held is cls]:
+        del _REGISTRY[key]
+
+
+def all_methods() -> list[type[Method]]:
+    """Registered methods that extend RoPE, in order of registration."""
+    return [cls for cls in _all() if cls.kind not in ("encoding", "rotation")]
+
+
+def all_encodings() -> list[type[Method]]:
+    """Registered position encodings other than RoPE, in order of registration."""
+    return [cls for cls in _all() if cls.kind == "encoding"]
+
+
+def _all() -> list[type[Method]]:
+    return list(dict.fromkeys(_REGISTRY.values()))
+
+
+def method_class(name: str) -> type[Method]:
+    """Look up a method class by name or alias; ignores case, hyphens and underscores."""
+    try:
+        return _REGISTRY[_key(name)]
+    except KeyError:
+        names = [cls.name for cls in _all()]
+        aliases = [alias for cls in _all() for alias in cls.aliases]
+        raise UnknownMethodError(
+            f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
+            f"Methods: {', '.join(cls.name for cls in all_methods())}. "
+            f"Encodings: {', '.join(cls.name for cls in all_encodings())}. "
+            f"RoPE as trained: rope"
+        ) from None
+
+
+def build_method(name: str, /, **options: Any) -> Method:
+    cls = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for option in options:
+        if option not in fields:
+            raise OptionError(
+                f"{cls.name} has no option {option!r}{nearest(option, fields) or '.'} "
+                f"Options: {', '.join(fields)}"
+            )
+    needed = [field.name for field in fields.values() if field.default is dataclasses.MISSING]
+    missing = [f"{name}=..." for name in needed if name not in options]
+    if missing:
+        raise OptionError(f"{cls.name} needs {', '.join(missing)}")
+    return cls(**options)

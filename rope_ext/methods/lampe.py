@@ -1,18 +1,14 @@
 """Length-aware multi-grained positional encoding."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
 
 # Fitted by the authors to Llama-3-8B (8192 tokens): M(l) = c / (1 + exp(-(a l + b))), here in
 # trained lengths, and the constant that they use within the trained length.
@@ -20,7 +16,6 @@ _SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LaMPE(PositionMethod):
     """Keeps the nearest and farthest distances exact and maps those in between to fewer positions.
 
@@ -47,22 +42,16 @@ class LaMPE(PositionMethod):
     paper = "arXiv 2508.02308"
     summary = "no fine-tuning, one text length; exact for nearest and farthest tokens"
     allows_factor_one = True
-    candidate_shares = MappingProxyType({"head": (1 / 16, 1 / 8, 1 / 4)})
+    candidate_shares = {"head": (1 / 16, 1 / 8, 1 / 4)}
 
     valid_options = "fewer positions mapped than there are tokens"
 
-    length: int | None = None
-    head: int | None = None
-    mapped: int | None = None
-    tail: int | None = None
+    length: Annotated[int, Whole(2)] | None = None
+    head: Tokens | None = None
+    mapped: Tokens | None = None
+    tail: Tokens | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("length", minimum=2)
-        for option in ("head", "mapped", "tail"):
-            self.require_tokens(option)
-
-    def resolved(self, rope: Rope) -> LaMPE:
+    def resolved(self, rope: Rope) -> Self:
         trained = rope.length
         length = self.length or max(2, self.target_length(rope))
         share = _WITHIN

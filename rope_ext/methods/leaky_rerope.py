@@ -1,19 +1,14 @@
 """Leaky ReRoPE."""
 
-from __future__ import annotations
+from dataclasses import replace
+from typing import Annotated
 
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Number, Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LeakyReRoPE(LogScaled):
     """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 
@@ -24,7 +19,6 @@ class LeakyReRoPE(LogScaled):
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).
         k: by default chosen so that the largest distance of the extended context becomes that of
             the trained one, ``(factor L - w) / (L - w)``.
-        log_n: scale queries by the logarithm of the length, as published.
 
     Su 2023, kexue.fm/archives/9708.
     """
@@ -32,20 +26,14 @@ class LeakyReRoPE(LogScaled):
     name = "leaky_rerope"
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "like rerope, but distant tokens keep their order"
-    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 1 / 2)})
+    candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2)}
 
     valid_options = "a window below the trained length, and k above 1"
 
-    window: int | None = None
-    k: float | None = None
+    window: Tokens | None = None
+    k: Annotated[float, Number(minimum=1)] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("window")
-        if self.k is not None:
-            self.require_number("k", minimum=1)
-
-    def resolved(self, rope: Rope) -> LeakyReRoPE:
+    def resolved(self, rope: Rope) -> Self:
         window = self.window or max(1, rope.length // 8)
         k = self.k
         if k is None:

@@ -1,20 +1,14 @@
 """Llama 3.1's scaling."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Number, Positive
+from rope_ext.methods.kinds import Factor, FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Llama3(FrequencyMethod):
     """Divides long wavelengths by ``factor`` and keeps short ones, without a temperature.
 
@@ -35,18 +29,11 @@ class Llama3(FrequencyMethod):
     aliases = ("llama31", "llama3.1")
     paper = "Llama 3.1 release"
     summary = "the scaling of Llama 3.1: a narrow ramp and no temperature"
-    candidates = MappingProxyType(
-        {"low_freq_factor": (1.0, 2.0), "high_freq_factor": (4.0, 8.0, 16.0)}
-    )
+    candidates = {"low_freq_factor": (1.0, 2.0), "high_freq_factor": (4.0, 8.0, 16.0)}
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("low_freq_factor", above=0)
-        self.require_number("high_freq_factor", above=self.low_freq_factor)
+    factor: Factor = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Annotated[float, Number(above="low_freq_factor")] = 4.0
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         kept = rope.rotation_ramp(self.low_freq_factor, self.high_freq_factor)

@@ -1,18 +1,14 @@
 """LM-Infinite."""
 
-from __future__ import annotations
+from dataclasses import replace
+from typing import Annotated
 
-from dataclasses import dataclass, replace
-
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.geometry import Distance, Sinks
-from rope_ext.methods.kinds import Band, PositionMethod, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LMInfinite(PositionMethod):
     """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
 
@@ -35,15 +31,10 @@ class LMInfinite(PositionMethod):
 
     valid_options = "a window of at most the trained length"
 
-    window: int | None = None
-    sinks: int = 10
+    window: Tokens | None = None
+    sinks: Annotated[int, Whole(0)] = 10
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("window")
-        self.require_tokens("sinks", minimum=0, optional=False)
-
-    def resolved(self, rope: Rope) -> LMInfinite:
+    def resolved(self, rope: Rope) -> Self:
         return replace(self, window=self.window or rope.length)
 
     def bands(self) -> tuple[Band, ...]:

@@ -1,22 +1,19 @@
 """LongRoPE tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.kinds import DynamicMethod, Method
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import LARGEST, Rope, plain_number
+from rope_ext.methods.checked import Numbers, Whole
+from rope_ext.methods.kinds import DynamicMethod, Method, Rope, register
+
+Table = Annotated[Sequence[float], Numbers("a list of positive numbers, one per pair")]
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LongRoPE(DynamicMethod):
     """Divides each pair by its own number from a table: ``h_i = theta_i / lambda_i``.
 
@@ -38,16 +35,9 @@ class LongRoPE(DynamicMethod):
     paper = "arXiv 2402.13753"
     summary = "published tables (Phi-3, MiniCPM), or tables that you searched for"
 
-    long_factor: Sequence[float]
-    short_factor: Sequence[float] | None = None
-    start_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option in ("long_factor", "short_factor"):
-            if option == "long_factor" or self.short_factor is not None:
-                check_table(self, option)
-        self.require_tokens("start_tokens", minimum=0, optional=False)
+    long_factor: Table
+    short_factor: Table | None = None
+    start_tokens: Annotated[int, Whole(0)] = 0
 
     @property
     def is_dynamic(self) -> bool:
@@ -77,22 +67,6 @@ class LongRoPE(DynamicMethod):
             "attention_factor": self.attention_scaling(rope),
             "original_max_position_embeddings": rope.length,
         }
-
-
-def check_table(
-    method: Method,
-    option: str,
-    least: float = 1 / LARGEST,
-    most: float = LARGEST,
-    valid: str = "a list of positive numbers, one per pair",
-) -> None:
-    """Convert an option to a table, or raise an OptionError."""
-    table = getattr(method, option)
-    listed = isinstance(table, Sequence) and not isinstance(table, str)
-    numbers = tuple(map(plain_number, table)) if listed else (None,)
-    holds = all(x is not None and least <= x <= most for x in numbers)
-    method.require(option, holds, valid)
-    method.set(option, numbers)  # hashable, safe from later edits
 
 
 def table_of(method: Method, option: str, rope: Rope) -> torch.Tensor:

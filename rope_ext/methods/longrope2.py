@@ -1,24 +1,18 @@
 """LongRoPE2."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.longrope import check_table, table_of
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Number, Whole
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
+from rope_ext.methods.longrope import Table, table_of
 
 _EARLIER = 30 / 35  # Llama-3-8B: the critical pair found, over the theoretical one
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class LongRoPE2(FrequencyMethod):
     """Divides pairs by ``factor`` or more from a critical pair on, and faster ones as NTK does.
 
@@ -42,16 +36,13 @@ class LongRoPE2(FrequencyMethod):
     paper = "arXiv 2502.20082"
     summary = "NTK up to a critical pair that you search for, or a published table"
 
-    critical: int | None = None
-    stretch: float = 1.0
-    long_factor: Sequence[float] | None = None
+    critical: Annotated[int, Whole(0)] | None = None
+    stretch: Annotated[float, Number(minimum=1, maximum=2)] = 1.0
+    long_factor: Table | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("critical", minimum=0)
-        self.require_number("stretch", minimum=1, maximum=2)
         if self.long_factor is not None:
-            check_table(self, "long_factor")
             self.require("critical", self.critical is None, "None where long_factor is given")
 
     def grids(self, rope: Rope) -> dict[str, tuple[Any, ...]]:
@@ -62,7 +53,6 @@ class LongRoPE2(FrequencyMethod):
         return {**super().grids(rope), "critical": critical, "stretch": (1.0, 1.25, 1.5)}
 
     def critical_pair(self, rope: Rope) -> int:
-        """``critical``, or its default for a trained embedding."""
         if self.critical is not None:
             return self.critical
         return round(_EARLIER * int((rope.rotations >= 1).sum()))

@@ -1,21 +1,16 @@
 """MrRoPE."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
-from rope_ext.methods.yarn import BETAS
+from rope_ext.methods.checked import Positive
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
+from rope_ext.methods.yarn import BETAS, BetaFast
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class MrRoPE(FrequencyMethod):
     """YaRN with another ramp: slow pairs are divided by more, fast ones by less.
 
@@ -38,15 +33,9 @@ class MrRoPE(FrequencyMethod):
     summary = "no fine-tuning; like YaRN, but slows slow pairs more and fast pairs less"
     candidates = BETAS
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: BetaFast = 32.0
+    beta_slow: Positive = 1.0
     mode: Literal["pro", "uni"] = "pro"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("beta_slow", above=0)
-        self.require_number("beta_fast", above=self.beta_slow)
-        self.require_choice("mode", "pro", "uni")
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         turns = rope.rotations

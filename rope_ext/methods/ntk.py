@@ -1,19 +1,13 @@
 """NTK-aware scaling."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class NTK(FrequencyMethod):
     """Uses a larger base: the slowest pair is divided by ``factor``, the fastest is unchanged.
 
@@ -30,7 +24,6 @@ class NTK(FrequencyMethod):
     summary = "moderate factors without fine-tuning; changes only the base"
 
     def base_scale(self, rope: Rope) -> float:
-        """``b' / b``."""
         return float(self.factor) ** rope.ntk_exponent
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:

@@ -1,19 +1,14 @@
 """NTK-by-parts interpolation."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Annotated
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Number
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class NTKByParts(FrequencyMethod):
     """Divides slow pairs by ``factor`` and keeps fast ones, with a linear ramp in rotations.
 
@@ -33,15 +28,10 @@ class NTKByParts(FrequencyMethod):
     aliases = ("by_parts",)
     paper = "arXiv 2309.00071"
     summary = "ablations of YaRN: the same ramp without the temperature"
-    candidates = MappingProxyType({"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)})
+    candidates = {"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)}
 
-    alpha: float = 1.0
-    beta: float = 32.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("alpha", minimum=0)
-        self.require_number("beta", above=self.alpha)
+    alpha: Annotated[float, Number(minimum=0)] = 1.0
+    beta: Annotated[float, Number(above="alpha")] = 32.0
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         kept = rope.rotation_ramp(self.alpha, self.beta)

@@ -1,18 +1,14 @@
 """p-RoPE."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Number
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class PRoPE(FrequencyMethod):
     """Rotates only the fastest fraction ``p`` of the pairs.
 
@@ -30,12 +26,7 @@ class PRoPE(FrequencyMethod):
     paper = "arXiv 2410.06205"
     summary = "training studies: unrotated pairs carry meaning at any distance"
 
-    p: float = 0.75
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("p", above=0)
-        self.require("p", self.p <= 1, "a number in (0, 1]")
+    p: Annotated[float, Number(above=0, maximum=1)] = 0.75
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         index = torch.arange(rope.dim // 2, device="cpu")

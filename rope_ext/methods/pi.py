@@ -1,19 +1,13 @@
 """Position interpolation."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class PI(FrequencyMethod):
     """Divides every frequency by ``factor``: ``h = theta / s``.
 

@@ -1,19 +1,13 @@
 """ReRoPE."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class ReRoPE(LogScaled):
     """Clips distances at ``window``: ``min(m - n, window)``.
 
@@ -25,7 +19,6 @@ class ReRoPE(LogScaled):
 
     Args:
         window: tokens; half of the trained length by default.
-        log_n: scale queries by the logarithm of the length, as published.
         published: use a quarter of the trained length as the default window, like the author for
             Llama 2 (1024 of 4096); docs/evidence.md compares both.
 
@@ -35,21 +28,19 @@ class ReRoPE(LogScaled):
     name = "rerope"
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "no fine-tuning, any length; distances are clipped at the window"
-    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)})
+    candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)}
 
     valid_options = "a window of at most the trained length"
 
-    window: int | None = None
+    window: Tokens | None = None
     published: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_tokens("window")
-        self.require("published", isinstance(self.published, bool), "True or False")
         if self.window is not None:  # so that equal settings compare equal
             self.set("published", False)
 
-    def resolved(self, rope: Rope) -> ReRoPE:
+    def resolved(self, rope: Rope) -> Self:
         share = 4 if self.published else 2
         return replace(self, window=self.window or max(1, rope.length // share))
 

@@ -1,22 +1,22 @@
 """Resonance RoPE."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import build_method, register
-from rope_ext.methods.rope import Rope
-from rope_ext.methods.temperature import Temperature, as_temperature
+from rope_ext.methods.kinds import (
+    FrequencyMethod,
+    Rope,
+    Temperature,
+    as_temperature,
+    build_method,
+    register,
+)
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class Resonance(FrequencyMethod):
     """Rounds wavelengths to whole tokens, on top of another frequency method, at no cost.
 

@@ -1,13 +1,12 @@
 """A trained rotary embedding as methods see it, and helpers for numeric options."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from rope_ext.errors import OptionError, UnsupportedModelError
 
@@ -32,7 +31,7 @@ class Rope:
     length: int
 
     @classmethod
-    def geometric(cls, base: float, dim: int, length: int) -> Rope:
+    def geometric(cls, base: float, dim: int, length: int) -> Self:
         """The unscaled embedding with this ``base``, exact in float64."""
         return cls(geometric(base, dim), base, length)
 
@@ -85,11 +84,7 @@ def geometric(base: float, dim: int) -> torch.Tensor:
 
 
 def reach(factor: float, length: int) -> int:
-    """Context in tokens after extending ``length`` tokens.
-
-    Raises:
-        OptionError: it is more than MOST_TOKENS.
-    """
+    """Context in tokens after extending ``length`` tokens."""
     if factor > MOST_TOKENS / length:
         raise OptionError(
             f"factor={factor!r} is not valid; {length} trained tokens can be extended to at most "
@@ -121,5 +116,4 @@ def whole_number(value: Any, minimum: int = 1) -> int | None:
 
 
 def _exponents(dim: int) -> torch.Tensor:
-    """``2 i / dim``, float64, shape ``[dim / 2]``."""
     return torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim

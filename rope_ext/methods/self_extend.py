@@ -1,20 +1,14 @@
 """Self-Extend."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Tempered, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, register
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class SelfExtend(Tempered):
     """Beyond ``window``, groups of tokens share a position.
 
@@ -27,8 +21,6 @@ class SelfExtend(Tempered):
         group: tokens that share a position; by default the smallest number that keeps the largest
             distance within two thirds of the trained length, as the authors recommend
             (``w + (N - w) / G < 2/3 L``).
-        published: no temperature, as in the paper. The default is ``temperature="log_n"``, which is
-            better on both bundled checkpoints (docs/temperature.md).
 
     Jin et al. 2024, arXiv 2401.01325; the rule for ``group`` is from the authors' repository.
     """
@@ -37,19 +29,14 @@ class SelfExtend(Tempered):
     aliases = ("group_attention",)
     paper = "arXiv 2401.01325"
     summary = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
-    candidate_shares = MappingProxyType({"window": (1 / 8, 1 / 4, 3 / 8)})
+    candidate_shares = {"window": (1 / 8, 1 / 4, 3 / 8)}
 
     valid_options = "a window below the trained length, and a group of at least 2"
 
-    window: int | None = None
-    group: int | None = None
+    window: Tokens | None = None
+    group: Tokens | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("window")
-        self.require_tokens("group")
-
-    def resolved(self, rope: Rope) -> SelfExtend:
+    def resolved(self, rope: Rope) -> Self:
         window = self.window or max(1, rope.length // 4)
         group = self.group
         if group is None:

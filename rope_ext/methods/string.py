@@ -1,21 +1,15 @@
 """STRING."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 
-from rope_ext.methods.checked import not_none
+from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, PositionMethod, identity
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope, Self, identity, register
 from rope_ext.methods.temperature import yarn_factor
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class STRING(PositionMethod):
     """Distances from ``shift`` on restart at ``window``: ``m - n - shift + window``.
 
@@ -37,20 +31,15 @@ class STRING(PositionMethod):
     paper = "arXiv 2410.18745"
     summary = "better use of the trained context (factor=1), or up to twice its length"
     allows_factor_one = True
-    candidate_shares = MappingProxyType({"window": (1 / 32, 1 / 16, 1 / 8)})
+    candidate_shares = {"window": (1 / 32, 1 / 16, 1 / 8)}
 
     valid_options = "a shift of at most the trained length, and a smaller window"
 
-    factor: float = 1.0
-    shift: int | None = None
-    window: int | None = None
+    factor: Factor = 1.0
+    shift: Tokens | None = None
+    window: Tokens | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_tokens("shift")
-        self.require_tokens("window")
-
-    def resolved(self, rope: Rope) -> STRING:
+    def resolved(self, rope: Rope) -> Self:
         length, target = rope.length, self.target_length(rope)
         window = self.window or max(1, min(128, length // 16))
         shift = self.shift or max(math.ceil(length / 3), target - length + window)

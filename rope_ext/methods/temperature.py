@@ -5,17 +5,16 @@ do not rotate. Positions count from the first token of a sequence. Temperatures 
 position start at 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from typing_extensions import Self
 
-from rope_ext.methods.checked import Checked, not_none
+from rope_ext.methods.checked import Checked, Number, Tokens, Whole, not_none
 from rope_ext.methods.rope import plain_number
 
 
@@ -28,13 +27,8 @@ def yarn_factor(factor: float) -> float:
 class Temperature(Checked):
     """Base of all temperatures: frozen dataclasses whose fields are their options."""
 
-    def filled(self, length: int, factor: float) -> Temperature:
-        """The same temperature with every option set.
-
-        Args:
-            length: trained length, tokens.
-            factor: the factor of the method.
-        """
+    def filled(self, length: int, factor: float) -> Self:
+        """The same temperature with every option set, for a trained length and a factor."""
         given = {"length": length, "factor": float(factor)}
         return replace(self, **{k: v for k, v in given.items() if getattr(self, k, 0) is None})
 
@@ -46,11 +40,6 @@ class Temperature(Checked):
     def constant(self) -> float | None:
         """``tau`` if it is the same at every position, else None."""
         return None
-
-    @property
-    def formula(self) -> str:
-        """The formula of a :meth:`filled` temperature as text, with ``i`` for the position."""
-        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         """Plain values from which :func:`as_temperature` builds the same temperature."""
@@ -75,21 +64,11 @@ class LogN(Temperature):
 
     name: ClassVar[str] = "log_n"
 
-    length: int | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.require_tokens("length", minimum=2)
-        self.require_number("scale", above=0, maximum=100)
+    length: Annotated[int, Whole(2)] | None = None
+    scale: Annotated[float, Number(above=0, maximum=100)] = 1.0
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.scale * ((t + 1).log() / math.log(not_none(self.length)) - 1).clamp(min=0)
-
-    @property
-    def formula(self) -> str:
-        if self.scale == 1:
-            return f"max(1, ln(i + 1) / ln {self.length})"
-        return f"1 + {self.scale:g} max(0, ln(i + 1) / ln {self.length} - 1)"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -113,9 +92,7 @@ class SSMax(LogN):
     name: ClassVar[str] = "ssmax"
     redefining: ClassVar[tuple[str, ...]] = ("length",)  # see Encoding
 
-    def __post_init__(self) -> None:
-        self.require_tokens("length", minimum=2)
-        self.require_number("scale", minimum=0, maximum=100)
+    scale: Annotated[float, Number(minimum=0, maximum=100)] = 1.0
 
     def growth(self, t: torch.Tensor) -> torch.Tensor:
         """What ``s`` multiplies at positions ``t``, float64."""
@@ -123,10 +100,6 @@ class SSMax(LogN):
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> None:
         """Scales for other heads cannot be converted; see :meth:`Encoding.grown`."""
-
-    @property
-    def formula(self) -> str:
-        return f"1 + s max(0, ln(i + 1) / ln {self.length} - 1), s learned for every head"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -143,19 +116,11 @@ class Llama4(Temperature):
 
     name: ClassVar[str] = "llama4"
 
-    beta: float = 0.1
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        self.require_number("beta", above=0, maximum=100)
-        self.require_tokens("length")
+    beta: Annotated[float, Number(above=0, maximum=100)] = 0.1
+    length: Tokens | None = None
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.beta * (t / not_none(self.length)).floor().log1p()
-
-    @property
-    def formula(self) -> str:
-        return f"1 + {self.beta:g} ln(1 + floor(i / {self.length}))"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -174,19 +139,11 @@ class YaRNTemperature(Temperature):
 
     name: ClassVar[str] = "yarn"
 
-    factor: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.factor is not None:
-            self.require_number("factor", minimum=1)
+    factor: Annotated[float, Number(minimum=1)] | None = None
 
     @property
     def constant(self) -> float | None:
         return None if self.factor is None else yarn_factor(self.factor) ** 2
-
-    @property
-    def formula(self) -> str:
-        return f"{self.constant:.4g} = (0.1 ln {self.factor:g} + 1) ** 2"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -199,18 +156,11 @@ class Constant(Temperature):
 
     name: ClassVar[str] = "constant"
 
-    value: float
-
-    def __post_init__(self) -> None:
-        self.require_number("value", above=0, maximum=100)
+    value: Annotated[float, Number(above=0, maximum=100)]
 
     @property
     def constant(self) -> float | None:
         return float(self.value)
-
-    @property
-    def formula(self) -> str:
-        return f"{self.value:.4g}"
 
 
 TEMPERATURES: dict[str | None, type[Temperature]] = {

@@ -1,24 +1,19 @@
 """YaRN."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from rope_ext.methods.kinds import FrequencyMethod
-from rope_ext.methods.registry import register
-from rope_ext.methods.rope import Rope
+from rope_ext.methods.checked import Number, Positive
+from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 from rope_ext.methods.temperature import yarn_factor
 
-BETAS = MappingProxyType({"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0, 64.0)})
+BetaFast = Annotated[float, Number(above="beta_slow")]
+BETAS = {"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0, 64.0)}
 
 
 @register
-@dataclass(frozen=True, kw_only=True)
 class YaRN(FrequencyMethod):
     """NTK-by-parts plus a temperature: cos and sin are multiplied by ``0.1 ln(s) + 1``.
 
@@ -46,19 +41,11 @@ class YaRN(FrequencyMethod):
     summary = "fine-tuning, and serving with any engine; works untrained up to factor 4"
     candidates = BETAS
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: BetaFast = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
     ramp: Literal["index", "rotations"] = "index"
     blend: Literal["arithmetic", "harmonic"] = "arithmetic"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_number("beta_slow", above=0)
-        self.require_number("beta_fast", above=self.beta_slow)
-        self.require("truncate", isinstance(self.truncate, bool), "True or False")
-        self.require_choice("ramp", "index", "rotations")
-        self.require_choice("blend", "arithmetic", "harmonic")
 
     def kept(self, rope: Rope) -> torch.Tensor:
         """Fraction of each pair's trained frequency that is kept, in [0, 1]."""

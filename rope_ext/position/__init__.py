@@ -8,7 +8,7 @@ Bottom up: ``layers`` finds the columns of rotary pairs, ``map`` their rotations
 learned parameters, ``forward`` the positions of queries and keys, ``masks`` which tokens see each
 other, ``tensors`` what layers with the same layout share in a forward, ``attend`` chooses how a
 layer computes attention, and ``install`` installs everything on a model. ``inputs`` has encodings
-that change or read hidden states, ``queries`` temperatures for models that keep their attention.
+that change or read hidden states.
 
 The state of a forward is attached to its attention mask, a :class:`masks.BatchMask`, which reaches
 every layer of every family, also when gradient checkpointing recomputes a layer.

@@ -27,9 +27,8 @@ from rope_ext.position.learned import INPUT, POSITIONS, HeadPositions, InputPosi
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask
 from rope_ext.rotary.context import current, run_eagerly
-from rope_ext.rotary.sites import evaluating, input_device, vocabulary_of
+from rope_ext.rotary.sites import evaluating, input_device, size, vocabulary_of
 from rope_ext.rotary.swapping import Changes
-from rope_ext.rotary.zero3 import size
 
 _SAMPLE = 64
 """Number of vocabulary tokens whose hidden states before the first layer are measured."""

@@ -30,11 +30,11 @@ from rope_ext.rotary.context import (
     cache_among,
     caches_in,
     current,
-    enter,
     forget_failed_exports,
-    leave,
+    forward_context,
     run,
     run_eagerly,
+    shape_of,
 )
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -75,13 +75,24 @@ class Installed:
                 f"rotation, and none is left for the window; choose another every= or start=, or "
                 f"patch with 'nope' for no positions at all"
             )
-        self._modules, self._names = list(layouts), calls.parameters(type(decoder))
+        self._modules = list(layouts)
         self._short = [*map(_number, kept)] if position_map.window else []
         self.notes = self._notes(within, len(rotated) - len(within))
         self._put_layers(decoder, layouts, kept, changes)
-        handles = hooks.keep_native(decoder, kept)
+        handles = []
+        for module in kept:
+            names, site = calls.parameters(type(module)), rotated[module].site
+            if "position_embeddings" not in names:
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__}: {type(module).__name__} takes no "
+                    f"position_embeddings, so it cannot be kept as it was beside patched layers; "
+                    f"use sliding_layers='scale', and patch every layer"
+                )
+            hook = partial(self.keep, site, names.index("position_embeddings"))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        kept_sites = {rotated[module].site for module in kept}
         for site in sites:
-            hook = partial(self.rotate, site, bool(kept))
+            hook = partial(self.rotate, site, site in kept_sites)
             handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
         handles += [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
@@ -189,12 +200,12 @@ class Installed:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
         forget_failed_exports()
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = calls.arguments(decoder, args, kwargs)
         forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
         if forward is None:
             self._begin(given)
         else:
-            enter(forward)
+            forward_context.stack.append(forward)
 
     def traceable(self) -> bool:
         """Whether a graph is being traced, and no error has to be raised eagerly."""
@@ -225,8 +236,6 @@ class Installed:
         cache = cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
-        tokens: Any = given.get("input_ids")
-        rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
         mask = given.get("attention_mask")
         if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
             mask = next(iter(mask.values()), None)
@@ -239,14 +248,14 @@ class Installed:
         elif cache is not None:
             self._shorten(cache)
         forward = PositionForward(
-            *(self.map, rows, length, filled, cache, False),
+            *(self.map, *shape_of(given), filled, cache, False),
             padding if dimensions == 2 else None,
             weights=bool(given.get("output_attentions")),
             shown=shown(padding) if dimensions == 4 else None,
         )
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
-        enter(forward)
+        forward_context.stack.append(forward)
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records metadata on caches, including one that the decoder created."""
@@ -256,7 +265,7 @@ class Installed:
         forward = current(self.map)
         if forward is None:  # an error was raised before it started
             return
-        leave(forward)
+        forward_context.stack.remove(forward)
         for cache in caches_in(output):
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
@@ -276,10 +285,26 @@ class Installed:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
-        result = forward.embeddings(site, output)
         if native:
-            result = hooks.with_native(result, site, positions, self.map.precise)
-        return result
+            given = site.loaded, site.scaling, self.map.precise, output
+            forward.made[_native(site)] = hooks.rotation(site, positions, *given)
+        return forward.embeddings(site, output)
+
+    def keep(
+        self, site: RotarySite, place: int, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
+        """Pre-hook of an attention layer that keeps the trained rotation.
+
+        ``place`` is the index of ``position_embeddings`` among the layer's arguments.
+        """
+        native = run(self.map, self._kept, site, module, args, kwargs)
+        if "position_embeddings" in kwargs:
+            return args, {**kwargs, "position_embeddings": native}
+        return (*args[:place], native, *args[place + 1 :]), kwargs
+
+    def _kept(self, site: RotarySite, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        # By the mask, since gradient checkpointing reruns a layer when no forward is in progress.
+        return inputs.forward_of(self.map, module, args, kwargs).made[_native(site)]
 
     def _shorten(self, cache: Any) -> None:
         """Make a cache keep only what layers with a window attend to."""
@@ -317,6 +342,11 @@ def _chosen(
             f"{', '.join(map(str, sorted(known)))}, and {absent} is asked for; {choose}"
         )
     return [module for module in modules if _number(module) in wanted]
+
+
+def _native(site: RotarySite) -> tuple[str, str, str | None]:
+    """Name of the trained rotation among what a forward has made."""
+    return "native", site.name, site.layer_type
 
 
 def _number(module: nn.Module) -> int:

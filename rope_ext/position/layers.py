@@ -51,6 +51,7 @@ class Layout:
     heads: Heads
     key_heads: int
     inputs: int | None  # columns of hidden states; None: not its first argument
+    scales: bool  # whether its attribute ``scaling`` is the softmax scale
 
 
 def find_layouts(
@@ -75,29 +76,6 @@ def find_layouts(
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
     return layouts
-
-
-def rotated_layers(
-    decoder: nn.Module, sites: list[RotarySite]
-) -> dict[nn.Module, tuple[bool, int]]:
-    """Return the attention layers whose queries ``sites`` rotate: has a window, number of heads."""
-    advice = (
-        "a temperature cannot be proven to reach them; leave temperature out, or give an "
-        "attention_factor, which multiplies cosine and sine"
-    )
-    with _refusing(decoder, advice):
-        found = {
-            seen.module: (
-                sees_window(text_config(decoder), seen.module, seen.window),
-                seen.query.shape[1],
-            )
-            for site in sites
-            for seen in _run(decoder, site)
-            if _changes(decoder, seen.module, seen.query)
-        }
-        if not found:
-            raise _RefusedError("no attention layer takes its queries from the rotary embedding")
-    return found
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
@@ -198,6 +176,7 @@ class _Seen(NamedTuple):
     key: torch.Tensor
     value_columns: int
     window: int | None  # the layer's window
+    scaling: float | None
     hidden: Any
     returned: dict[nn.Module, torch.Tensor]
 
@@ -359,8 +338,8 @@ def _look(
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     assert forward_context.look is not None, "only _forward sets this attention function"
-    window = kwargs.get("sliding_window")
-    forward_context.look(_Seen(module, query, key, value.shape[-1], window, None, {}))
+    window, scaling = kwargs.get("sliding_window"), kwargs.get("scaling")
+    forward_context.look(_Seen(module, query, key, value.shape[-1], window, scaling, None, {}))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
@@ -394,7 +373,9 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
     local = sees_window(text_config(decoder), seen.module, seen.window)
     heads = Heads(query.shape[1], query.shape[-1], seen.value_columns)
     fits = isinstance(x, torch.Tensor) and x.shape[:-1] == (len(query), query.shape[2])
-    return Layout(site, of_query, local, heads, key.shape[1], x.shape[-1] if fits else None)
+    inputs = x.shape[-1] if fits else None
+    scales = seen.scaling is not None and vars(seen.module).get("scaling") == seen.scaling
+    return Layout(site, of_query, local, heads, key.shape[1], inputs, scales)
 
 
 def _pairs(x: torch.Tensor, count: int) -> Pairs | None:

@@ -194,17 +194,12 @@ class HeadScales(Learning):
             temperature, {"scale": torch.full((heads,), float(temperature.scale))}, near
         )
 
-    def forward(self, query: torch.Tensor, growth: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
         """Multiply queries, ``[rows, heads, tokens, columns]``, by ``1 + scale * growth``.
 
-        ``growth``: ``[rows or 1, 1, tokens, 1]``; None means 0, so that queries do not change.
+        ``growth``: ``[rows or 1, 1, tokens, 1]``.
         """
         scale = self.scale
-        if growth is None:
-            if not (torch.is_grad_enabled() and scale.requires_grad):
-                return query
-            # Data parallelism waits for a gradient of every parameter, even if it is zero.
-            growth = query.new_zeros(1, 1, 1, 1)
         if len(scale) != query.shape[1]:
             raise UnsupportedModelError(
                 f"temperature='ssmax' has a scale for each of {len(scale)} heads, and an attention "

@@ -22,7 +22,7 @@ from rope_ext.position.forward import FEW, PositionForward, in_cache, once
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask
 from rope_ext.rotary import calls
-from rope_ext.rotary.context import cache_among, forward_context, is_paged
+from rope_ext.rotary.context import cache_among, forward_context, is_paged, shape_of
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "
@@ -49,8 +49,7 @@ def traced(
         return None
     if given.get("output_attentions") or is_paged(given) or calls.runs_layers_again(decoder):
         return None
-    tokens = given.get("input_ids")
-    rows, count = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
+    rows, count = shape_of(given)
     cache, mask = cache_among(given), given.get("attention_mask")
     positions, forward = given.get("position_ids"), in_cache(position_map, cache, rows, count)
     if isinstance(mask, dict):  # one mask per kind of layer, created before the forward

@@ -20,6 +20,11 @@ def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
+def arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return all arguments of a call of a module, by name."""
+    return {**dict(zip(parameters(type(module)), args, strict=False)), **kwargs}
+
+
 def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
     """Return the constant tensor ``owner.name`` on ``device``; the copy is cached on ``owner``.
 

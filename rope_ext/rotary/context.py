@@ -62,7 +62,6 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Any] = []  # ForwardContexts and calls of generate, innermost last
-        self.recomputed: Any = None  # the forward whose layers gradient checkpointing reruns
         self.look: Callable[..., None] | None = None  # callback that observes attention layers
 
 
@@ -77,22 +76,6 @@ def current(patch: Any) -> Any:
     return None
 
 
-def is_traced(patch: Any) -> bool:
-    """Whether that forward is being traced: the only check for eager versus compiled."""
-    context = current(patch)
-    return context is not None and context.traced
-
-
-def enter(context: Any) -> None:
-    """Push a forward on the stack of this thread."""
-    forward_context.stack.append(context)
-
-
-def leave(context: Any) -> None:
-    """Remove a forward from the stack."""
-    forward_context.stack.remove(context)
-
-
 def forget_failed_exports() -> None:
     """Drop forwards of failed exports, since torch runs no hooks after such an error."""
     stack = forward_context.stack
@@ -102,7 +85,8 @@ def forget_failed_exports() -> None:
 
 def run(patch: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)``, as part of the graph only if the forward in progress is traced."""
-    return function(*args) if is_traced(patch) else _run(function, *args)
+    context = current(patch)
+    return function(*args) if context is not None and context.traced else _run(function, *args)
 
 
 def run_eagerly(reason: str | None = None) -> Callable[[_Function], _Function]:
@@ -119,6 +103,13 @@ def cache_among(given: Mapping[str, Any]) -> Any:
     """Return the cache from a decoder's arguments; transformers 5.24 renamed it to ``cache``."""
     cache = given.get("past_key_values")
     return given.get("cache") if cache is None else cache
+
+
+def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Return rows and tokens of a forward from a decoder's arguments."""
+    tokens = given.get("input_ids")
+    rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
+    return rows, length
 
 
 def is_paged(given: Mapping[str, Any]) -> bool:

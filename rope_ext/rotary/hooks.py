@@ -1,29 +1,23 @@
 """Hooks that replace the cosines and sines of a rotary module.
 
-New values in its buffer are not enough if frequencies differ between the sequences of a batch, if
-angles need more precision than float32, or if layers that keep the trained frequencies share a
-rotary module with patched ones.
+New values in its buffer are not enough if frequencies differ between the sequences of a batch, or
+if angles need more precision than float32.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.rotary.calls import cached_on_device, parameters
+from rope_ext.rotary.calls import cached_on_device
 from rope_ext.rotary.context import run
-from rope_ext.rotary.sequences import Sequences, furthest
-from rope_ext.rotary.sites import RotarySite, evaluating, is_local, vocabulary_of
+from rope_ext.rotary.sequences import Sequences
+from rope_ext.rotary.sites import RotarySite, evaluating, vocabulary_of
 from rope_ext.rotary.swapping import Changes, mark_hooked
 from rope_ext.rotary.third_party import replaced
-
-_NATIVE = "_rope_ext_native"  # attribute of cosine tensors: unpatched cosine and sine
 
 
 class RotaryHook:
@@ -34,8 +28,7 @@ class RotaryHook:
         inv_freq: float64, ``[pairs]``; used unless frequencies depend on the sequence.
         scaling: factor of cosine and sine; used unless it depends on the sequence.
         precise: compute angles in float64; else in float32, as transformers does.
-        sequences: the sequences of the batch, if anything depends on their positions.
-        native: also return the unpatched module's output.
+        sequences: the sequences of the batch, under a dynamic method.
     """
 
     def __init__(
@@ -45,12 +38,9 @@ class RotaryHook:
         scaling: float,
         precise: bool,
         sequences: Sequences | None,
-        native: bool,
     ) -> None:
         self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
-        self.precise, self.sequences, self.native = precise, sequences, native
-        method = None if sequences is None else sequences.method
-        self.computes = precise or (method and (method.is_dynamic or method.start_tokens))
+        self.precise, self.sequences = precise, sequences
 
     def put(self, changes: Changes) -> None:
         """Hook the module of the site until ``changes`` are undone."""
@@ -62,31 +52,17 @@ class RotaryHook:
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         inv_freq = cached_on_device(self, "inv_freq", positions.device)
-        used: tuple[Any, Any, Any] = positions, inv_freq, self.scaling
+        used: tuple[Any, Any] = inv_freq, self.scaling
         if self.sequences is not None:
-            used = run(self.sequences, self._follow, self.sequences, *used)
-        result = rotation(self.site, *used, self.precise, output) if self.computes else output
-        return with_native(result, self.site, positions, self.precise) if self.native else result
+            used = run(self.sequences, self._follow, self.sequences, positions)
+        return rotation(self.site, positions, *used, self.precise, output)
 
     def _follow(
-        self,
-        sequences: Sequences,
-        positions: torch.Tensor,
-        inv_freq: torch.Tensor,
-        scaling: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Return positions, frequencies and scaling of the current sequences."""
-        forward, method = sequences.at(positions), sequences.method
+        self, sequences: Sequences, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return frequencies and scaling of the current sequences."""
         dtype = torch.float64 if self.precise else torch.float32
-        if method.is_dynamic:
-            inv_freq, scaling = forward.frequencies(self.site, positions, dtype)
-        if method.start_tokens:  # the first ones keep the trained frequencies
-            positions = forward.counted(positions)
-            place = furthest(positions)
-            trained = cached_on_device(self.site, "loaded", place.device).to(dtype)
-            early = (place < method.start_tokens).unsqueeze(-1)
-            inv_freq = torch.where(early, trained, inv_freq.to(place.device, dtype))
-        return positions, inv_freq, scaling
+        return sequences.at(positions).frequencies(self.site, positions, dtype)
 
 
 @torch.no_grad()
@@ -166,65 +142,3 @@ def rotation(
     if columns.complex:
         return torch.complex(cos, sin).to(like.dtype)
     return cos.to(like[0].dtype), sin.to(like[1].dtype)
-
-
-def with_native(embeddings: Any, site: RotarySite, positions: Any, precise: bool) -> Any:
-    """Attach the unpatched module's output to ``embeddings``, where layers find it.
-
-    It is a tensor attribute, since wrappers may rebuild the tuple from the same tensors.
-    """
-    native = rotation(site, positions, site.loaded, site.scaling, precise, embeddings)
-    first = _first(embeddings)
-    first = first.view_as(first)  # dynamo tracks attributes of outputs of plain operations
-    setattr(first, _NATIVE, native)
-    return first if isinstance(embeddings, torch.Tensor) else (first, embeddings[1])
-
-
-def _first(embeddings: Any) -> torch.Tensor:
-    return embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
-
-
-def local_layers(decoder: nn.Module, layer_types: Sequence[str]) -> list[nn.Module]:
-    """Return the attention layers with a sliding window, according to ``layer_types``."""
-    return [
-        module
-        for module in decoder.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-        and "Attention" in type(module).__name__
-        and is_local(layer_types[cast("int", module.layer_idx)])
-    ]
-
-
-def keep_native(decoder: nn.Module, modules: Collection[nn.Module]) -> list[Any]:
-    """Give attention layers the unpatched cosine and sine.
-
-    Raises:
-        UnsupportedModelError: a layer does not take them as an argument.
-    """
-    handles = []
-    for module in modules:
-        if "position_embeddings" not in inspect.signature(module.forward).parameters:
-            raise UnsupportedModelError(
-                f"{type(decoder).__name__}: {type(module).__name__} takes no position_embeddings, "
-                f"so it cannot be kept as it was beside patched layers; use "
-                f"sliding_layers='scale', and patch every layer"
-            )
-        hook = partial(_use_native, parameters(type(module)))
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    return handles
-
-
-def _use_native(
-    names: Sequence[str], module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[tuple, dict]:
-    """Pre-hook of an attention layer with these argument ``names``."""
-    embeddings = {**dict(zip(names, args, strict=False)), **kwargs}["position_embeddings"]
-    native = getattr(_first(embeddings), _NATIVE, None)
-    if native is None:
-        raise UnsupportedModelError(
-            "the unpatched position embeddings did not reach a layer that is kept as it was (a "
-            "wrapper copied them); use sliding_layers='scale', and patch every layer"
-        )
-    if "position_embeddings" in kwargs:
-        return args, {**kwargs, "position_embeddings": native}
-    return tuple(native if arg is embeddings else arg for arg in args), kwargs

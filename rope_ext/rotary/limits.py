@@ -15,7 +15,7 @@ from torch import nn
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method
-from rope_ext.rotary.calls import parameters
+from rope_ext.rotary.calls import arguments
 from rope_ext.rotary.context import cache_among
 from rope_ext.rotary.sites import PatchTarget, text_config
 from rope_ext.rotary.swapping import Changes, wrap
@@ -33,7 +33,7 @@ class Limit:
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or self.told:
             return
-        given = {**dict(zip(parameters(type(decoder)), args, strict=False)), **kwargs}
+        given = arguments(decoder, args, kwargs)
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         cache = cache_among(given)

@@ -19,11 +19,10 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.rotary.calls import (
+    arguments,
     is_exporting,
     is_sharded,
-    parameters,
     refuse_continuous_batching,
     refuse_sharded,
     runs_layers_again,
@@ -35,12 +34,11 @@ from rope_ext.rotary.context import (
     cache_among,
     caches_in,
     current,
-    enter,
     forward_context,
     is_paged,
-    leave,
     run,
     run_eagerly,
+    shape_of,
 )
 from rope_ext.rotary.sites import PatchTarget, RotarySite
 from rope_ext.rotary.swapping import Changes, wrap
@@ -65,8 +63,6 @@ class Started:
     # number of tokens that each row's frequencies are computed for, [rows], on the CPU; 0 for rows
     # with only padding so far. One row if all are equal
     lengths: torch.Tensor
-    # position of each row's first token, same shape; -1 for rows with only padding
-    first: torch.Tensor
     room: int  # number of tokens in the whole batch including padding, as counted by a cache
     begun: bool = True  # whether every row has a token
     # frequencies and scaling, by site, device and dtype
@@ -87,7 +83,7 @@ class Request:
 
 
 class SequenceForward(ForwardContext):
-    """One forward under a method that tracks sequences; in a graph, ``filled`` is 0.
+    """One forward under a dynamic method; in a graph, ``filled`` is 0.
 
     ``started`` are the sequences recorded on the cache; None: they start in this forward.
     """
@@ -96,7 +92,6 @@ class SequenceForward(ForwardContext):
     request: Request | None = None  # the call of generate that runs it
     mask: Any = None  # the attention mask that the decoder received
     lengths: torch.Tensor | None = None  # lengths of documents that start here, [rows, tokens]
-    first: torch.Tensor | None = None  # their first positions, same shape
     positions: torch.Tensor | None = None  # position ids of the model; one axis or several
 
     def __init__(self, *context: Any) -> None:
@@ -113,40 +108,34 @@ class SequenceForward(ForwardContext):
 
     def _start(self, positions: torch.Tensor) -> Started:
         filled, old = self.filled_count, self.started
-        positions = furthest(positions)
+        positions = positions.amax(0) if positions.ndim == 3 else positions
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
         positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
         masked = read(self.mask, filled, self.tokens)
-        lengths, first, start, number = documents(positions, *masked)
+        lengths, start, number = documents(positions, *masked)
         if self.traced:
-            self.require((first[:, -1] >= 0).all(), RuntimeError, _EMPTY)
-            self.lengths, self.first = lengths, first
-            return Started(self.patch.method, lengths[:, -1].cpu(), first[:, -1], self.tokens)
+            self.require((lengths[:, -1] > 0).all(), RuntimeError, _EMPTY)
+            self.lengths = lengths
+            return Started(self.patch.method, lengths[:, -1].cpu(), self.tokens)
         # Read them once, since it synchronizes with the device.
-        of_row, first_of_row, place, count = torch.stack(
-            [x[:, -1] for x in (lengths, first, start, number)]
-        ).cpu()
+        of_row, place, count = torch.stack([x[:, -1] for x in (lengths, start, number)]).cpu()
         room = max(filled + self.tokens, int(of_row.max()))
         if self.request is not None and self.request.room is not None:
             room = self.request.room
-            of_row = torch.where(first_of_row >= 0, room - filled - place, 0)
+            of_row = torch.where(of_row > 0, room - filled - place, 0)
             if self.request.lengths is None:
                 self.request.lengths = of_row
             elif self.request.guided:  # guidance subtracts the outputs of both branches
                 of_row = self.request.lengths
         elif old is None and int(count.max()) > 1:
-            self.lengths, self.first = lengths, first
+            self.lengths = lengths
         if old is not None:  # rows with only padding so far start here
             of_row = torch.where(old.lengths > 0, old.lengths, of_row)
-            first_of_row = torch.where(old.lengths > 0, old.first.cpu(), first_of_row)
             room = max(room, old.room)
-        if bool((of_row == of_row[0]).all() and (first_of_row == first_of_row[0]).all()):
-            of_row, first_of_row = of_row[:1], first_of_row[:1]
-        begun = bool((first_of_row >= 0).all())
-        return Started(
-            self.patch.method, of_row, first_of_row.to(positions.device), room, begun=begun
-        )
+        if bool((of_row == of_row[0]).all()):
+            of_row = of_row[:1]
+        return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
 
     def frequencies(
         self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
@@ -173,34 +162,6 @@ class SequenceForward(ForwardContext):
                 )
         return tables[-1][0][key]
 
-    def query_scale(
-        self, temperature: Temperature, device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the factor of queries, ``[rows or 1, 1, tokens, 1]``.
-
-        For a learned temperature, return the growth that its scales multiply.
-        """
-        key = ("query_scale", device, dtype)
-        if key not in self._made:
-            assert self.positions is not None
-            t = furthest(self.counted(self.positions)).double().clamp(min=0)
-            tau = temperature.growth(t) if isinstance(temperature, SSMax) else temperature.at(t)
-            self._made[key] = tau.to(device, dtype)[:, None, :, None]
-        return self._made[key]
-
-    def counted(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return ``positions`` relative to the first token of each sequence."""
-        assert self.started is not None, "locate() comes first"
-        first = self.first
-        if first is None or first.shape[1] != positions.shape[-1]:
-            first = self.started.first[:, None]
-        return positions - first.to(positions.device)
-
-
-def furthest(positions: torch.Tensor) -> torch.Tensor:
-    """Return the maximum over the axes of positions ``[axes, rows, tokens]``."""
-    return positions.amax(0) if positions.ndim == 3 else positions
-
 
 def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return masks of real tokens and of sequence starts; bool, ``[rows, tokens]``, or None."""
@@ -225,11 +186,11 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
 def documents(
     positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """Find each token's sequence: its length, first position, place and number in the row.
+    """Find each token's sequence: its length, place and number in the row.
 
     A row starts at its first real token. A new document starts where positions restart, as in
     packing, and where tokens see no earlier ones. Before the first real token of a row, lengths and
-    numbers are 0, and positions -1.
+    numbers are 0.
 
     Args:
         positions: int64, ``[rows, tokens]``.
@@ -237,7 +198,7 @@ def documents(
         edges: bool, same shape; None: no edges.
 
     Returns:
-        Four int64 tensors, ``[rows, tokens]``; places count from 0, numbers from 1.
+        Three int64 tensors, ``[rows, tokens]``; places count from 0, numbers from 1.
     """
     device = positions.device
     real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
@@ -253,8 +214,7 @@ def documents(
     first = positions.gather(1, start)
     count = torch.where(real, positions - first + 1, 0)
     lengths = torch.zeros_like(positions).scatter_reduce(1, start, count, "amax").gather(1, start)
-    began = number > 0
-    return torch.where(began, lengths, 0), torch.where(began, first, -1), start, number
+    return torch.where(number > 0, lengths, 0), start, number
 
 
 class Sequences:
@@ -262,19 +222,15 @@ class Sequences:
 
     A decoder pre-hook starts a :class:`SequenceForward`, which the rotary module's hook uses.
     Continued sequences are recorded on their cache; new ones are found from positions and mask.
-
-    The frequencies of ``method`` depend on a sequence's length or a token's position.
     """
 
     def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
         decoder, self.method, self.warned = place.decoder, method, False
         # Up to this length, no method changes anything.
         self.trained = min(site.rope.length for site in place.scaled)
-        self.names, modules = parameters(type(decoder)), decoder.modules()
+        modules = decoder.modules()
         self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
-        self.cure = "leave start_tokens out, and give temperature= a number"
-        if method.is_dynamic:
-            self.cure = "pass length=TOKENS to fix the frequencies"
+        self.cure = "pass length=TOKENS to fix the frequencies"
         self.unbatched = (
             f"continuous batching packs many sequences into one row, and {method.name} follows the "
             f"positions of each; {self.cure}, or call generate with a padded batch"
@@ -283,26 +239,18 @@ class Sequences:
         begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
-        if method.is_dynamic:
-            wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
-            generate = functools.partial(self.generate, place.model)
-            wrap(place.model, "generate", generate, changes)
-
-    def current(self) -> SequenceForward | None:
-        """The forward in progress."""
-        forward = current(self)
-        if forward is None and torch._C._current_graph_task_id() != -1:
-            # Gradient checkpointing reruns a layer.
-            forward = forward_context.recomputed
-        return forward if forward is not None and forward.patch is self else None
+        wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
+        wrap(place.model, "generate", functools.partial(self.generate, place.model), changes)
 
     def at(self, positions: torch.Tensor) -> SequenceForward:
-        """Return the forward in progress; if there is none, create one from ``positions`` alone."""
-        forward = self.current()
+        """Return the forward in progress, whose position ids are ``positions``."""
+        forward = current(self)
         if forward is None:
-            forward = SequenceForward(self, 1, positions.shape[-1], 0, None, False)
-            length = positions.max().reshape(1) + 1
-            forward.started = Started(self.method, length.cpu(), torch.zeros_like(length), 0)
+            raise UnsupportedModelError(
+                f"a rotary module was run by itself, or again by gradient checkpointing, and "
+                f"{self.method.name} follows the sequences of whole forwards; run the whole model, "
+                f"without checkpointing, or {self.cure}"
+            )
         forward.locate(positions)
         return forward
 
@@ -319,20 +267,19 @@ class Sequences:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        traced = None
+        given, traced = arguments(decoder, args, kwargs), None
         if torch.compiler.is_compiling() and not is_exporting():
             traced = self._traced(decoder, given)
         if traced is None:
             self._begin(given)
         else:
-            enter(traced)
+            forward_context.stack.append(traced)
 
     def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
         """Create the forward for these arguments in tensors; None if tensors cannot express it."""
         if is_paged(given) or is_sharded() or runs_layers_again(decoder):
             return None
-        rows, tokens = _shape(given)
+        rows, tokens = shape_of(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
         if isinstance(filled, torch.Tensor) and not hasattr(cache, NOTE):
@@ -359,15 +306,14 @@ class Sequences:
         """Start a forward whose values can be read."""
         name = self.method.name
         refuse_sharded(name)
-        if self.method.is_dynamic:
-            refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
+        refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
         if is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"
             )
         if is_paged(given):
             raise CacheError(self.unbatched)
-        rows, tokens = _shape(given)
+        rows, tokens = shape_of(given)
         cache = cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(self, rows, tokens, filled, cache, False)
@@ -377,7 +323,7 @@ class Sequences:
         if request is not None:
             due, request.due = request.due, False
             forward.request = request if due or request.guided else None
-        enter(forward)
+        forward_context.stack.append(forward)
 
     def _request(self) -> Request | None:
         requests = (r for r in reversed(forward_context.stack) if isinstance(r, Request))
@@ -396,9 +342,6 @@ class Sequences:
         Warns once if a sequence has become longer than its frequencies are computed for.
         """
         stored = getattr(cache, NOTE, None)
-        if stored is None and not self.method.is_dynamic:
-            zero = torch.zeros(1, dtype=torch.long, device="cpu")
-            return Started(self.method, zero, zero, 0)
         if stored is None or stored.patch != self.method:
             raise CacheError(
                 f"this cache was started before the model was patched with {self.method} (or by "
@@ -411,7 +354,7 @@ class Sequences:
                 f"{rows}; start with an empty cache, or {self.cure}"
             )
         beyond = reached > max(stored.room, self.trained)
-        if beyond and self.method.is_dynamic and not self.warned:
+        if beyond and not self.warned:
             self.warned = True
             _logger.warning(
                 "rope_ext: %s: a sequence of %d tokens keeps the frequencies it started with, "
@@ -424,24 +367,18 @@ class Sequences:
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records the sequences on the cache, which the decoder may have created."""
-        run(self, self._end, decoder, output)
+        run(self, self._end, output)
 
-    def _end(self, decoder: nn.Module, output: Any) -> None:
+    def _end(self, output: Any) -> None:
         forward: SequenceForward | None = current(self)
         if forward is None:  # an error was raised before it started
             return
-        leave(forward)
+        forward_context.stack.remove(forward)
         if forward.started is None or output is None:
             return
         for cache in (forward.cache, *caches_in(output)):
             if cache is not None and getattr(cache, NOTE, None) is not forward.started:
                 setattr(cache, NOTE, forward.started)
-        forward.mask = forward.cache = None  # autograd may keep this object alive
-        hidden = output[0]
-        trains = not forward.traced and decoder.training and isinstance(hidden, torch.Tensor)
-        if trains and hidden.requires_grad:
-            # With gradient checkpointing, layers rerun in the backward thread.
-            hidden.register_hook(lambda gradient: setattr(forward_context, "recomputed", forward))
 
     def generate(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the batch's prompt plus new tokens, then call generate."""
@@ -451,18 +388,11 @@ class Sequences:
         if drafts and self._request() is not None:
             return original(*args, **kwargs)  # an assistant drafts for the same sequence
         request: Any = Request(self, *_room(model, given))
-        enter(request)
+        forward_context.stack.append(request)
         try:
             return original(*args, **kwargs)
         finally:
-            leave(request)
-
-
-def _shape(given: dict[str, Any]) -> tuple[int, int]:
-    """Return rows and tokens of a forward."""
-    tokens = given.get("input_ids")
-    rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    return rows, length
+            forward_context.stack.remove(request)
 
 
 def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:

@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.rotary.probe import Columns, prove
-from rope_ext.rotary.zero3 import gathered
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
@@ -388,6 +387,39 @@ def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
 
 
 @contextmanager
+def _gathered(model: nn.Module) -> Iterator[None]:
+    """Gather every module's weights during its forward, as DeepSpeed's engine does.
+
+    Needed before the engine exists. All processes must run the same forwards.
+    """
+    open_ones: list[Any] = []
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        import deepspeed
+
+        own = module.parameters(recurse=False)
+        missing = [weight for weight in own if weight.numel() < size(weight)]
+        open_ones.append(deepspeed.zero.GatheredParameters(missing))
+        open_ones[-1].__enter__()
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        if open_ones:  # empty if an earlier pre-hook raised
+            open_ones.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if any(hasattr(weight, "ds_id") for weight in module.parameters(recurse=False)):
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def size(weight: nn.Parameter) -> int:
+    """Return the number of elements of a weight, partitioned or not."""
+    return getattr(weight, "ds_numel", weight.numel())
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode inside a block, with ZeRO-3 weights gathered for each forward.
 
@@ -396,7 +428,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with gathered(model):
+        with _gathered(model):
             yield
     finally:
         for module in training:

@@ -1,7 +1,5 @@
 """Reads and writes the sidecar file next to a PEFT adapter, which records the adapter's patch."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import Self
 
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import AdapterError, NotPatchedError, RecordError, first_line
@@ -34,11 +33,11 @@ class Sidecar:
     after: Frequencies
 
     @classmethod
-    def from_patch(cls, state: Patch) -> Sidecar:
+    def from_patch(cls, state: Patch) -> Self:
         return cls(state.record, _unpatched(state.sites), _patched(state))
 
     @classmethod
-    def read(cls, path: str) -> Sidecar:
+    def read(cls, path: str) -> Self:
         """Read a sidecar file; raises RecordError if that fails."""
         again = "write it again from the patched model with rope_ext.save_sidecar"
         try:
@@ -55,7 +54,6 @@ class Sidecar:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-serializable values."""
         parts = {"before": self.before, "after": self.after}
         return self.record.to_json() | {
             name: {k: {"inv_freq": v[:-1], "attention_scaling": v[-1]} for k, v in part.items()}
@@ -71,18 +69,16 @@ class Sidecar:
     def fault(self, model: nn.Module) -> str | None:
         """Return why the adapter does not match ``model``; None if it does."""
         state = current_patch(model)
-        if state is None and self.record.plain:
-            saved = _unpatched(find_sites(text_decoder(model)))
-            if _same(saved, self.after):
-                return None  # its configuration has this patch
+        saved = _unpatched(find_sites(text_decoder(model))) if state is None else {}
+        if self.record.plain and _same(saved, self.after):
+            return None  # its configuration has this patch
         if not self.is_of(model):
             return "has different rotary frequencies than the base model it was trained on"
         if state is None:
             return "is not patched"
         if state.length != self.record.trained_length:
             return (
-                f"has a trained length of {state.length} tokens instead of "
-                f"{self.record.trained_length}"
+                f"has a trained length of {state.length}, not {self.record.trained_length} tokens"
             )
         if not self.record.same(state.record):
             return f"is patched by {state.record.call()}"
@@ -129,7 +125,6 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
-    """Read the sidecar of a directory or Hub repository; None if there is none."""
     with hub.loading("adapter", directory):
         path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
     return None if path is None else Sidecar.read(path)
@@ -224,7 +219,6 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def require_peft() -> Any:
-    """Import peft; raises AdapterError if it is not installed."""
     try:
         import peft
     except ImportError:

@@ -1,7 +1,5 @@
 """Loads configurations, tokenizers and weights, cheapest first, so that errors appear early."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib
@@ -32,11 +30,6 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def load_config(model: str) -> Any:
-    """Load the configuration of a model on disk or on the Hub.
-
-    Raises:
-        MeasureError: it cannot be loaded, or ``model`` is an adapter.
-    """
     if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its base
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and --adapter {model}"
@@ -61,11 +54,6 @@ def _warn(sentence: str) -> None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model.
-
-    Raises:
-        MeasureError: it cannot be loaded.
-    """
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
     if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
         raise MeasureError(
@@ -76,7 +64,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def loader(model: str, config: Any) -> Callable[..., Any]:
-    """Return the function that loads a model: ours for a saved patch or a GGUF file."""
+    """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or model.endswith(gguf_source.SUFFIX)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 
@@ -89,21 +77,11 @@ def load_model(
     adapter: str | None = None,
     as_saved: bool = False,
 ) -> Any:
-    """Load a causal language model in evaluation mode.
+    """Load a causal language model from a folder, Hub ID or GGUF file, in evaluation mode.
 
-    Args:
-        model: a folder, a Hub ID or a GGUF file.
-        dtype: one of ``DTYPES``; ``auto`` is float32 on a CPU, and the checkpoint's dtype
-            elsewhere.
-        device: a torch device, or ``auto`` for the accelerator, if there is one.
-        attn: name of an attention implementation in transformers, or None.
-        adapter: a PEFT adapter to load on top, or None.
-        as_saved: keep the patch recorded in the configuration, if there is one; otherwise remove
-            it.
-
-    Raises:
-        MeasureError: the model or the adapter cannot be loaded.
-        RecordError: the patch recorded in the configuration cannot be applied.
+    With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. ``attn``
+    names an attention implementation of transformers. ``as_saved`` keeps the patch recorded in the
+    configuration; otherwise it is removed.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -128,12 +106,8 @@ def load_learned(model: Any, adapter: str) -> None:
 
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
-
-    Raises:
-        MeasureError: the adapter cannot be read.
     """
-    parameters = learned(model)
-    if not parameters:
+    if not (parameters := learned(model)):
         return
     with hub.loading("adapter", adapter, MeasureError, _ADAPTER), torch.no_grad():
         from peft.utils import load_peft_weights
@@ -145,22 +119,13 @@ def load_learned(model: Any, adapter: str) -> None:
 
 
 def adapter_record(adapter: str) -> Record | None:
-    """Read the patch that an adapter was trained with; None if none is recorded next to it.
-
-    Raises:
-        LoadError: the adapter cannot be found.
-        RecordError: the record cannot be read.
-    """
+    """Read the patch that an adapter was trained with; None if none is recorded next to it."""
     sidecar = read_sidecar(adapter)
     return None if sidecar is None else sidecar.record
 
 
 def resolve_device(device: str) -> str:
-    """Resolve ``device``: ``auto`` is the accelerator, or the CPU if there is none.
-
-    Raises:
-        MeasureError: the device cannot be used.
-    """
+    """Resolve ``device``: ``auto`` is the accelerator, or the CPU if there is none."""
     if device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else str(accelerator)
@@ -178,11 +143,7 @@ def resolve_device(device: str) -> str:
 
 
 def require_attention(name: str | None) -> None:
-    """Check that ``name`` is an attention implementation of transformers or a kernel on the Hub.
-
-    Raises:
-        OptionError: it is neither.
-    """
+    """Check that ``name`` is an attention implementation of transformers or a kernel on the Hub."""
     ours = ("rope_ext", "rope_ext_probe")  # set by patches, not by users
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
     if name is not None and name not in known and "/" not in name:
@@ -194,11 +155,7 @@ def require_attention(name: str | None) -> None:
 
 
 def identity(name: str, config: Any) -> dict[str, Any]:
-    """Return an identifier of a checkpoint or adapter, without reading its weights.
-
-    For a Hub model, the commit; for a local one, the configuration and the names, sizes and times
-    of its weight files.
-    """
+    """Identify a checkpoint: by its commit, or by its configuration and weight files' times."""
     commit = getattr(config, "_commit_hash", None)
     if commit is not None:
         return {"name": name, "commit": commit}
@@ -211,11 +168,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 
 def trained_length(config: Any) -> int:
-    """Return the trained length in tokens, as ``patch`` reads it.
-
-    Raises:
-        MeasureError: the configuration does not contain it.
-    """
+    """Return the trained length in tokens, as ``patch`` reads it."""
     length = trained_length_of(config.get_text_config(decoder=True))
     if length is None:
         raise MeasureError(
@@ -226,11 +179,7 @@ def trained_length(config: Any) -> int:
 
 
 def saved_under(config: Any) -> Record | None:
-    """Read the patch that a checkpoint was saved with, if plain transformers cannot load it.
-
-    Raises:
-        RecordError: the record cannot be read.
-    """
+    """Read the patch that a checkpoint was saved with, if plain transformers cannot load it."""
     record = record_of(config.get_text_config(decoder=True))
     return None if record is None or record.plain else record
 

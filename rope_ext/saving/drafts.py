@@ -1,7 +1,5 @@
 """Writes files atomically: they are complete or do not exist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads how a saved or merged model is extended, without loading its weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,13 +39,7 @@ class Saved:
 
 
 def read_saved(given: Given) -> Saved:
-    """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved.
-
-    Raises:
-        MeasureError: there is no configuration.
-        RecordError: the record of the patch cannot be read.
-        UnsupportedModelError: no language model can be built from the configuration.
-    """
+    """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved."""
     config, sidecar, name = _configuration(given)
     text = config.get_text_config(decoder=True)
     record = sidecar if sidecar is not None else record_of(text)
@@ -60,20 +52,14 @@ def read_saved(given: Given) -> Saved:
         return Saved(model, config, name, "record" if sidecar is None else "adapter")
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))
-    if extended is None:
-        return Saved(model, config, name, None)
-    return Saved(extended, config, name, "rope_parameters")
+    source = None if extended is None else "rope_parameters"
+    return Saved(extended or model, config, name, source)
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """Build a configuration's language model, without weights; multimodal, if it has images.
-
-    Raises:
-        UnsupportedModelError: transformers cannot build one.
-    """
-    whole = config.get_text_config(decoder=True) is config
+    """Build a configuration's language model, without weights; multimodal, if it has images."""
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
-    if not whole:  # its causal class may be text-only
+    if config.get_text_config(decoder=True) is not config:  # its causal class may be text-only
         classes.reverse()
     auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
     try:
@@ -101,11 +87,7 @@ def model_of(given: nn.Module | Given) -> nn.Module:
 def patch_without_weights(
     model: nn.Module, method: Method, arguments: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Patch a model on the meta device; methods that change attention are only recorded.
-
-    So are temperatures: whether a family supports them is checked with weights, by
-    :func:`rope_ext.patch`.
-    """
+    """Patch a model on the meta device; only record what a family may refuse, with weights."""
     arguments = dict(arguments or {})
     named = (arguments.get(name) for name in ("bias", "layers"))
     changes_attention = any(value is not None for value in (*named, method.chosen_temperature))
@@ -129,10 +111,7 @@ def _configuration(given: Given) -> tuple[Any, Record | None, str]:
 
 
 def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
-    """Return the method that ``rope_parameters`` describe, and the original length in tokens.
-
-    None: nothing is scaled, the layer types are scaled differently, or no method is known for it.
-    """
+    """Return the one method that ``rope_parameters`` describe, if any, and the original length."""
     scaled = _scaled(text)
     if not scaled or any(settings != scaled[0] for settings in scaled[1:]):
         return None
@@ -179,8 +158,7 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
 
 def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
     """Whether the patched ``model`` has the frequencies that the saved configuration builds."""
-    state = current_patch(model)
-    assert state is not None
+    state = not_none(current_patch(model))
     if len(sites) != len(state.sites):
         return False
     for ours, theirs in zip(state.sites, sites, strict=True):

@@ -1,7 +1,5 @@
 """Finds folders and files on disk or on the Hub, and converts loading errors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +23,9 @@ AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
 raise anything from AttributeError to ZeroDivisionError."""
 
 
-def of_hub(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that locate files."""
-    return {name: kwargs[name] for name in _OF_HUB if name in kwargs}
+def of_hub(kwargs: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that locate files, and those named."""
+    return {name: kwargs[name] for name in (*_OF_HUB, *more) if name in kwargs}
 
 
 def find(path: str, name: str, connection_errors: bool = True, **where: Any) -> str | None:
@@ -46,17 +44,16 @@ def require_place(path: str | PathLike[str]) -> str:
     """Return ``path`` as a string; raises LoadError if it is neither a directory nor a Hub ID."""
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
-    name, fault = str(path), None
-    if os.path.exists(name):
-        fault = None if os.path.isdir(name) else "it is a file, not a folder"
-    else:
+    name, fault = str(path), "it is a file, not a folder"
+    if os.path.isdir(name):
+        return name
+    if not os.path.exists(name):
         try:
             validate_repo_id(name)
+            return name
         except HFValidationError:
             fault = "the directory does not exist, and it is not a valid Hub ID"
-    if fault is not None:
-        raise LoadError(f"there is no folder {name!r} to load from ({fault}); {_GIVE}")
-    return name
+    raise LoadError(f"there is no folder {name!r} to load from ({fault}); {_GIVE}")
 
 
 @contextmanager

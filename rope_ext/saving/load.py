@@ -1,10 +1,9 @@
 """Loads models and PEFT adapters together with the patch they were saved under."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -21,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, Record
 from rope_ext.errors import CURE, AdapterError, LoadError, RecordError
+from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, patch
 from rope_ext.position import learned
 from rope_ext.rotary.sites import text_decoder
@@ -88,8 +88,7 @@ def from_pretrained(
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         _patch(model, record)
         _load_learned(model, path, kwargs.get("variant"), where)
-        state = current_patch(model)
-        assert state is not None
+        state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
                 f"{path} was saved under {record.call()} with {record.outcome()}, but the same "
@@ -102,10 +101,7 @@ def from_pretrained(
 def _base_of(
     path: str, adapter: str, base: str | PathLike[str] | None, kwargs: dict[str, Any]
 ) -> Any:
-    """Load the base model of the adapter in ``path``, with the patch recorded next to it.
-
-    ``adapter`` is the path of its ``adapter_config.json``.
-    """
+    """Load the base model that ``adapter_config.json`` names, with the adapter's patch."""
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(
             f"{path} is an adapter, and output_loading_info= applies to whole models only; leave "
@@ -138,15 +134,11 @@ def _base_of(
 def _load(
     path: str, kwargs: dict[str, Any], class_name: str | None = None
 ) -> tuple[Any, Record | None]:
-    """Load the unpatched model, and read the patch recorded in its configuration, if any.
-
-    ``class_name`` names a class of transformers; None uses the class that was saved.
-    """
+    """Load the unpatched model, as the saved class by default, and read its recorded patch."""
     config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
-        names = ("code_revision", "trust_remote_code")
-        options = hub.of_hub(kwargs) | {name: kwargs[name] for name in names if name in kwargs}
+        options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
         # Its rope_type may be one that plain transformers must refuse.
         with (
             configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
@@ -156,11 +148,9 @@ def _load(
                 config = AutoConfig.from_pretrained(config or path, **options)
             else:
                 config = gguf_source.load_config(path, gguf_file, **options)
-    text = config.get_text_config(decoder=True)
+    found = getattr(config.get_text_config(decoder=True), FIELD, None)
     where = f"config.json of {path}"
-    record = None
-    if getattr(text, FIELD, None) is not None:
-        record = Record.from_json(getattr(text, FIELD), where)
+    record = None if found is None else Record.from_json(found, where)
     if record is not None and record.plain:
         record = None  # already in force
     if record is not None:
@@ -170,7 +160,7 @@ def _load(
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]
         for name in changes:
             setattr(config, name, kwargs.pop(name))
-    elif kwargs.get("config") is not None and getattr(text, FIELD, None) is None:
+    elif kwargs.get("config") is not None and found is None:
         _require_no_record(path, kwargs)
     try:
         with hub.loading("weights", path), _expecting_learned(record):
@@ -182,18 +172,14 @@ def _load(
             f"{where} belongs to a patched model, but its record of the patch is missing or does "
             f"not restore the original configuration; load the original model and patch it again"
         ) from error
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
     if gguf_file is not None:
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
     return loaded, record
 
 
 def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
-    """Return the saved class, or the one named ``class_name``; if unknown, a causal LM.
-
-    Raises:
-        LoadError: ``architectures`` of the configuration is malformed.
-    """
+    """Return the saved class, or the one named ``class_name``; if unknown, a causal LM."""
     if name in (_CAUSAL, *_TASKS.values()):
         return getattr(transformers, name)
     names = [name] if name else config.architectures or [""]
@@ -210,7 +196,6 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
 
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
-    """Raise RecordError if a configuration passed by the user lacks the saved record."""
     config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
     if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise RecordError(
@@ -246,11 +231,7 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
 def _load_learned(
     model: nn.Module, path: str, variant: str | None, where: Mapping[str, Any]
 ) -> None:
-    """Load a patch's learned parameters, which transformers ignores.
-
-    Raises:
-        LoadError: the directory does not contain them.
-    """
+    """Load a patch's learned parameters, which transformers ignores."""
     # Names within the decoder: their prefix depends on the saved class, and transformers renames it
     # for some families.
     wanted = learned.learned(text_decoder(model))
@@ -276,14 +257,10 @@ def _stored(
     path: str, variant: str | None, where: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Load the tensors in a folder that may be learned parameters of a patch, by name."""
-
-    def named(name: str) -> str:
-        """Return the file name that transformers uses for a variant."""
-        stem, _, ending = name.rpartition(".")
-        return name if variant is None else f"{stem}.{variant}.{ending}"
-
-    files = {named(SAFE_WEIGHTS_NAME)}
-    index = hub.find(path, named(SAFE_WEIGHTS_INDEX_NAME), **where)
+    before_ending = "" if variant is None else f".{variant}"
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
+    files, index = {single}, hub.find(path, index, **where)
     if index is not None:
         shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         files |= {file for key, file in shards.items() if "rope_ext_" in key}

@@ -19,7 +19,7 @@ import rope_ext
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.encodings.alibi import slopes
-from rope_ext.encodings.inputs import sinusoid
+from rope_ext.encodings.base import sinusoid
 from rope_ext.methods import Rope, build_method
 from rope_ext.methods.geometry import Distance
 from tests.helpers.models import LENGTH, tiny_llama

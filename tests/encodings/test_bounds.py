@@ -15,7 +15,6 @@ from tests.helpers.encodings import ALL, dense, parameters
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES
 
-NAMES = ("kerple_log", "kerple_power", "dape")
 LEAST = torch.tensor(0.01)
 
 
@@ -30,11 +29,6 @@ def small(name: str, value: float = 0.02) -> nn.Module:
         for parameter in of_kerple(model).values():
             parameter.fill_(value)
     return model
-
-
-def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(ids, labels=ids, use_cache=False).loss
-    return torch.autograd.grad(loss, list(of_kerple(model).values()))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

@@ -116,9 +116,6 @@ def test_options_that_do_not_fit_are_refused_and_what_is_dropped_is_named(caplog
     assert "rope_ext_input.table" in caplog.text and len(learned(model)) == 4
 
 
-# --- adapters ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["kerple_log", "learned"])
 def test_what_an_adapter_trained_outlives_another_patch(name: str, ids) -> None:
     options = {"length": 128} if name == "learned" else {}
@@ -166,9 +163,6 @@ def test_an_adapter_on_keys_changes_positions_that_go_through_keys(first: str, i
     torch.testing.assert_close(logits(merged, ids), found, **EXACT)
 
 
-# --- beginnings ----------------------------------------------------------------------------------
-
-
 def test_repo_begins_as_published_or_with_the_model_itself(ids) -> None:
     """Truncated normal numbers, which make no position at first; or the model's own positions."""
     torch.manual_seed(0)
@@ -182,12 +176,3 @@ def test_repo_begins_as_published_or_with_the_model_itself(ids) -> None:
     torch.testing.assert_close(logits(model, ids), logits(nope, ids), atol=0.05, rtol=0)
     model = rope_ext.patch(tiny_llama(), "repo", positions="shifted")
     torch.testing.assert_close(logits(model, ids), logits(tiny_llama(), ids), **EXACT)
-
-
-@pytest.mark.parametrize("name", ["fire", "cope", "floater", "repo"])
-def test_a_patch_in_inference_mode_can_be_trained_afterwards(name: str, ids) -> None:
-    model = tiny_llama()
-    with torch.inference_mode():
-        rope_ext.patch(model, name)
-    model(input_ids=ids[:1, :20]).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in parameters(model).values())

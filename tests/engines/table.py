@@ -1,15 +1,11 @@
 """Writes the page of families and engines from the tables in ``rope_ext.engines.families``.
 
-python -m tests.engines.table --write docs/engines/families.md
+python -m tests.engines.table > docs/engines/families.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from rope_ext.engines.families import ENGINES, Family
 
@@ -32,7 +28,7 @@ means not checked, † not run: only the rotary classes of SGLang 0.5.23 were te
 
 Tested beyond the trained length: vLLM 0.32.0 on a CPU (`tests/engines/test_vllm_real.py`),
 xllamacpp 2026.10.11549 and mlx-lm 0.32.2 (`tests/engines/test_families.py`). `python -m
-tests.engines.table --write docs/engines/families.md` wrote this page.
+tests.engines.table > docs/engines/families.md` wrote this page.
 """
 
 
@@ -58,18 +54,5 @@ def page() -> Iterator[str]:
         yield f"| {name} | {cells} |"
 
 
-def text() -> str:
-    """The page."""
-    return "\n".join(page()) + "\n"
-
-
-def main(write: Annotated[Path | None, typer.Option(help="File to write.")] = None) -> None:
-    """Print the page, or write it."""
-    if write is None:
-        print(text(), end="")
-    else:
-        write.write_text(text(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    print("\n".join(page()))

@@ -252,6 +252,7 @@ def test_files_are_written_into_a_new_folder_and_over_nothing_else(tmp_path: Pat
         assert (tmp_path / "config.json").read_text() == text
     ollama = rope_ext.export(patched("yarn"), "ollama")
     assert ollama.write(tmp_path) == ollama.write(tmp_path)
+    rope_ext.export(patched("pi"), "ollama").write(tmp_path)  # replaces a Modelfile of ours
     (tmp_path / "Modelfile").write_text("FROM other")
     with pytest.raises(rope_ext.ExportError, match="Modelfile exists and would be lost"):
         ollama.write(tmp_path)

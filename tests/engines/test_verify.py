@@ -6,11 +6,10 @@ import copy
 import json
 import math
 import shlex
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines import running, verifying
 from rope_ext.engines.verifying import Miniature
+from tests.helpers import openai_server
 
 CONFIG = {
     "hidden_size": 512,
@@ -67,7 +67,7 @@ def test_a_miniature_has_the_models_own_rotary_embedding(kind: type) -> None:
     want = rope_ext.YaRN(factor=8).inv_freq(found.scaling.rope)
     torch.testing.assert_close(model, want, rtol=1e-6, atol=0)
     assert sum(p.numel() for p in found.model.parameters()) < 1e6
-    assert found.lengths() == (63, 255, 383, 511)
+    assert sorted({len(one) for one in found.prompts()}) == [63, 255, 383, 511]
 
 
 def test_a_checkpoint_that_scales_by_itself_is_taken_as_it_is() -> None:
@@ -207,36 +207,21 @@ def test_the_nearest_hypothesis_holds_if_its_rivals_are_far(
 
 
 @contextmanager
-def serving(model: Any, prompts: Any = (), raw: bytes | None = None) -> Iterator[str]:
+def serving(model: Any, prompts: Any = (), raw: str | None = None) -> Iterator[str]:
     """An OpenAI-compatible server, as vLLM answers: the most probable tokens, by id."""
     answers = verifying.log_probs_of(model, prompts) if prompts else ()
     known = {tuple(p): row for p, row in zip(prompts, answers, strict=True)}
 
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.path == "/v1/completions" and body["max_tokens"] == 1
-            data = raw
-            if data is None:
-                best = known[tuple(body["prompt"])].topk(20)
-                top = {f"token_id:{i}": float(v) for v, i in zip(*best, strict=True)}
-                data = json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        assert path == "/v1/completions" and body["max_tokens"] == 1
+        if raw is not None:
+            return 200, raw
+        best = known[tuple(body["prompt"])].topk(20)
+        top = {f"token_id:{i}": float(v) for v, i in zip(*best, strict=True)}
+        return 200, {"choices": [{"logprobs": {"top_logprobs": [top]}}]}
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with openai_server.serving(SimpleNamespace(answer=answer)) as url:
+        yield url.removesuffix("/v1")
 
 
 def test_an_endpoint_is_asked(folder: str, tmp_path: Path, small: Miniature) -> None:
@@ -259,12 +244,29 @@ def test_an_endpoint_is_asked(folder: str, tmp_path: Path, small: Miniature) -> 
     assert "--dtype float32" in result.stderr and "--factor-error" in result.stderr
 
 
-@pytest.mark.parametrize("raw", [b"<html>Not here</html>", b'{"error": "Not here"}', b"[1]"])
-def test_what_a_server_says_instead_is_shown(folder: str, raw: bytes) -> None:
+@pytest.mark.parametrize("raw", ["<html>Not here</html>", '{"error": "Not here"}', "[1]"])
+def test_what_a_server_says_instead_is_shown(folder: str, raw: str) -> None:
     with serving(None, raw=raw) as url:
         result = run(folder, "--method", "yarn", "--url", url)
     assert result.exit_code == 2 and "returned no log-probabilities" in result.stderr
-    assert "Not here" in result.stderr or raw == b"[1]"
+    assert "Not here" in result.stderr or raw == "[1]"
+
+
+def test_only_a_prompt_beyond_the_trained_length_is_enough(folder: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = [folder, "--method", "yarn", "--engine", "transformers", "--json", report, "--length"]
+    for length, passed in ((64, False), (72, True)):
+        result = run(*words, length)
+        assert result.exit_code == (0 if passed else 3), result.output
+        assert json.loads(report.read_text())["passed"] is passed
+        assert ("done: " in result.stderr) is passed
+        assert ("as patched within 64 tokens only" in result.stdout) is not passed
+        assert ("give --length 72" in result.stderr) is not passed
+    result = run(*words[:3], "--write", tmp_path / "small", "--length", 72)
+    assert "--url http://localhost:8080 --length 72" in result.stderr
+    for trained, longest in ((64, 255), (8192, 9216), (32768, 2048)):
+        config = LlamaConfig(**CONFIG | {"max_position_embeddings": trained})
+        assert Miniature.from_config(config, "yarn", factor=4).lengths()[-1] == longest
 
 
 def test_wrong_options_are_refused(folder: str, tmp_path: Path) -> None:

@@ -22,9 +22,6 @@ Made = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Logits, and additions to the values for pairs of tokens."""
 
 
-# --- what is added to the logits -----------------------------------------------------------------
-
-
 def nope(s: Seen) -> Made:
     return s.logits
 
@@ -188,9 +185,6 @@ def key_projection(module: nn.Module) -> torch.Tensor:
     return weight[heads * size : (heads + kv) * size]
 
 
-# --- other rotations -----------------------------------------------------------------------------
-
-
 def xpos(s: Seen) -> Made:
     pairs = len(s.theta)
     zeta = (torch.arange(pairs).double() / pairs + 0.4) / 1.4
@@ -238,9 +232,6 @@ def swan(s: Seen) -> Made:
     apart = s.apart.double()[..., None] * s.theta
     turned = s.turned(torch.polar(torch.ones(1).double(), apart))
     return turned.masked_fill(s.apart >= 7, -1e30)
-
-
-# --- changes to the input of layers --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -386,10 +377,7 @@ ALL: dict[str, Encoding] = {
         entered=lambda e: e.x * sinusoid(e.t, e.x.shape[-1]),
     ),
     "floater": Encoding(
-        "floater",
-        options={"hidden": 8},
-        entered=lambda e: follows(e, 0.1),
-        into=(None, None),
+        "floater", options={"hidden": 8}, entered=lambda e: follows(e, 0.1), into=(None, None)
     ),
     "first": Encoding(
         "floater",

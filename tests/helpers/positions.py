@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    Cache,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import Cache, DynamicCache, StaticCache
 
 import rope_ext
 from tests.families.zoo import tiny_model
@@ -100,33 +95,12 @@ FAMILIES = {
     "gemma": Family("gemma"),  # multiplies its embeddings
 }
 KINDS = ["llama", "gemma2 scaled", "gpt_oss", "smollm3", "mistral windowed"]
-PACKED = [kind for kind in KINDS if kind != "gpt_oss"]  # does not separate documents
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),  # sliding layers keep their window
     "dynamic, all kept": lambda config: DynamicCache(),
     "static": lambda config: StaticCache(config=config, max_cache_len=100),
 }
 NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}  # more than a chunk of 13
-
-
-def grid(kinds: Iterable[str], names: Iterable[str]) -> list[Any]:
-    """Every kind with every method; by default some kinds with all geometries, others with one."""
-    cases = []
-    for number, kind in enumerate(kinds):
-        few = GEOMETRIES if kind in KINDS else [GEOMETRIES[number % len(GEOMETRIES)]]
-        for name in names:
-            by_default = kind == "llama" or name in few
-            marks = [] if by_default else [pytest.mark.slow]
-            cases.append(pytest.param(kind, name, marks=marks))
-    return cases
-
-
-def by_geometry(first: str, *others: str) -> list[tuple[str, str]]:
-    """Every method on the first kind, on the others one of each geometry.
-
-    Methods of a geometry differ in numbers only, which test_distances.py has for every kind.
-    """
-    return [(first, name) for name in METHODS] + [(k, name) for k in others for name in GEOMETRIES]
 
 
 def patch(model: nn.Module, name: str = "self_extend", **options: Any) -> nn.Module:
@@ -160,9 +134,6 @@ def gradients(model: nn.Module, ids: torch.Tensor, **given: Any) -> list[torch.T
     model.zero_grad()
     model(ids, labels=ids, **given).loss.backward()
     return [p.grad.clone() for n, p in model.named_parameters() if "proj" in n]
-
-
-# --- the paper's distances, in an unpatched model ------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,7 @@ def presses() -> dict[str, Callable[[], Any]]:
     return {
         "KnormPress": lambda: kvpress.KnormPress(0.5),
         "SnapKVPress": snap,
-        "TOVAPress": lambda: kvpress.TOVAPress(0.5),
         "ExpectedAttentionPress": lambda: kvpress.ExpectedAttentionPress(0.5, 64),
-        "AdaKVPress": lambda: kvpress.AdaKVPress(snap()),
         "KeyRerotationPress": lambda: kvpress.KeyRerotationPress(snap()),
     }
 

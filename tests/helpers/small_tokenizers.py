@@ -21,8 +21,8 @@ CORPUS = [f"{INTRO}\n{''.join(FILLER)}\n{NEEDLE}{ASK}{LEAD} 12345.\n"] * 3
 
 
 @cache
-def merging(start: bool = True) -> PreTrainedTokenizerFast:
-    r"""One token for ``".\n"``; ``start``: it puts ``<s>`` before a text."""
+def merging() -> PreTrainedTokenizerFast:
+    r"""One token for ``".\n"``."""
     made = Tokenizer(bpe.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
@@ -30,11 +30,11 @@ def merging(start: bool = True) -> PreTrainedTokenizerFast:
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _train(made, ["<s>", "</s>"], initial_alphabet=alphabet)
-    return _wrapped(made, start)
+    return _wrapped(made)
 
 
 @cache
-def spacing(start: bool = True) -> PreTrainedTokenizerFast:
+def spacing() -> PreTrainedTokenizerFast:
     """Adds a leading space, like SentencePiece; splits digits."""
     made = Tokenizer(bpe.BPE(unk_token="<unk>", fuse_unk=True))
     made.normalizer = normalizers.Sequence(
@@ -42,14 +42,10 @@ def spacing(start: bool = True) -> PreTrainedTokenizerFast:
     )
     made.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁\n0-9.?!,:]+|."), "isolated")
     made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     _train(made, ["<s>", "</s>", "<unk>"], initial_alphabet=["▁", "\n", *map(chr, range(33, 127))])
-    return _wrapped(made, start)
+    return _wrapped(made)
 
 
 def _train(made: Tokenizer, special: list[str], **more: Any) -> None:
@@ -59,29 +55,23 @@ def _train(made: Tokenizer, special: list[str], **more: Any) -> None:
     made.train_from_iterator(CORPUS, trainer)
 
 
-def _wrapped(made: Tokenizer, start: bool) -> PreTrainedTokenizerFast:
-    if start:
-        made.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
+def _wrapped(made: Tokenizer) -> PreTrainedTokenizerFast:
+    """Puts ``<s>`` before a text."""
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token="<s>" if start else None,
-        eos_token="</s>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
     )
 
 
 class Characters:
-    """One token for a fixed number of characters: fast for long prompts."""
+    """One token for each character: fast for long prompts."""
 
     chat_template = None
 
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
-
     def __call__(self, text: str, **options: Any) -> dict[str, array]:
-        return {"input_ids": array("i", text.encode("utf-32-le"))[:: self.size]}
+        return {"input_ids": array("i", text.encode("utf-32-le"))}
 
     def decode(self, ids: Any, **options: Any) -> str:
         return "".join(map(chr, ids))

@@ -14,7 +14,7 @@ from lab.attention import FIRST, by_distance, evenly, octaves
 from rope_eval.plots.style import figure_of
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import FAMILIES, METHODS, by_formula, by_geometry, patch
+from tests.helpers.positions import FAMILIES, GEOMETRIES, METHODS, by_formula, patch
 
 TOKENS = 90
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 90)
@@ -74,7 +74,10 @@ def test_attention_is_what_transformers_returns(kind: str, method: str | None, r
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(("kind", "name"), by_geometry("llama", "cohere", "gpt_neox"))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("llama", name) for name in GEOMETRIES), ("cohere", "rerope"), ("gpt_neox", "dpe")],
+)
 def test_attention_under_position_methods_is_that_of_the_formula(kind, name: str, row) -> None:
     model = FAMILIES[kind].model()
     plain = looked(model, row)
@@ -127,3 +130,8 @@ def test_it_is_drawn_with_a_line_for_every_method(checkpoint: Path, tmp_path: Pa
     figure = figure_of(4, 3)
     attention.draw(figure.subplots(), *drawn)
     assert (tmp_path / "one.png").stat().st_size > 1000
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(rope_ext.OptionError, match=r"give a \.png file"):
+        attention.main([*words[:-1], str(other)])
+    assert other.read_text() == "mine"

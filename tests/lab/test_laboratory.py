@@ -128,18 +128,8 @@ def test_differences_are_paired_by_seed() -> None:
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_and_makes_the_page(tmp_path) -> None:
     options = "--encodings alibi --seeds 1 --tasks text,copy --steps 2 --choosing-share 0.5"
-    options += " --length 64 --width 32"
-    given = [
-        *options.split(),
-        "--problem-steps",
-        "2",
-        "--layers",
-        "1",
-        "--rows",
-        "1",
-        "--output",
-        str(tmp_path),
-    ]
+    options += " --length 64 --width 32 --problem-steps 2 --layers 1 --rows 1"
+    given = [*options.split(), "--output", str(tmp_path)]
     command = [sys.executable, "-m", "lab.laboratory", *given]
     log = tmp_path / "laboratory.jsonl"
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

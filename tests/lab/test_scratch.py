@@ -68,9 +68,6 @@ def dot(a: Vector, b: Vector) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-# The rotations: the angle of a pair, or what multiplies it
-
-
 def of_grape_m(positions: Positions, x: torch.Tensor, t: int, head: int) -> Vector:
     return [t * math.exp(value) for value in positions.log_theta.tolist()]
 
@@ -201,18 +198,6 @@ def formula(name: str, positions: Positions, q, k, v, x) -> torch.Tensor:
 def test_attention_is_the_formula(name: str) -> None:
     positions, (q, k, v, x, t) = made(name), inputs(name)
     assert_same(positions(q, k, v, x, t), formula(name, positions, q, k, v, x))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["carope", "grape_m"])
-def test_training_begins_with_rope(name: str) -> None:
-    rotating, (q, k, v, x, t) = SCRATCH[name](SHAPE), inputs(name)
-    weights = [
-        [rope_pp_logit(rotating, q[0], k[0], x[0], 5, j, 2 * head) for j in range(6)]
-        for head in range(HEADS)
-    ]
-    want = torch.tensor(weights).softmax(-1)[:, None] @ v[0, :, :6]
-    assert_same(rotating(q, k, v, x, t)[0, :, 5], want[:, 0])
 
 
 def built(name: str, heads: int = 4) -> torch.nn.Module:

@@ -64,8 +64,6 @@ def test_one_command_measures_everything(
             ratio, low, high = map(float, re.findall(r"[0-9.]+", cell))
             assert 0 < low <= ratio <= high, title
     assert page.count("| `rerope` |") == 3 * dtypes  # in two models, and alone
-    assert "eager, 8 key heads" in page and "compiled, 2 key heads" in page
-    assert "with backward, 128" in page and "decode at 128, 2 key heads" in page
 
 
 def test_a_window_in_most_layers_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:

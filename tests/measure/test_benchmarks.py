@@ -74,9 +74,6 @@ def texts(task: Task, frame: Frame, length: int = 65536, seed: int = 42) -> list
     return [text.removeprefix(before).removesuffix(after) for text in found]
 
 
-# What the authors' code makes of the same rows
-
-
 def digests(prompts: list[str]) -> list[str]:
     return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in prompts]
 
@@ -171,9 +168,6 @@ def test_distractors_of_nolima_stay_away_from_the_needle() -> None:
     assert [distractor_depth(d, 400, random.Random(0)) for d in (0.1, 0.7, 0.8)] == [0.7, 0.5, 0.6]
 
 
-# Lengths
-
-
 def test_helmet_cuts_the_end_of_the_context(frame: Frame, tmp_path: Path) -> None:
     task = given("helmet_kilt_nq", tmp_path)
     whole = texts(task, frame)[0]
@@ -217,9 +211,6 @@ def test_nolima_prompts_fill_their_length(frame: Frame, chat: Frame, tmp_path: P
             assert case.bin == round(case.depth * 2)
     few = replace(task, samples=2).questions(frame, [600], 0).cases
     assert [case.bin for case in few] == [None, None]  # a picture by depth has them all
-
-
-# Scores, by hand
 
 
 @dataclass(frozen=True)
@@ -280,9 +271,6 @@ def test_a_judge_decides_and_is_part_of_the_case() -> None:
     assert len({one.prompt for one in (case, other, replace(case, judge=None))}) == 3
     with pytest.raises(OptionError, match="is no dataclass, so --resume could not tell it"):
         replace(case, judge=lambda text: 1.0)
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

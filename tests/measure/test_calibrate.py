@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_eval.forward import cost
 from rope_eval.reports import calibration
-from rope_eval.tune import calibrate as module
 from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
 from rope_eval.tune.options import CalibrationOptions
@@ -122,15 +121,6 @@ def test_the_cheap_preset_says_what_it_costs_before_it_starts(
     assert result.rows <= int(said[0]) and int(said[1].replace(",", "")) > TARGET
 
 
-def test_rows_come_from_different_documents_in_the_two_halves() -> None:
-    assert module.in_halves([0, 1, 2, 0, 1, 0]) == [0, 1, 1, 0, 1, 0]
-    assert module.in_halves([5, 5, 5]) == [0, 1, 0]
-    for numbers in ([0, 1, 2, 3], [0, 0, 0, 1], [2, 2, 1, 1, 0, 0, 3]):
-        placed = list(zip(numbers, module.in_halves(numbers), strict=True))
-        halves = [{n for n, half in placed if half == h} for h in (0, 1)]
-        assert all(halves) and not halves[0] & halves[1]
-
-
 # What is chosen: losses that are functions of the attention factor
 
 
@@ -168,14 +158,6 @@ def test_what_the_other_half_does_not_confirm_stays_as_it_was_published(
     assert result.best.proposed != result.best.published == result.method == rope_ext.YaRN(factor=2)
     assert "is not better beyond noise" in result.sentence
     assert result.sentence.startswith("Keep the published default")
-
-
-def test_noise_alone_never_replaces_the_published_default(model, tokenizer, monkeypatch) -> None:
-    for seed in range(4):
-        noise = random.Random(seed)
-        pretend(monkeypatch, lambda a, i, rng=noise: rng.gauss(2, 0.1))
-        result = found(model, tokenizer, samples=8)
-        assert result.method == rope_ext.YaRN(factor=2)
 
 
 def test_the_cost_within_the_trained_length_is_capped(model, tokenizer, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The evaluators as they are run: plans, resumption, processes, tasks, reports and mistakes."""
+"""The evaluators as they are run: plans, resumption, processes, tasks and reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from rope_eval import command
-from rope_eval.cases import Case, Outcome, read_outcomes
+from rope_eval.cases import Case, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.evaluate import evaluate
 from rope_eval.forward import score
@@ -33,7 +33,6 @@ from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "checkpoints" / "tiny-512")
 SHIPPED = ROOT / "checkpoints" / "tiny-512"
 BOOK = [" ".join(f"word{i * k % 97}" for i in range(400)) + "." for k in (3, 5)]
 
@@ -54,10 +53,6 @@ def settings(checkpoint: Path, tmp_path: Path) -> Settings:
 
 
 TASKS = (Perplexity(BOOK, windows=3), Passkey(trials=2, depths=2))
-
-
-def values(outcomes: list[Outcome]) -> list[tuple]:
-    return [(o.system, o.task, o.length, o.bin, o.value) for o in outcomes]
 
 
 # The run
@@ -139,12 +134,6 @@ def test_resume_repeats_nothing_and_changes_nothing(
 def interrupt(now: bool) -> None:
     if now:
         raise KeyboardInterrupt
-
-
-def arguments(checkpoint: Path, output: Path, *more: object) -> list[str]:
-    words = ["--model", checkpoint, "--method", "yarn,dynamic_yarn", "--lengths", "128,256"]
-    words += ["--trials", 3, "--depths", 2, "--windows", 3, "--output", output, *more]
-    return list(map(str, words))
 
 
 class Forgetful:
@@ -453,47 +442,3 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
     assert sentence in both.markdown() and change in sentence
     with pytest.raises(OptionError, match="give --method before,adapter"):
         report("alone", methods=("before", "yarn"), adapter=str(folder), force=True)
-
-
-# Mistakes
-
-
-@pytest.mark.parametrize(
-    ("task", "change", "message"),
-    [
-        ("passkey", ["--model", TINY, "--model", TINY], "a model is given twice"),
-        ("passkey", ["--option", "beta_fast=1"], "use METHOD.NAME=VALUE"),
-        ("passkey", ["--lengths", "9k"], "beyond factor 4 x the trained 128 tokens = 512 of yarn"),
-        ("passkey", ["--adapter", "/none"], "the directory does not exist, and"),
-        ("passkey", ["--trials", "0"], "trials=0 is not valid"),
-        ("passkey", ["--chat", "yes"], "no chat template"),
-        ("perplexity", ["--text", "empty.txt"], "the text empty.txt is empty"),
-        ("perplexity", ["--text", "hf:nobody/nothing"], "cannot read hf:nobody/nothing"),
-        ("perplexity", ["--protocol", "sliding"], "--protocol sliding needs --stride TOKENS"),
-        ("perplexity", ["--stride", "x"], "--stride 'x' is not a number of tokens"),
-        ("needle", ["--new-tokens", "x"], "--new-tokens 'x' is not a number of tokens"),
-        ("needle", ["--new-tokens", "0"], "tokens=0 is not valid"),
-        ("ruler", ["--ruler-tasks", "niah_single"], "unknown task 'niah_single'; did you mean"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line_before_any_weights(
-    task: str,
-    change: list[str],
-    message: str,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "load_model", lambda *args: pytest.fail("the model was loaded"))
-    (tmp_path / "empty.txt").touch()
-    words = ["--model", str(checkpoint), "--method", "yarn,ntk", "--output", str(tmp_path / "out")]
-    if "--lengths" not in change:
-        words += ["--lengths", "128,512"]
-    with pytest.raises(SystemExit) as stopped:
-        command.call([task, *words, *change])
-    out, err = capfd.readouterr()
-    assert stopped.value.code == 2
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == ""

@@ -37,9 +37,6 @@ def changed(settings: Settings, **change: Any) -> Settings:
     return dataclasses.replace(settings, **change)
 
 
-# Whose files
-
-
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}], ids=str)
 @pytest.mark.parametrize("name", ["cases.jsonl", *NAMES])
 def test_a_file_of_the_user_is_in_the_way_and_stays(
@@ -104,9 +101,6 @@ def test_killed_while_it_writes_the_files_are_still_ours(
     assert (tmp_path / "table.md").read_bytes() == b"old"
     folder.write({"cells.csv": b"newest", "table.md": b"newest"})
     assert (tmp_path / "table.md").read_bytes() == b"newest"
-
-
-# One run at a time
 
 
 def holding(folder: Path) -> int:

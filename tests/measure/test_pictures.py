@@ -36,17 +36,6 @@ def test_what_is_added_by_hand() -> None:
     assert kerple[0].tolist() == pytest.approx([-0.5 * math.log1p(2 * d) for d in AT.tolist()])
 
 
-def test_fire_is_that_of_the_last_token() -> None:
-    """Whose network is asked ``ln(1 + c d) / ln(1 + c i)``."""
-    fire = rope_ext.FIRE(threshold=20, hidden=1)
-    one = {name: torch.ones(1, 1) for name in ("first_weight", "second_weight")}
-    none = {name: torch.zeros(1) for name in ("first_bias", "second_bias")}
-    learned = {"c": torch.tensor([0.5]), "multiplier": torch.ones(1), **one, **none}
-    found = bias_at(SHORT, fire, 1, 200, AT, learned)
-    by_hand = [math.log1p(0.5 * d) / (math.log1p(0.5 * 199) + 1e-6) for d in AT.tolist()]
-    assert found[0].tolist() == pytest.approx(by_hand)
-
-
 def test_encodings_that_turn_decay_as_they_turn() -> None:
     """XPos fades; 3D-RPE rotates within chunks of 10, and by an angle for each chunk."""
     at = torch.tensor([0.0, 5.0, 12.0], dtype=torch.float64)

@@ -62,9 +62,6 @@ def test_prompts_fill_their_length_and_never_exceed_it(name: str, frame: Frame) 
     assert prompts[0] > prompts[1] and not prompts[0] & prompts[2]
 
 
-# MRCR
-
-
 @pytest.mark.parametrize("needles", [2, 4])
 def test_the_nth_of_the_requests_alike_got_the_answer(needles: int, frame: Frame) -> None:
     for case in KINDS[f"mrcr_{needles}"].questions(frame, [1500], 0).cases:
@@ -90,9 +87,6 @@ def test_the_nth_of_the_requests_alike_got_the_answer(needles: int, frame: Frame
         assert case.count == 60 or case.count >= len(encode(frame.tokenizer, case.key)) + 8
 
 
-# Hops
-
-
 @pytest.mark.parametrize("name", ["hops_1", "hops_3"])
 def test_the_number_is_where_the_chain_ends(name: str, frame: Frame) -> None:
     task = KINDS[name]
@@ -108,9 +102,6 @@ def test_the_number_is_where_the_chain_ends(name: str, frame: Frame) -> None:
         ends = [end for end in leads.values() if end.isdigit()]
         assert len(set(ends)) == task.chains
         assert [case.judge(f" {end}.") for end in ends] == [float(end == at) for end in ends]
-
-
-# From the command line
 
 
 def run(*words: object) -> dict:

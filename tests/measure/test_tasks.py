@@ -34,9 +34,6 @@ def own_tasks() -> Iterator[None]:
             base.unregister(cls)
 
 
-# Flags
-
-
 def parsed(*words: str, tasks: list[str]) -> list[Task]:
     words = ("--tasks", ",".join(tasks), "--model", "m", "--lengths", "1k", *words)
     made = command.command_for("eval", words)
@@ -88,9 +85,6 @@ def test_mistakes_are_told(
     assert message.split("; ")[0] in " ".join(result.stderr.split())
 
 
-# A file of one's own
-
-
 @pytest.mark.usefixtures("own_tasks")
 def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> None:
     _, _, section = PAGE.partition("\n## An evaluator\n")
@@ -115,9 +109,6 @@ def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> Non
     names = {"Echo": echo, "model": str(checkpoint), "output": tmp_path / "called"}
     exec(call, names)
     assert {outcome.task for outcome in names["report"].outcomes} == {"echo"}
-
-
-# What invalidates --resume
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

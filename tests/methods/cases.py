@@ -15,7 +15,7 @@ from rope_ext.methods import FrequencyMethod, Rope
 from tests.helpers import encodings, methods
 from tests.helpers.encodings import Encoding, Made, of_layer, parameters, randomized
 from tests.helpers.models import LENGTH
-from tests.helpers.positions import FAMILIES, METHODS, Family, Seen, by_formula
+from tests.helpers.positions import FAMILIES, GEOMETRIES, KINDS, METHODS, Family, Seen, by_formula
 from tests.helpers.positions import patch as patch_positions
 
 LLAMA = FAMILIES["llama"]
@@ -71,7 +71,7 @@ def frequency(key: str) -> Case:
 def position(name: str) -> Case:
     return Case(
         name,
-        lambda model: patch_positions(model, name),
+        lambda model, **more: patch_positions(model, name, **more),
         lambda plain, family, model, t: by_formula(plain, family, name, t[None], **METHODS[name]),
     )
 
@@ -176,6 +176,11 @@ OVER = {
         **{"attention_factor": 1, "distance": "self_extend", **METHODS["self_extend"]},
         **{"constants": METHODS["self_extend"], **SSMAX},
     ),
+    "rerope over ntk": over(
+        "rerope",
+        **{"under": rope_ext.NTK(factor=2), "log_n": 2 * LENGTH, "constants": {"window": 5}},
+        **{"factor": 2, "window": 5, "frequency": rope_ext.NTK(factor=2)},
+    ),
     "jet_long, kept": over(
         "jet_long", distance="jet_long", constants=METHODS["jet_long"] | KEPT, **NARROW, **KEPT
     ),
@@ -187,6 +192,8 @@ CASES: dict[str, Case] = {
     **{key: encoding(key) for key in encodings.ALL},
     **OVER,
 }
+DISTINCT = [key for key in CASES if key == "yarn" or key not in methods.VARIANTS]
+"""Fixed frequencies differ in numbers only."""
 LEARNING = [
     *("t5", "kerple_log", "kerple_power", "alibi learned", "t5 offsets", "fire", "dape", "dape v2"),
     *("dape on fire", "dape on nothing", "cope", "shaw", "shaw keys", "deberta", "transformer_xl"),
@@ -216,5 +223,9 @@ FAMILIES_OF = {
     "qwen2": ("through keys",),
     "smollm3": ("self_extend and ssmax",),
 }
-PAIRS = [(kind, key) for kind, keys in FAMILIES_OF.items() for key in keys]
+PAIRS = [
+    *((kind, key) for kind, keys in FAMILIES_OF.items() for key in keys),
+    *((kind, name) for kind in KINDS[1:] for name in GEOMETRIES),
+    *((kind, GEOMETRIES[n % 4]) for n, kind in enumerate(FAMILIES) if kind not in KINDS),
+]
 """Families whose layers differ from Llama's, and what is checked on them."""

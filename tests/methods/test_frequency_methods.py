@@ -25,7 +25,6 @@ from rope_ext.methods import (
     DynamicNTK,
     DynamicYaRN,
     FrequencyMethod,
-    Llama3,
     LongRoPE,
     NTKByParts,
     PRoPE,
@@ -39,9 +38,6 @@ from tests.helpers.methods import VARIANTS, table
 LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
 LLAMA3 = Rope.geometric(base=5e5, dim=128, length=8192)
 
-
-# These keep the fastest pair, divide the slowest by the factor, and stay between the two.
-# --- against transformers ------------------------------------------------------------------
 
 HEADS = list(itertools.product((32, 64, 80, 128, 256), (1.0, 0.5, 0.25)))
 SCALES = list(itertools.product((1e4, 5e5, 1e6), (1.5, 2.0, 4.0, 8.0, 32.0), (512, 4096, 8192)))
@@ -154,9 +150,6 @@ def test_p_rope_equals_transformers_proportional(dim: int, p: float) -> None:
     assert_same(PRoPE(factor=4, p=p).inv_freq(rope), inv_freq)
 
 
-# --- identities and published numbers ------------------------------------------------------
-
-
 def test_yarn_ramp_runs_from_pair_20_to_46_on_llama2() -> None:
     # 64 ln(4096 / (32 2 pi)) / ln(1e4) = 20.944 and 64 ln(4096 / (2 pi)) / ln(1e4) = 45.027
     kept = YaRN(factor=4).kept(LLAMA2)
@@ -220,25 +213,6 @@ def test_dynamic_methods_leave_short_sequences_as_they_were(method: FrequencyMet
     assert (method.attention_scaling_at(LLAMA2, lengths) == 1).all()
 
 
-def test_llama3_equals_the_release() -> None:
-    def release(theta: float) -> float:  # apply_scaling, with its numbers
-        wavelength = 2 * math.pi / theta
-        if wavelength < 8192 / 4:
-            return theta
-        if wavelength > 8192 / 1:
-            return theta / 8
-        smooth = (8192 / wavelength - 1) / (4 - 1)
-        return (1 - smooth) * theta / 8 + smooth * theta
-
-    expected = torch.tensor([release(theta) for theta in LLAMA3.inv_freq.tolist()]).double()
-    inv_freq = Llama3().inv_freq(LLAMA3)
-    assert_same(inv_freq, expected, rtol=1e-7)
-    # 64 ln(2048 / (2 pi)) / ln(5e5) = 28.2 and 64 ln(8192 / (2 pi)) / ln(5e5) = 35.0
-    theta = LLAMA3.inv_freq
-    assert torch.equal(inv_freq[:29], theta[:29]) and torch.equal(inv_freq[35:], theta[35:] / 8)
-    assert ((theta[29:35] / 8 < inv_freq[29:35]) & (inv_freq[29:35] < theta[29:35])).all()
-
-
 def test_base_truncation_has_the_three_regions_of_the_release() -> None:
     # Pair 45 turns once in 4080 tokens, pair 59 in 30 600, pair 60 in 35 300 (8 * 4096 = 32 768).
     inv_freq = BaseTruncation(factor=4).inv_freq(LLAMA2)
@@ -276,9 +250,6 @@ def test_abf_takes_a_base_or_the_smallest_useful_one() -> None:
     assert ABF(factor=8).new_base(LLAMA2) == pytest.approx(9.52e5, rel=1e-3)
 
 
-# --- properties of every map ---------------------------------------------------------------
-
-
 @st.composite
 def extensions(draw: st.DrawFn) -> tuple[float, Rope]:
     """A factor that is a whole length over the trained one, and a trained embedding."""
@@ -303,7 +274,6 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
 
 # Not bounded by theta / s: dynamic_ntk (its alpha exceeds s), abf and longrope (free numbers),
 # base_truncation, p_rope and clipped (zeros), resonance (rounds 2 pi to 6, faster than trained).
-# --- errors --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,6 @@ def test_dpe_has_the_published_groups_of_llama_3() -> None:
     assert uneven.groups == (22, 21, 21)
 
 
-def test_dpe_with_equal_scales_is_self_extend() -> None:
-    distance = torch.arange(20000, dtype=torch.float64)
-    alike = rope_ext.DPE(factor=4, window=1000, scales=[7, 7]).distances(LLAMA3, 20000, distance)
-    one = rope_ext.SelfExtend(factor=4, window=1000, group=7).distances(LLAMA3, 20000, distance)
-    assert torch.equal(alike, one[:, None].expand(-1, 64))
-
-
 def test_dpe_reaches_as_far_as_its_slow_pairs() -> None:
     rope = Rope.geometric(base=1e4, dim=8, length=64)  # 10.2, 1.02, 0.1 and 0.01 turns
     reached = rope_ext.DPE(factor=4, window=8, scales=[1, 1, 4, 2]).reached(rope)

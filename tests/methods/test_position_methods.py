@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope_ext
-from rope_ext.methods import (
-    NTK,
-    Map,
-    PositionMethod,
-    Rope,
-    build_method,
-)
+from rope_ext.methods import NTK, Map, PositionMethod, Rope, build_method
 from tests.helpers.distances import FORMULAS, formula
 
 LLAMA2 = Rope.geometric(base=1e4, dim=128, length=4096)
@@ -83,9 +77,6 @@ def test_every_pair_is_seen_once_at_the_distance_of_the_paper(
     found, count = distances(method, tokens)
     assert torch.equal(count, (right < math.inf).long())
     torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
-
-
-# --- defaults ------------------------------------------------------------------------------------
 
 
 @pytest.mark.every
@@ -162,19 +153,6 @@ def test_the_reach_is_the_longest_text_of_trained_distances(method, length, fact
         assert length < target and method.name in str(error)
 
 
-# --- the temperature -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", [rope_ext.ReRoPE, rope_ext.LeakyReRoPE])
-def test_queries_are_scaled_by_the_logarithm_of_their_place(cls: type) -> None:
-    rope = Rope.geometric(base=1e4, dim=16, length=64)
-    t = torch.tensor([0, 1, 62, 63, 511, 4095], dtype=torch.float64)
-    found = cls(factor=4).query_scaling(t, rope)
-    right = torch.tensor([1, 1, 1, 1, 1.5, 2], dtype=torch.float64)  # 512 = 64^1.5
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    assert cls(factor=4, log_n=False).query_scaling(t, rope) is None
-
-
 @pytest.mark.parametrize("cls", [rope_ext.SelfExtend, rope_ext.DPE])
 def test_published_takes_the_default_temperature_away(cls: type) -> None:
     t = torch.tensor([0, 4095, 16777215], dtype=torch.float64)  # 4096 squared, less one
@@ -183,9 +161,6 @@ def test_published_takes_the_default_temperature_away(cls: type) -> None:
     assert cls(factor=2, published=True).query_scaling(t, LLAMA2) is None
     assert cls(factor=2, published=True) == cls(factor=2, temperature=1)
     assert cls(factor=2, published=True, temperature="log_n") == cls(factor=2, temperature="log_n")
-
-
-# --- options -------------------------------------------------------------------------------------
 
 
 UNFIT: list[tuple[str, dict[str, Any], str]] = [

@@ -15,7 +15,7 @@ import rope_ext
 from rope_ext.methods import Method, Rope, all_methods, build_method
 from rope_ext.methods.temperature import as_temperature
 from tests.helpers.models import LENGTH, tiny_llama
-from tests.helpers.positions import EXACT, METHODS, logits
+from tests.helpers.positions import EXACT, FAMILIES, METHODS, logits
 
 ROPE = Rope.geometric(base=1e4, dim=16, length=LENGTH)
 T = torch.arange(300, dtype=torch.float64)
@@ -34,9 +34,6 @@ FORMULAS = {
 }
 
 
-# --- the numbers ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
     found = rope_ext.NTK(factor=4, temperature=name).query_scaling(T, ROPE)
@@ -46,12 +43,6 @@ def test_a_temperature_is_its_formula_at_every_position(name: str) -> None:
 def test_llama4_is_what_transformers_computes_in_ministral3() -> None:
     theirs = get_llama_4_attn_scale(T[None].long(), 0.1, LENGTH).flatten()
     torch.testing.assert_close(rope_ext.Llama4(length=LENGTH).at(T).float(), theirs)
-
-
-def test_yarn_as_a_temperature_is_the_square_of_its_attention_factor() -> None:
-    published = rope_ext.YaRN(factor=4).attention_scaling(ROPE)
-    found = rope_ext.PI(factor=4, temperature="yarn").query_scaling(T, ROPE)
-    assert (found == published**2).all()
 
 
 def test_a_temperature_comes_back_from_json() -> None:
@@ -99,9 +90,6 @@ def test_without_them_each_method_has_what_was_released_with_it(name: str) -> No
     assert (method.query_scaling(T, ROPE) is not None) == grows
 
 
-# --- in a model ----------------------------------------------------------------------------------
-
-
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:
     model = tiny_llama()
 
@@ -116,6 +104,23 @@ def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> No
     torch.testing.assert_close(of(1.1, 1.2), of(1.32, 1), **EXACT)
     torch.testing.assert_close(of(1.1, 1.2), of(1, 1.32), **EXACT)
     assert (of(1.1, 1.2) - of(1, 1)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2 scaled", "gpt_oss scaled", "gpt_neox", "smollm3"]
+)
+@pytest.mark.parametrize("given", [1.5, "yarn"])
+def test_a_constant_is_in_the_softmax_scale_of_the_layers_that_rotate(kind, given, ids) -> None:
+    family = FAMILIES[kind]
+    model, found = family.model(), []
+    scales = [getattr(module, "scaling", None) for module in model.modules()]
+    for layers in (None, family.mapped or range(2)):  # with these, queries are multiplied
+        options = {"factor": 4, "temperature": given, "layers": layers, **family.options}
+        with rope_ext.patched(model, "pi", **options):
+            assert (model.config._attn_implementation == "rope_ext") == (layers is not None)
+            found.append(logits(model, ids))
+    torch.testing.assert_close(*found, **EXACT)
+    assert scales == [getattr(module, "scaling", None) for module in model.modules()]
 
 
 def test_on_top_of_a_scaled_checkpoint_both_numbers_hold_too() -> None:
@@ -175,7 +180,7 @@ def test_a_new_ssmax_is_log_n_and_leaves_the_trained_length_alone(name: str, ids
     with rope_ext.patched(model, name, temperature="ssmax", **options):
         torch.testing.assert_close(logits(model, ids), right, **EXACT)
     with rope_ext.patched(model, name, temperature=rope_ext.SSMax(scale=0), **options):
-        assert torch.equal(logits(model, ids), none)
+        torch.testing.assert_close(logits(model, ids), none, **EXACT)
     # Whatever is learned, a text of the trained length is read as without it.
     learned = rope_ext.patched(model, name, temperature=rope_ext.SSMax(scale=3), **options)
     with learned:

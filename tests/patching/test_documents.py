@@ -8,15 +8,13 @@ from transformers import DynamicCache, StaticCache
 
 import rope_ext
 from tests.helpers.models import several_axes, tiny_llama
+from tests.helpers.positions import EXACT, padded
 
-EXACT = {"atol": 1e-4, "rtol": 0}  # float32 sums in another order; logits are of size 10
 TABLE = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 4.0]
 METHODS = {
-    "dynamic_ntk": rope_ext.DynamicNTK(factor=4),
     "dynamic_yarn": rope_ext.DynamicYaRN(factor=4),
-    "two tables, start tokens": rope_ext.LongRoPE(
-        factor=4, long_factor=TABLE, short_factor=[1.0] * 8, start_tokens=20
-    ),
+    "two tables": rope_ext.LongRoPE(factor=4, long_factor=TABLE, short_factor=[1.0] * 8),
+    "start tokens": rope_ext.LongRoPE(factor=4, long_factor=TABLE, start_tokens=20),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -24,16 +22,6 @@ every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @torch.no_grad()
 def said(model, *args, **given) -> torch.Tensor:
     return model(*args, **{"use_cache": False, **given}).logits
-
-
-def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and mask, ``[rows, longest]``."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    ones = [torch.ones_like(row) for row in rows]
-    return (
-        pad(rows, batch_first=True, padding_side=side),
-        pad(ones, batch_first=True, padding_side=side),
-    )
 
 
 def square(mask: torch.Tensor) -> torch.Tensor:
@@ -56,7 +44,7 @@ def blocks(lengths: list[int]) -> torch.Tensor:
 def test_padding_counts_for_nothing_in_a_plain_forward(ids, method, side: str, kind: str) -> None:
     model = rope_ext.patch(tiny_llama(), method)
     rows = [ids[0], ids[1, :70], ids[1, :40]]
-    batch, mask = padded(rows, side)
+    batch, mask, _ = padded(rows, side)
     given = mask if kind == "two axes" else square(mask)
     if kind == "numbers":
         given = torch.where(given, 0.0, torch.finfo(torch.float32).min)
@@ -118,7 +106,7 @@ def test_positions_that_skip_or_branch_are_of_one_document(ids) -> None:
 def test_a_row_may_begin_in_a_later_chunk(ids, method, static: bool) -> None:
     model = rope_ext.patch(tiny_llama(), method)
     rows = [ids[0], ids[1, :80]]
-    batch, mask = padded(rows, "left")
+    batch, mask, _ = padded(rows, "left")
 
     def decoded(batch: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
@@ -144,7 +132,7 @@ def test_generate_pads_as_if_each_row_were_alone(ids, method, how: dict) -> None
     model = rope_ext.patch(tiny_llama(), method)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     rows = [ids[0, :100], ids[1, :50]]
-    batch, mask = padded(rows, "left")
+    batch, mask, _ = padded(rows, "left")
     together = model.generate(batch, attention_mask=mask, **settings, **how)[:, 100:]
     for row, prompt in enumerate(rows):
         assert torch.equal(together[row], model.generate(prompt[None], **settings, **how)[0, -6:])
@@ -152,7 +140,7 @@ def test_generate_pads_as_if_each_row_were_alone(ids, method, how: dict) -> None
 
 def test_padding_counts_for_nothing_on_several_axes(ids) -> None:
     model = several_axes()
-    batch, mask = padded([ids[0], ids[1, :70]], "left")
+    batch, mask, _ = padded([ids[0], ids[1, :70]], "left")
     places = torch.arange(160).expand(3, 2, 160)
     for method in METHODS.values():
         with rope_ext.patched(model, method), torch.no_grad():

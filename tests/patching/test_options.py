@@ -80,21 +80,18 @@ def test_position_options_count_from_the_length_of_the_map_beneath(model) -> Non
     assert "128 trained tokens" in said
 
 
-# --- numbers of any kind -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "factor", [1e308, 10**40, 10**400, 2.0**31, Decimal(4), np.bool_(True), torch.tensor(4.0)]
+    "factor", [10**400, 2.0**31, Decimal(4), np.bool_(True), torch.tensor(4.0)], ids=repr
 )
-def test_factors_that_are_no_number_of_times_are_refused(name: str, factor: Any) -> None:
-    with pytest.raises(
-        rope_ext.OptionError, match=rf"{name}: factor=.* is not valid; .*at (least|most)"
-    ):
-        build_method(name, factor=factor, **TABLE.get(name, {}))
+def test_factors_that_are_no_number_of_times_are_refused(factor: Any) -> None:
+    for name in NAMES:
+        said = rf"{name}: factor=.* is not valid; .*at (least|most)"
+        with pytest.raises(rope_ext.OptionError, match=said):
+            build_method(name, factor=factor, **TABLE.get(name, {}))
 
 
 @pytest.mark.parametrize("length", [0, 1, -5, True, 64.0, "64", 2**31, 10**30])
 def test_a_trained_length_must_be_a_number_of_tokens(model, length: Any) -> None:
     said = refused(model, "yarn", original_max_position_embeddings=length)
-    assert f"original_max_position_embeddings={length!r}" in said and "2 to 2147483647" in said
+    assert f"original_max_position_embeddings={length!r}" in said
+    assert "at least 2, or None" in said or "at most 2147483647 tokens" in said

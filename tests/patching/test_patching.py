@@ -36,9 +36,6 @@ def test_unpatched_is_the_original_for_a_while(model, ids, name: str) -> None:
     assert torch.equal(logits(model, ids), before)
 
 
-# --- the states a model comes in ---------------------------------------------------------------
-
-
 def test_patch_before_and_after_get_peft_model_are_the_same(ids) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -110,9 +107,6 @@ def test_accelerate_hooks_stay_in_place(ids, offload: str, name: str) -> None:
     assert torch.equal(logits(rope_ext.unpatch(model), ids), plain)
 
 
-# --- the configuration -------------------------------------------------------------------------
-
-
 def test_the_configuration_is_kept_true(model) -> None:
     tokenizer = type("Tokenizer", (PreTrainedTokenizerFast,), {"__init__": lambda self: None})()
     tokenizer.model_max_length = LENGTH
@@ -147,17 +141,11 @@ def test_dynamic_scaling_counts_from_a_trained_length_given_by_hand(tmp_path, id
     assert not changed(before, snapshot(rope_ext.unpatch(model)))
 
 
-# --- layers with a limited window --------------------------------------------------------------
-
-
 def test_a_model_with_windows_only_is_refused_with_the_cure(ids) -> None:
     with pytest.raises(rope_ext.UnsupportedModelError, match="sliding_window = None"):
         rope_ext.patch(tiny_model("mistral"), "yarn", factor=4)
     rope_ext.patch(tiny_model("mistral"), "yarn", factor=4, sliding_layers="scale")
     rope_ext.patch(tiny_model("mistral", sliding_window=None), "yarn", factor=4)
-
-
-# --- errors ------------------------------------------------------------------------------------
 
 
 LLAMA3 = {
@@ -197,10 +185,7 @@ def test_compose_keeps_the_softmax_scale_that_latent_attention_reads_from_the_co
     torch.testing.assert_close(logits(again, ids), logits(model, ids))
 
 
-# --- where tensors are made -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "rerope", "t5", "cope", "repo"])
 def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: str) -> None:
     rope_ext.patch(model, "pi", factor=4)
     with torch.inference_mode():

@@ -19,7 +19,7 @@ from tests.helpers.positions import logits
 # An extra of their own, since transformers loads torchao, which warns, wherever it is installed.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quantisers")]
 
-PATCHES = ("yarn", "ntk", "dynamic_yarn", "rerope")
+PATCHES = ("yarn", "rerope")
 WEIGHTS = {"int8": "Int8Tensor", "nf4": "Params4bit", "nf4 packed": "Params4bit"}
 # Rows in blocks of 32, columns in blocks of 64: what a packed layer has to divide into.
 PACKABLE = {"intermediate_size": 128}

@@ -15,12 +15,7 @@ from transformers.models.llama import modeling_llama as llama
 import rope_ext
 from tests.helpers.models import LENGTH, tiny_llama
 
-METHODS = [
-    ("yarn", {}),
-    ("yarn", {"temperature": "log_n"}),
-    ("dynamic_ntk", {}),
-    ("rerope", {}),
-]
+METHODS = [("yarn", {}), ("yarn", {"temperature": "log_n"}), ("dynamic_ntk", {}), ("rerope", {})]
 PATH = "tests.patching.test_third_party"
 
 
@@ -99,12 +94,7 @@ def the_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(("method", "options"), METHODS)
 @pytest.mark.parametrize(
     "put",
-    [
-        on_the_class(by_a_table),
-        on_every_layer,
-        the_rotary_module,
-        the_decoder,
-    ],
+    [on_the_class(by_a_table), on_every_layer, the_rotary_module, the_decoder],
     ids=["class", "layers", "rotary", "decoder"],
 )
 def test_a_rotation_of_another_package_is_refused_by_name(

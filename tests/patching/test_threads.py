@@ -44,7 +44,7 @@ class Meeting:
             self.barrier.wait(timeout=2)
 
 
-@pytest.mark.parametrize("name", ["dynamic_ntk", "dynamic_yarn"])
+@pytest.mark.parametrize("name", ["dynamic_ntk", "dynamic_yarn", "rerope", "lampe"])
 def test_forwards_in_two_threads_give_what_they_give_one_after_the_other(ids, name: str) -> None:
     model = rope_ext.patch(tiny_llama(), name, factor=4)
     prompts = [ids[:1], ids[1:, :100]]
@@ -86,9 +86,6 @@ def test_replicas_in_threads_give_what_the_model_gives(ids) -> None:
     meeting.handle.remove()
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one, other)
-
-
-# --- patching -----------------------------------------------------------------------------------
 
 
 def test_of_threads_that_patch_one_model_one_does(ids) -> None:

@@ -6,24 +6,25 @@ import pytest
 import torch
 
 import rope_ext
-from rope_ext.position.attend import watched
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import (
     CACHES,
     EXACT,
     FAMILIES,
+    GEOMETRIES,
     KINDS,
     METHODS,
     by_formula,
-    by_geometry,
     logits,
     padded,
     patch,
 )
 
+WITH = [*(("llama", n) for n in METHODS), *zip(KINDS[1:], GEOMETRIES, strict=True)]
 
-@pytest.mark.parametrize(("kind", "name"), by_geometry(*KINDS))
+
+@pytest.mark.parametrize(("kind", "name"), WITH)
 def test_attention_weights_are_those_of_the_papers_distances(kind: str, name: str, ids) -> None:
     family = FAMILIES[kind]
     model = family.model()
@@ -74,14 +75,6 @@ def test_attention_weights_of_packed_documents(ids) -> None:
     for one, right in zip(together, alone, strict=True):
         torch.testing.assert_close(one[:, :, 30:, 30:], right, **EXACT)
         assert not one[:, :, 30:, :30].any()
-
-
-def test_attention_under_a_temperature_is_shown(ids) -> None:
-    model, found = rope_ext.patch(tiny_llama(), "yarn", factor=4, temperature="log_n"), []
-    with watched(model.model, lambda module, dense, window: found.append(dense.weights())):
-        logits(model, ids)
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(tuple(found), model(ids, output_attentions=True).attentions, **EXACT)
 
 
 def test_a_configuration_that_could_not_be_saved_is_refused_before_the_work(ids, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Cached decoding equals recomputation, under every cache and however it is continued."""
+"""Caches that are continued often, or read by layers that stay; test_matrix.py has the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.helpers.positions import (
     CACHES,
     EXACT,
     FAMILIES,
-    GEOMETRIES,
     KINDS,
     TOLD,
     WIDE,
@@ -21,24 +20,6 @@ from tests.helpers.positions import (
     logits,
     patch,
 )
-
-
-def of_families() -> list[tuple[str, str, str]]:
-    """Every kind with every geometry, every cache in its turn; the first kind with all of both."""
-    caches, cases = list(CACHES), []
-    for number, kind in enumerate(FAMILIES):
-        for turn, name in enumerate(GEOMETRIES):
-            some = caches if kind == KINDS[1] else [caches[(number + turn) % len(caches)]]
-            cases += [(kind, name, cache) for cache in some]
-    return cases
-
-
-@pytest.mark.parametrize(("kind", "name", "cache"), of_families())
-def test_cached_decoding_of_every_family(kind: str, name: str, cache: str, ids) -> None:
-    family = FAMILIES[kind]
-    model = patch(family.model(), name, **family.options)
-    cached = decoded(model, ids, [10, 40, 37, *[1] * 3], CACHES[cache](model.config))
-    torch.testing.assert_close(cached, logits(model, ids), **EXACT)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,21 +12,15 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 from rope_ext.position.install import Installed
 from rope_ext.rotary import calls
 from rope_ext.rotary.context import forward_context
-from tests.helpers.graphs import graphs, static
+from tests.helpers.graphs import static
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    EXACT,
-    METHODS,
-    decoded,
-    logits,
-    patch,
-)
+from tests.helpers.positions import EXACT, GEOMETRIES, decoded, logits, patch
 from tests.helpers.promises import pieces_of_rows_are_as_alone
 
 pytestmark = pytest.mark.usefixtures("no_graphs")
 SOME = [  # the others differ in numbers only
     pytest.param(name, marks=[] if name in ("rerope", "dpe") else [pytest.mark.slow])
-    for name in METHODS
+    for name in GEOMETRIES
 ]
 
 
@@ -67,23 +61,6 @@ def test_positions_that_do_not_count_are_refused_when_the_graph_runs(tokens, ids
     assert forward_context.stack == []
 
 
-# --- with dynamo ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_inductor_decodes_in_one_graph(ids) -> None:
-    model = patch(tiny_llama(num_hidden_layers=1), "rerope")
-    right = logits(model, ids[:, :60])
-    compiled, cache = torch.compile(model, fullgraph=True), static(model)
-    said = [logits(model, ids[:, :50], past_key_values=cache)]
-    said += [logits(compiled, ids[:, i : i + 1], past_key_values=cache) for i in range(50, 60)]
-    torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
-    assert graphs() == 1
-
-
-# --- exported ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [pytest.param("rerope", marks=pytest.mark.slow), "dual_chunk"])
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_exported_program_reads_prompts_of_any_length(
@@ -109,7 +86,7 @@ def test_an_exported_program_reads_prompts_of_any_length(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk"])
 def test_the_exporter_of_transformers_decodes_in_a_static_cache(name: str, ids) -> None:
     model = patch(tiny_llama(num_hidden_layers=1), name)
     right = logits(model, ids[:1, :60])
@@ -143,11 +120,3 @@ def test_a_program_counts_the_tokens_of_padded_rows(
     rows = [ids[0, :55], ids[1, :41]]
     steps = (10, 12, 28, *[1] * 5)
     pieces_of_rows_are_as_alone(model, rows, "left", steps, static(model), own_positions)
-
-
-def test_a_program_refuses_positions_that_do_not_count_one_by_one(ids, in_a_program) -> None:
-    model, cache = patch(tiny_llama(num_hidden_layers=1)), static(tiny_llama())
-    logits(model, ids[:, :20], past_key_values=cache)
-    places = torch.tensor([[20, 21, 30, 31]])
-    with pytest.raises(RuntimeError, match="count the tokens"):
-        logits(model, ids[:, 20:24], past_key_values=cache, position_ids=places)

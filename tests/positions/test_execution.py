@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,14 +10,7 @@ from torch import nn
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    EXACT,
-    FAMILIES,
-    METHODS,
-    decoded,
-    logits,
-    patch,
-)
+from tests.helpers.positions import EXACT, FAMILIES, METHODS, decoded, logits, patch
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -48,29 +40,6 @@ def test_torch_compile_before_or_after(name: str, when: str, ids) -> None:
     torch.testing.assert_close(logits(model, ids[:, :70]), right[:, :70], **EXACT)  # another shape
     rope_ext.unpatch(model)
     torch.testing.assert_close(logits(model, ids), plain, **EXACT)
-
-
-def test_models_served_by_several_threads_do_not_disturb_each_other(ids) -> None:
-    models = [patch(tiny_llama(), "rerope"), patch(tiny_llama(), "string")]
-    models.append(models[0])  # one of them twice
-    inputs = [ids, ids, ids[:, :50]]
-    right = [logits(model, x) for model, x in zip(models, inputs, strict=True)]
-    wrong = []
-
-    def serve(i: int) -> None:
-        for _ in range(15):
-            try:
-                if not torch.allclose(logits(models[i], inputs[i]), right[i], atol=1e-4):
-                    wrong.append(i)
-            except Exception as error:
-                wrong.append(error)
-
-    threads = [threading.Thread(target=serve, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 @pytest.mark.parametrize("kind", ["smollm3", "llama"])

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import FAMILIES, KINDS, METHODS, NEW, patch
+from tests.helpers.positions import FAMILIES, NEW, patch
 
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -22,8 +22,6 @@ HOW: dict[str, dict[str, Any]] = {
     "patched assistant": {},
     "early exit": {"assistant_early_exit": 1},
 }
-EVERY = list(HOW)
-FEW = ["beams", "static cache", "patched assistant"]
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +31,23 @@ def without_cache() -> dict[tuple, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "how"),
+    ("kind", "how"),
     [
-        *(("llama", "self_extend", how) for how in HOW),
-        *(("llama", name, FEW[i % 3]) for i, name in enumerate(METHODS) if name != "self_extend"),
-        *(
-            pytest.param(kind, "self_extend", how, marks=pytest.mark.slow)
-            for number, kind in enumerate(KINDS[1:])
-            for how in EVERY[number % 2 : 8 : 2]
-        ),
+        *(("llama", how) for how in HOW),
+        pytest.param("gemma2 scaled", "prompt lookup", marks=pytest.mark.slow),
+        pytest.param("smollm3", "several sequences", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "chunked prefill", marks=pytest.mark.slow),
+        pytest.param("mistral windowed", "patched assistant", marks=pytest.mark.slow),
     ],
 )
 def test_generate_writes_what_it_writes_without_a_cache(
-    kind: str, name: str, how: str, ids, without_cache
+    kind: str, how: str, ids, without_cache
 ) -> None:
     family = FAMILIES[kind]
-    model = patch(family.model(), name, **family.options)
+    model = patch(family.model(), **family.options)
     prompt, settings = ids[:1, :60], {**NEW, **HOW[how]}
     beams = {key: value for key, value in settings.items() if key.startswith("num_")}
-    key = kind, name, *beams.items()
+    key = kind, *beams.items()
     if key not in without_cache:
         without_cache[key] = model.generate(prompt, use_cache=False, **NEW, **beams)
     if "assistant" in how:

@@ -14,22 +14,19 @@ from tests.helpers.models import several_axes, tiny_llama
 from tests.helpers.positions import (
     EXACT,
     FAMILIES,
+    GEOMETRIES,
     METHODS,
-    PACKED,
     TOLD,
     WIDE,
     by_formula,
-    by_geometry,
     logits,
     patch,
 )
 
 
-@pytest.mark.parametrize(("kind", "name"), by_geometry(*PACKED))
-def test_packed_documents_are_kept_apart(kind: str, name: str, ids) -> None:
-    family = FAMILIES[kind]
-    model = patch(family.model(), name, **family.options)
-    lengths = [[30, 47, 13], [90]]
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_packed_documents_of_one_row_or_of_all(name: str, ids) -> None:
+    model, lengths = patch(tiny_llama(), name), [[30, 47, 13], [90]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     together = logits(model, ids, position_ids=positions, use_cache=False)
     for row, parts in enumerate(lengths):
@@ -51,8 +48,9 @@ def test_tokens_at_the_same_position_do_not_see_those_after_them(name: str, ids)
     assert (logits(model, other, **given) - said)[:, 61:].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("kind", ["llama", "glm4"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("llama", name) for name in METHODS), ("glm4", "self_extend")]
+)
 def test_positions_that_jump_are_the_papers_distances(kind: str, name: str, ids) -> None:
     """PoSE: two chunks, the second far away, under a mask that keeps them in one sequence."""
     family = FAMILIES[kind]
@@ -81,6 +79,19 @@ def test_a_cache_is_not_continued_with_positions_that_jump(gap: str, step: int, 
     given = {"position_ids": positions[:, 50 : 50 + step], "past_key_values": cache}
     with pytest.raises(rope_ext.RopeExtError, match="one by one"):
         logits(model, ids[:, 50 : 50 + step], **given)
+
+
+def test_padding_in_the_middle_counts_as_distance_unless_positions_say_otherwise(ids) -> None:
+    model = tiny_llama()
+    mask = torch.ones_like(ids)
+    mask[1, 20:30] = 0
+    real = mask.bool()
+    plain = logits(model, ids, attention_mask=mask)[real]
+    with rope_ext.patched(model, "rerope", factor=4, **WIDE["rerope"], **TOLD):
+        torch.testing.assert_close(logits(model, ids, attention_mask=mask)[real], plain, **EXACT)
+    patch(model)
+    closed = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1))
+    torch.testing.assert_close(closed[1][real[1]], logits(model, ids[1][real[1]][None])[0], **EXACT)
 
 
 def test_masks_of_ones_own_are_followed(ids) -> None:

@@ -10,16 +10,7 @@ from transformers import DynamicCache
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    CACHES,
-    EXACT,
-    FAMILIES,
-    NEW,
-    decoded,
-    logits,
-    padded,
-    patch,
-)
+from tests.helpers.positions import CACHES, EXACT, FAMILIES, NEW, decoded, logits, padded, patch
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -59,8 +50,13 @@ def test_a_cache_is_not_continued_under_another_patch(make, model, ids) -> None:
     torch.testing.assert_close(cached, right, **EXACT)
 
 
-@pytest.mark.parametrize("what", ["fewer", "swapped", "repeated"])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("what", "compiled"),
+    [
+        *((what, False) for what in ("fewer", "swapped", "repeated")),
+        pytest.param("repeated", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_padded_cache_of_other_rows_is_right(what: str, compiled: bool, ids, no_graphs) -> None:
     model = patch(tiny_llama(num_hidden_layers=1))
     rows = [ids[0, :80], ids[1, :41]]

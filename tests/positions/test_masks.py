@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from pathlib import Path
 
@@ -11,49 +10,20 @@ import torch
 from transformers import masking_utils
 
 import rope_ext
-from rope_ext.position.masks import CHECKED, BatchMask, documents_of, is_plain
+from rope_ext.position.masks import CHECKED, documents_of, is_plain
 from tests.families.images import kinds, with_image
 from tests.families.zoo import TEXT_VOCAB, tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, TOLD, WIDE, logits, patch
 
 ROOT = Path(__file__).parents[2]
-INSTALLED = importlib.metadata.version("transformers")
-PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])  # positions of three documents in one row
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2]])
-
-
-def asked_for(**inputs: torch.Tensor) -> BatchMask:
-    """The mask that transformers asks for, as a layer gets it."""
-    model, seen = rope_ext.patch(tiny_llama(), "rerope", factor=4), []
-
-    def look(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        seen.append(kwargs["attention_mask"])
-
-    model.model.layers[0].self_attn.register_forward_pre_hook(look, with_kwargs=True)
-    with torch.no_grad():
-        model(torch.arange(3, 11).unsqueeze(0), use_cache=False, **inputs)
-    return seen[0]
 
 
 def test_the_versions_that_are_named_are_those_that_are_tested() -> None:
     lowest = re.search(r"transformers>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
     pins = re.findall(r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert (lowest, max(pins)) == CHECKED
-
-
-@pytest.mark.parametrize("installed", [INSTALLED])  # so that a failure names it
-def test_the_masks_of_the_installed_version_are_read(installed: str) -> None:
-    plain = asked_for()
-    assert is_plain(plain.arguments["mask_function"])
-    assert documents_of(plain.arguments["mask_function"]) is None
-    packed = asked_for(position_ids=PACKED)
-    assert is_plain(packed.arguments["mask_function"])
-    assert torch.equal(documents_of(packed.arguments["mask_function"]), DOCUMENTS)
-    runs = [(run.queries, run.keys, run.start) for run in packed.runs()]
-    assert runs == [(slice(a, b), slice(a, b), 0) for a, b in ((0, 4), (4, 7), (7, 8))]
-    window = masking_utils.sliding_window_causal_mask_function(5)
-    assert is_plain(window) and documents_of(window) is None
 
 
 def test_a_mask_function_of_another_shape_is_not_taken_for_a_plain_one() -> None:
@@ -64,8 +34,7 @@ def test_a_mask_function_of_another_shape_is_not_taken_for_a_plain_one() -> None
     own.__qualname__ = "packed_sequence_mask_function.<locals>.inner_mask"
     both = masking_utils.and_masks(masking_utils.causal_mask_function, own)
     either = masking_utils.or_masks(
-        masking_utils.causal_mask_function,
-        masking_utils.packed_sequence_mask_function(DOCUMENTS),
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(DOCUMENTS)
     )
     for function in (own, both, either, masking_utils.bidirectional_mask_function):
         assert not is_plain(function) and documents_of(function) is None
@@ -111,11 +80,7 @@ def test_a_bias_is_what_cannot_express_tokens_that_see_later_ones(ids) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "compiled"),
-    [
-        ("gemma3", False),
-        ("paligemma", False),
-        pytest.param("gemma3", True, marks=pytest.mark.slow),
-    ],
+    [("gemma3", False), ("paligemma", False), pytest.param("gemma3", True, marks=pytest.mark.slow)],
 )
 def test_the_tokens_of_an_image_see_each_other(kind: str, compiled: bool) -> None:
     """The mask is made around the decoder, which transformers then asks for its own."""
@@ -162,12 +127,3 @@ def test_packed_documents_whose_mask_is_made_around_the_decoder(compiled: bool, 
     patch(model, "self_extend", **WIDE["self_extend"], **TOLD)
     run = torch.compile(model, backend="eager") if compiled else model
     torch.testing.assert_close(logits(run, ids[:1], **given), before, **EXACT)
-
-
-def test_token_types_without_an_image_leave_a_mask_plain() -> None:
-    numbers = torch.full((1, 8), -1)
-    causal = masking_utils.causal_mask_function
-    union = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(numbers))
-    assert is_plain(union)
-    numbers[0, 3:5] = 0
-    assert not is_plain(union)

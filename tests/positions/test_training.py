@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,16 +10,12 @@ import torch
 
 import rope_ext
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import (
-    GEOMETRIES,
-    by_geometry,
-    gradients,
-    logits,
-    patch,
-)
+from tests.helpers.positions import GEOMETRIES, gradients, logits, patch
+
+MASKS = ("left", "packed", "jump")
 
 
-@pytest.mark.parametrize(("mask", "name"), by_geometry("left", "none", "packed", "jump"))
+@pytest.mark.parametrize(("mask", "name"), itertools.product(MASKS, GEOMETRIES))
 def test_gradients_are_those_of_the_reference_and_survive_checkpointing(mask, name, ids) -> None:
     given: dict[str, Any] = {"use_cache": False}
     if mask == "left":
@@ -30,8 +27,7 @@ def test_gradients_are_those_of_the_reference_and_survive_checkpointing(mask, na
         given["position_ids"] = torch.cat((torch.arange(33), torch.arange(60, 117))).expand(2, -1)
         given["attention_mask"] = torch.ones_like(ids)
     right = gradients(patch(tiny_llama(), name, kernel="reference").double(), ids, **given)
-    every = mask == "left" and name in GEOMETRIES
-    for checkpointing in (None, False, True) if every else (True,):
+    for checkpointing in (None, False, True) if mask == "left" else (True,):
         model = patch(tiny_llama(), name).train()
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})

@@ -55,7 +55,7 @@ def away(model: PreTrainedModel, ids: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cached_decoding_equals_recomputation_under_every_patch(
     name: str,
     dtype: torch.dtype,
@@ -64,14 +64,11 @@ def test_cached_decoding_equals_recomputation_under_every_patch(
 ) -> None:
     model = load(name, dtype)
     unpatched, found = away(model, ids), {}
-    overflows = (
-        name == "gemma3" and dtype == torch.float16
-    )  # by itself: its hidden states pass 65504
-    assert overflows or math.isfinite(unpatched)
+    assert math.isfinite(unpatched)
     for method, options in PATCHES.items():
         options = {"original_max_position_embeddings": LENGTH, **options}
         with rope_ext.patched(model, method, **options):
             assert current_patch(model) is not None
             found[method] = away(model, ids)
     apart = {method: one for method, one in found.items() if not one <= 3 * unpatched}
-    assert apart == {} or not math.isfinite(unpatched)
+    assert apart == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from transformers import get_scheduler
 from recipes import memory, settings
 from recipes.data import Chunk
 from recipes.positions import DOCUMENT, ReleasedPoSE
-from rope_ext.methods import Rope
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = ("llama2_7b_yarn_128k", "llama2_7b_pose_16k", "llama3_8b_prolong_64k")
@@ -82,9 +80,6 @@ def test_the_rate_follows_the_released_curve(name: str) -> None:
             assert factor(step) == pytest.approx(curve(step, up, steps), abs=1e-12)
 
 
-# --- formulas of the released code -----------------------------------------------------------
-
-
 class Given:
     """Random numbers that are given, and between what each was asked for."""
 
@@ -116,50 +111,6 @@ def test_pose_cuts_documents_as_released(length: int, tokens: int) -> None:
                     (length, len(ids)),
                     (0, target - length),
                 ]
-
-
-def yarn_mask(dim: int, base: float, trained: int) -> torch.Tensor:
-    """``1 - _yarn_linear_ramp_mask`` between ``_yarn_find_correction_range(32, 1)``."""
-
-    def index(turns: float) -> float:
-        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = max(math.floor(index(32)), 0), min(math.ceil(index(1)), dim - 1)
-    places = torch.arange(dim // 2, dtype=torch.float64)
-    return 1 - ((places - low) / (high - low)).clamp(0, 1)
-
-
-def patched(name: str) -> tuple[Any, Rope, torch.Tensor]:
-    """Method of a recipe, its model's rotation, and that as the formula says it."""
-    recipe, _ = read(name)
-    config = memory.config_of(recipe.model)
-    base, dim = config.rope_parameters["rope_theta"], config.hidden_size // 32
-    rope = Rope.geometric(base, dim, config.max_position_embeddings)
-    own = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    return settings.method_of(recipe), rope, own
-
-
-def test_methods_rotate_as_released() -> None:
-    mask = yarn_mask(128, 1e4, 4096)
-    for name, factor in (("llama2_7b_yarn_128k", 32), ("llama2_7b_pose_16k", 4)):
-        method, rope, own = patched(name)
-        right = own / ((1 - mask) * 4 + mask) if factor == 4 else own / 32 * (1 - mask) + own * mask
-        torch.testing.assert_close(method.inv_freq(rope).double(), right, rtol=1e-6, atol=0)
-        assert method.attention_scaling(rope) == pytest.approx(0.1 * math.log(factor) + 1)
-    method, rope, _ = patched("llama3_8b_prolong_64k")
-    right = 8e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
-    torch.testing.assert_close(method.inv_freq(rope).double(), right, rtol=1e-6, atol=0)
-    assert rope.length * method.factor == 65536
-
-
-def test_shares_of_prolong() -> None:
-    """30 % repositories, 30 % books, 40 % short ones."""
-    recipe, _ = read("llama3_8b_prolong_64k")
-    parts = [json.loads(part) for part in recipe.datasets]
-    shares = {part["dataset"]: part["weight"] for part in parts}
-    assert (shares.pop("repositories"), shares.pop("emozilla/pg19")) == (0.3, 0.3)
-    assert sum(shares.values()) == pytest.approx(0.4)
-    assert [part.rows for part in settings.parts(recipe)] == ["chunked"] * 2 + ["packed"] * 4
 
 
 @pytest.mark.parametrize("lengths", [[64], [64, 128, 65, 63, 200], [5, 300, 1, 64, 127, 90]])

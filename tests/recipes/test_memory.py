@@ -15,7 +15,6 @@ from recipes import memory
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 344, "head_dim": 32}
 
 
@@ -47,14 +46,11 @@ def tracked(made: torch.nn.Module, rows: int, length: int, bf16: bool) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - before
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("checkpointing", "bf16"),
     [
-        pytest.param(*both, marks=SLOW)
-        for both in ((True, True), (True, False), (False, True), (False, False))
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_peak_is_that_of_torchs_tracker(checkpointing: bool, bf16: bool) -> None:

@@ -15,14 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_ext
 from recipes import data, finetune, settings
-from recipes.positions import (
-    CREAM,
-    MixedWindows,
-    PoSE,
-    RandomFloats,
-    ReleasedPoSE,
-    Scattered,
-)
+from recipes.positions import CREAM, MixedWindows, PoSE, RandomFloats, ReleasedPoSE, Scattered
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.recipe_runs import arguments, history
 
@@ -171,41 +164,20 @@ def test_every_token_sees_all_before_it(scheme: Any) -> None:
     assert seen(**batch)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        "random",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("pose", "pose_released", "cream")
-        ),
-    ],
-)
-def test_a_run_on_positions_of_the_target(
-    scheme: str, checkpoint: Path, texts: Path, tmp_path: Path
-) -> None:
-    """LoRA and YaRN on rows shorter than the trained length; each scheme is another run."""
-    run = tmp_path / "run"
-    finetune.main(
-        arguments(checkpoint, texts, run, pose_chunks=None, positions=scheme, max_steps=1)
-    )
-    ((_, loss, norm),) = history(run / "checkpoint-1")
-    assert loss > 0
-    assert norm > 0
-    assert rope_ext.describe(rope_ext.from_pretrained(run)).target_length == 512
-    recipe, _ = settings.parse(
-        arguments(checkpoint, texts, run, pose_chunks=None, positions=scheme)
-    )
-    made = finetune.scheme(recipe, 512)
-    assert (
-        made
-        == {
-            "random": Scattered(512),
-            "pose": PoSE(512, 2),
-            "pose_released": ReleasedPoSE(512, 64),
-            "cream": CREAM(512),
-        }[scheme]
-    )
+def test_schemes_are_named_and_one_runs(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    """LoRA and YaRN on rows shorter than the trained length."""
+    given: dict[str, Any] = {"pose_chunks": None, "max_steps": 1}
+    for name, made in {
+        "random": Scattered(512),
+        "pose": PoSE(512, 2),
+        "pose_released": ReleasedPoSE(512, 64),
+        "cream": CREAM(512),
+    }.items():
+        words = arguments(checkpoint, texts, tmp_path / "run", positions=name, **given)
+        assert finetune.scheme(settings.parse(words)[0], 512) == made
+    finetune.main(words)
+    ((_, loss, norm),) = history(tmp_path / "run" / "checkpoint-1")
+    assert loss > 0 and norm > 0
 
 
 @pytest.fixture

@@ -28,9 +28,6 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
-# Data
-
-
 def test_packing_by_hand() -> None:
     documents = {"input_ids": [[1, 2, 3], [4, 5, 6, 7, 8], [9]]}
     four = data.Pack(4, masking=True)(documents)
@@ -145,9 +142,6 @@ def test_masked_documents_do_not_see_each_other(method: str) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
-# What is trained
-
-
 def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) -> None:
     recipe = settings.Recipe(train_embeddings_and_norms=True)
     whole = finetune.with_lora(model.to(torch.bfloat16), recipe)
@@ -156,20 +150,10 @@ def test_lora_with_embeddings_and_norms(model: transformers.LlamaForCausalLM) ->
         for name, parameter in whole.named_parameters()
         if parameter.requires_grad
     }
-    layers = [f"model.layers.{i}" for i in range(2)]
-    expected = {"model.embed_tokens.weight", "model.norm.weight"}
-    expected |= {
-        f"{layer}.{norm}_layernorm.weight"
-        for layer in layers
-        for norm in ("input", "post_attention")
-    }
-    expected |= {
-        f"{layer}.self_attn.{name}_proj.lora_{half}.default.weight"
-        for layer in layers
-        for name in "qkvo"
-        for half in "AB"
-    }
-    assert trained == expected
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{name}_proj.lora_{half}.default" for name in "qkvo" for half in "AB"]
+    expected = {f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts}
+    assert trained == expected | {"model.embed_tokens.weight", "model.norm.weight"}
     for parameter in whole.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
 
@@ -240,9 +224,6 @@ def test_scales_of_a_temperature_have_their_own_rate(
         assert (group["lr"] == 0.3) == scale and not (scale and group["weight_decay"])
 
 
-# Chunked loss
-
-
 @pytest.mark.parametrize("count", [None, torch.tensor(200.0)])
 @pytest.mark.parametrize("lora", [False, True])
 def test_chunked_loss_is_the_plain_loss(
@@ -281,9 +262,6 @@ def test_a_weight_multiplies_the_loss_of_its_token(ids: torch.Tensor) -> None:
     torch.testing.assert_close(found, (losses * weights[:, 1:].flatten()).mean())
 
 
-# Settings
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_valid(path: Path) -> None:
     words = ["--config", str(path), "--use_cpu", "true"]  # without a GPU, for bfloat16
@@ -310,12 +288,7 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
 
 
-WINDOWS = {
-    "positions": "mixed_windows",
-    "pose_chunks": 0,
-    "length": 256,
-    "method": "dynamic_yarn",
-}
+WINDOWS = {"positions": "mixed_windows", "pose_chunks": 0, "length": 256, "method": "dynamic_yarn"}
 REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),
     ({"model": None}, "--model is missing"),
@@ -379,16 +352,17 @@ def test_bad_input_is_refused_before_the_weights_are_loaded(
     assert not (tmp_path / "run").exists()
 
 
-# Runs
-
-
 def test_a_run_and_what_it_leaves(
-    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trains, saves with the patch, merges, refuses the folder; and another run goes on."""
     run, merged = tmp_path / "run", tmp_path / "merged"
-    words = arguments(checkpoint, texts, run, train_embeddings_and_norms=True)
+    more = {"train_embeddings_and_norms": True, "gradient_accumulation_steps": 2}
+    words = arguments(checkpoint, texts, run, **more)
     finetune.main(words)
+    told = capsys.readouterr().err
+    assert "2 steps of 256 tokens\n" in told  # two times two rows of 64
+    assert told.count(" in all, after the first batch") == 1
     adapter = rope_ext.from_pretrained(run)
     assert rope_ext.describe(adapter).target_length == 512
     assert AutoTokenizer.from_pretrained(run).model_max_length == 512

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import AutoTokenizer
 
 from recipes import data, finetune, positions
 from recipes.retrieval import NAMES, WORDINGS, RetrievalRows
-from recipes.settings import Recipe
 from rope_eval.data.prompts import encode
 from tests.helpers.recipe_runs import arguments
 
@@ -88,17 +86,6 @@ def test_rows_depend_on_seed_epoch_and_index_and_leave_positions_alone(tokenizer
     assert data.Collator(retrieval=make)(held_out)["input_ids"].tolist() == [
         row["input_ids"] for row in rows
     ]
-
-
-@pytest.mark.parametrize(("chunked", "shares"), [(True, 1), (True, 2), (False, 1)])
-def test_weights_are_given_to_whoever_reads_them(chunked: bool, shares: int) -> None:
-    """To the chunked loss, and of whole rows: Trainer splits no input that it does not know."""
-    recipe = Recipe(
-        model="a", dataset="b", length=64, pose_chunks=2, retrieval_share=0.5, chunked_loss=chunked
-    )
-    args = SimpleNamespace(seed=0, parallelism_config=SimpleNamespace(cp_size=shares))
-    plan = finetune.Plan(None, None, 128, 64, None)
-    assert finetune.collator_of(recipe, args, plan).weighted == (chunked and shares == 1)
 
 
 def test_a_run_trains_on_them(

@@ -116,31 +116,6 @@ def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:
     assert {row[0] for row in rows} >= {*range(50), *range(100, 150), *range(200, 250)}
 
 
-def test_a_mixture_goes_on_from_any_row() -> None:
-    def fresh() -> stream.Stream:
-        parts = [numbered(n, 20, first=1000 * n) for n in (20, 90, 40)]
-        sources = [made(part, seed=3, block=30) for part in parts]
-        return stream.Stream(sources, [0.2, 0.7, 0.1], seed=3)
-
-    whole = fresh()
-    expected = ids(iter(whole), 600)
-    for given in (597, 510):  # earlier ones are forgotten: a checkpoint is always the last
-        whole = fresh()
-        reading = iter(whole)
-        ids(reading, given + 5)
-        again = fresh()
-        again.start(json.loads(json.dumps(whole.state(given))))
-        assert ids(islice(again, given, None), 600 - given) == expected[given:]
-        ahead = iter(again)  # a resumed run that is killed again, a little later
-        ids(ahead, given + 1)
-        third = fresh()
-        third.start(json.loads(json.dumps(again.state(given + 1))))
-        assert ids(islice(third, given + 1, None), 599 - given) == expected[given + 1 :]
-
-
-# Rows that begin and end as documents do
-
-
 def test_a_mixture_has_rows_of_several_kinds(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
     """Every row says where its documents begin, in one batch or another."""
     mixture = [
@@ -169,19 +144,11 @@ def test_bookending_by_hand() -> None:
     """B and E are 0 and 1; the documents are 10 to 14, and 20 to 26."""
     documents = {"input_ids": [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 25, 26, 1]]}
     found = data.Bookend(5, (0,), (1,))(documents)["input_ids"].tolist()
-    assert found == [
-        [0, 10, 11, 12, 1],
-        [0, 13, 14, 1, 1],
-        [0, 20, 21, 22, 1],
-        [0, 23, 24, 25, 1],
-    ]
+    assert found == [[0, 10, 11, 12, 1], [0, 13, 14, 1, 1], [0, 20, 21, 22, 1], [0, 23, 24, 25, 1]]
     exact = data.Bookend(7, (0,), (1,))(documents)["input_ids"].tolist()
     assert exact == [[0, 10, 11, 12, 13, 14, 1], [0, 20, 21, 22, 23, 24, 1]]
     headless = data.Bookend(4, (), (1,))({"input_ids": [[5, 6, 7, 8, 1]]})["input_ids"]
     assert headless.tolist() == [[5, 6, 7, 1]]
-
-
-# Settings of a mixture, and runs
 
 
 @pytest.mark.parametrize(

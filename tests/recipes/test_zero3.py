@@ -28,7 +28,6 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "eval_rows": 2, "eval_pa
 RUNS: dict[str, dict[str, object]] = {
     "yarn": {"method": "yarn", "train_embeddings_and_norms": True},
     "rerope": {"method": "rerope", "gradient_accumulation_steps": 2, **EVALUATED},
-    "kerple_log with lora": {"method": "kerple_log"},
     "kerple_log": {"method": "kerple_log", "lora_r": 0, "gradient_checkpointing": True},
 }
 """A frequency method, a position method that is proven by a forward, parameters of our own."""

@@ -47,9 +47,6 @@ def halve(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-# --- models --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/nonexistent", "./nowhere", "no/such/folder", "a b", "", None])
 def test_a_path_that_is_no_folder_is_called_that(path: Any) -> None:
     patched = rope_ext.patch(tiny_llama(), "rerope", factor=4)
@@ -152,9 +149,6 @@ def test_a_sidecar_that_cannot_be_written_or_read_says_so(tmp_path, folders, mon
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(rope_ext.RecordError, match="is not JSON"):
             rope_ext.load_adapter(model, tmp_path / "adapter")
-
-
-# --- records -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from transformers import (
 )
 
 import rope_ext
-from rope_ext.apply.older_readers import READ, STOP
+from rope_ext.apply.configuration import READ, STOP
 from rope_ext.config.record import OLDER
 from rope_ext.engines.families import MLX
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
+from tests.helpers.positions import logits
 
 CURE = "load with rope_ext.from_pretrained"
 
@@ -33,11 +34,6 @@ def saved(model: Any, folder: Path) -> dict[str, Any]:
 
 def patched(method: str, **options: Any) -> Any:
     return rope_ext.patch(tiny_llama(), method, **{"factor": 4, **options})
-
-
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids).logits
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from rope_eval.plots import style
 from rope_ext.advice.describe import require_length
-from rope_ext.apply.base import refuse_scaled
+from rope_ext.apply.method import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.encodings.base import Learned
@@ -24,7 +24,6 @@ from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site
 from rope_ext.rotary.sites import text_config, text_decoder
-from rope_ext.saving.drafts import may_replace
 from rope_ext.saving.folder import model_of
 
 _CHARACTERS = 150  # maximum characters in a legend line
@@ -248,8 +247,6 @@ KINDS: dict[str, tuple[Callable[..., None], tuple[str, ...], str]] = {
     "distances": (distances, ("position",), "effective distances"),
 }
 """For each kind of plot: its function, supported kinds of methods (none: all), and title."""
-_MARK = "rope-ext plot"
-"""Marks, in its metadata, a plot that may be overwritten."""
 
 
 def draw(
@@ -282,10 +279,7 @@ def draw(
             raise OptionError(
                 f"{kind} cannot show {method.name}; plot {', '.join(others)}, or leave it out"
             )
-    if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
-    if not may_replace(path, _MARK):
-        raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
+    style.require_png(path)
     style.require_matplotlib()
     built = model_of(model)
     decoder, site = text_decoder(built), first_site(built)
@@ -320,6 +314,6 @@ def draw(
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8.5,
                   frameon=False)  # fmt: skip
     try:
-        figure.savefig(path, dpi=130, metadata={"Software": _MARK})
+        figure.savefig(path, dpi=130, metadata={"Software": style.MARK})
     except OSError as error:
         raise OptionError(f"cannot write {path} ({error}); give another file") from error

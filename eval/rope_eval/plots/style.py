@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rope_ext.errors import MeasureError
+from rope_ext.errors import MeasureError, OptionError
+from rope_ext.saving.drafts import may_replace
 
 # Okabe and Ito's colors that stand out on white, safe for color-blind readers. Markers and dashes
 # distinguish further methods.
@@ -18,6 +19,8 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 DPI = 160
 NUMBERS = "rope_ext"
 """Key of the PNG text chunk that holds the plotted numbers as JSON."""
+MARK = "rope-ext plot"
+"""Marks, as the ``Software`` in its metadata, a plot that may be overwritten."""
 TITLE = {"loc": "left", "fontsize": 11, "pad": 17}
 """Title style of axes with a mark of the trained length, whose label is below the title."""
 _LINE = 460  # width of a legend line below several panels, points
@@ -27,6 +30,14 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise MeasureError('plots need matplotlib; install it with: pip install "rope-ext[eval]"')
+
+
+def require_png(path: Path) -> None:
+    """Raise OptionError if a plot cannot be written there, or would replace another file."""
+    if path.suffix.lower() != ".png" or not path.parent.is_dir():
+        raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
+    if not may_replace(path, MARK):
+        raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
 
 
 def bare(axes: Any) -> None:

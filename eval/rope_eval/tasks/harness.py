@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +35,14 @@ def _read_metadata(text: str | None) -> dict[str, Any]:
     return data
 
 
+@cache
+def _manager(include_path: str | None, metadata: str) -> Any:
+    """Return the index of all tasks, which takes seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path, metadata=json.loads(metadata))
+
+
 @register
 @dataclass(frozen=True)
 class Harness(Task):
@@ -52,16 +60,15 @@ class Harness(Task):
         None, 'JSON for its tasks, such as {"max_seq_lengths": "16k"}', _read_metadata
     )
 
-    @cached_property
+    @property
     def manager(self) -> Any:
         try:
-            from lm_eval.tasks import TaskManager
+            return _manager(self.include_path, json.dumps(self.metadata or {}))
         except ImportError:
             raise MeasureError(
                 f"{unknown(self.harness_tasks, all_tasks())}; those of lm-evaluation-harness need: "
                 f'pip install "rope-ext[harness]"'
             ) from None
-        return TaskManager(include_path=self.include_path, metadata=self.metadata or {})
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Return every task, with the group in which it is averaged."""

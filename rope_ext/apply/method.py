@@ -1,0 +1,370 @@
+"""Applies methods to a model: writes rotary buffers, and adds hooks where that is not enough."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rope_ext.apply import raising
+from rope_ext.apply.configuration import is_scaled
+from rope_ext.apply.rebuild import Written, unsaved, written
+from rope_ext.encodings import Encoding, RoPE
+from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
+from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod
+from rope_ext.methods.geometry import Distance
+from rope_ext.methods.kinds import identity
+from rope_ext.options import Options, refuse_moving
+from rope_ext.position.layers import find_layouts, ignores_scaling
+from rope_ext.position.map import PositionMap
+from rope_ext.rotary import buffers, hooks
+from rope_ext.rotary.calls import refuse_continuous_batching, refuse_sharded
+from rope_ext.rotary.sequences import Sequences
+from rope_ext.rotary.sites import PatchTarget, RotarySite
+from rope_ext.rotary.swapping import Changes, set_attribute
+
+_logger = logging.getLogger("rope_ext")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An applied method."""
+
+    method: Method  # the method with every option filled in
+    target_length: int  # extended length, tokens
+    saved: Written  # what the configuration stores
+    plain: bool  # whether plain transformers computes the same from it
+    precise: bool  # whether angles are computed in float64
+    notes: tuple[str, ...]  # sentences for describe
+
+
+_RAISE = "pass method={!r} and compose='raise' to raise the checkpoint's own factor"
+
+
+def refuse_scaled(
+    decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool | str
+) -> None:
+    """Raise AlreadyScaledError if ``method`` cannot extend the scaling of a checkpoint."""
+    there = is_scaled(decoder, site)
+    if there is None or site.raised is not None:
+        return
+    raises = raising.TYPES.get(site.rope_type)
+    own = f", or {_RAISE.format(raises)}" if raises else ""
+    if site.rope_type in ("dynamic", "longrope"):
+        raise AlreadyScaledError(
+            f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
+            f"composed; load it with rope_type 'default' and patch that{own}"
+        )
+    if not compose:
+        back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
+        raise AlreadyScaledError(
+            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
+            f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
+            f"or load {back} to start from the unscaled frequencies{own}"
+        )
+    if method.is_dynamic:
+        raise AlreadyScaledError(
+            f"{method.name} changes with the sequence and cannot be composed with {there}; pass "
+            f"length=TOKENS to fix it, or choose a fixed method such as 'yarn'"
+        )
+
+
+def require_scaling(place: PatchTarget, method: Method) -> None:
+    """Raise if a given ``attention_factor`` would have no effect."""
+    if method.attention_factor in (None, 1):
+        return
+    if all(ignores_scaling(place.decoder, site) for site in place.scaled):
+        raise UnsupportedModelError(
+            f"{type(place.decoder).__name__} normalizes queries and keys after the rotation, which "
+            f"cancels attention_factor={method.attention_factor!r}; give temperature= a number, "
+            f"which multiplies queries after that"
+        )
+
+
+def scale_softmax(
+    sites: list[RotarySite],
+    methods: tuple[Method, ...],
+    changes: Changes,
+    only: Collection[nn.Module] | None = None,
+) -> list[str]:
+    """Apply the ``attention_factor`` of methods to the softmax scale, if the checkpoint needs it.
+
+    See :meth:`RotarySite.factors`. ``only``: the attention layers to patch; None: all.
+    Returns sentences for ``describe``.
+    """
+    notes = []
+    for site in sites:
+        _, number = site.factors(*methods)
+        baked = [module for module in site.baked if only is None or module in only]
+        if not baked or number == 1:
+            continue
+        scale_layers(baked, number**2, changes)
+        notes.append(
+            f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
+            f"layers, where this checkpoint has its own (mscale_all_dim), not on cosine and sine"
+        )
+    return notes
+
+
+def scale_layers(modules: list[nn.Module], number: float, changes: Changes) -> None:
+    """Multiply the softmax scale of attention layers."""
+    for module in modules:
+        set_attribute(module, "scaling", cast("float", module.scaling) * number, changes)
+
+
+def target(
+    place: PatchTarget, site: RotarySite, method: FrequencyMethod, options: Options
+) -> tuple[torch.Tensor, float]:
+    """Return float64 frequencies and scaling after the patch; raises if it would extend nothing."""
+    refuse_scaled(place.decoder, site, method, options.compose)
+    method.check(site.rope.length)
+    inv_freq, scaling = site.under(method)
+    if not method.extends(site.rope):
+        given = ", ".join(f"{k}={v!r}" for k, v in method.options().items())
+        raise OptionError(
+            f"{method.name}({given}) extends nothing on {site.name or 'this model'}: no frequency "
+            f"becomes smaller; choose a larger factor or other options"
+        )
+    return inv_freq, scaling
+
+
+def apply_frequency(
+    place: PatchTarget, method: FrequencyMethod, options: Options, changes: Changes
+) -> Applied:
+    """Apply a frequency method."""
+    scaled = place.scaled
+    temperature = method.tempered(scaled[0].rope)
+    constant = None if temperature is None else temperature.constant
+    tempered: list[nn.Module] = []
+    if constant is not None:
+        found = find_layouts(place.decoder, scaled, "leave temperature out")
+        rotated = {module: layout for module, layout in found.items() if layout is not None}
+        every = options.sliding_layers == "scale"
+        tempered = [module for module, layout in rotated.items() if every or not layout.local]
+        if not all(rotated[module].scales for module in tempered):
+            tempered = []
+    keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
+    uneven = keep or method.start_tokens or options.bias or options.layers
+    if uneven or (temperature is not None and not tempered):
+        return apply_position(place, method, options, changes)
+    length = max(site.target_length(method) for site in scaled)
+    targets = {site: target(place, site, method, options) for site in scaled}
+    hooks.refuse_unused(place.decoder, scaled)
+    growing = getattr(method, "mode", None) == "growing"
+    precise = options.is_precise(length) and not (growing and options.precise == "auto")
+    if growing and precise:
+        raise OptionError(
+            f"{method.name}: mode='growing' is transformers' own code and cannot be combined with "
+            f"precise=True; use mode='fixed'"
+        )
+    require_scaling(place, method)
+    saved, sequences = written(place, method, length), None
+    if tempered:  # the frequencies stay the same, but no rope_type expresses it
+        saved = replace(unsaved(place, length), built=saved.built)
+    if method.is_dynamic and not growing:
+        sequences = Sequences(place, method, changes)
+    for site, (inv_freq, scaling) in targets.items():
+        if growing:
+            _grow(site, method.name, saved.native, changes)
+            continue
+        values = saved.built.get(site, inv_freq.float()), scaling
+        if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
+            values = site.loaded, site.scaling
+        buffers.write(site, *values)
+        if precise or sequences is not None:
+            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
+    per_sequence = method.is_dynamic and not growing and saved.native
+    notes = _notes(place, precise, per_sequence)
+    notes += scale_softmax(scaled, (method,), changes)
+    if options.compose == "raise":
+        notes += raising.finish(place, saved.values, changes)
+    if temperature is not None and constant is not None:
+        scale_layers(tempered, constant, changes)
+        notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")
+    return Applied(
+        method=method,
+        target_length=length,
+        saved=saved,
+        # Plain transformers changes frequencies within a sequence, and only has float32 angles.
+        plain=saved.native and not precise and sequences is None,
+        precise=precise,
+        notes=tuple(notes),
+    )
+
+
+def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
+    """Let transformers' own dynamic type compute the frequencies."""
+    if not native:
+        raise UnsupportedModelError(
+            f"{type(site.module).__name__}: transformers cannot build its dynamic type for this "
+            f"family; use mode='fixed'"
+        )
+    buffers.grow(site, changes)
+    refuse = functools.partial(_refuse_sharded, name)
+    changes.append(site.module.register_forward_pre_hook(refuse).remove)
+
+
+def _refuse_sharded(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    refuse_sharded(name)
+
+
+def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
+    notes = []
+    left = [site for site in place.sites if site not in place.scaled]
+    if left:
+        names = ", ".join(sorted({site.layer_type or site.name for site in left}))
+        notes.append(f"sliding layers: {names} see a limited window and stay as they were")
+    if any(site.shared for site in place.scaled):
+        notes.append(
+            "sliding layers: they share the rotary module and are scaled along, as transformers "
+            "does; sliding_layers='keep' leaves them alone"
+        )
+    if precise:
+        notes.append("angles: computed in float64; by plain transformers, in float32")
+    if per_sequence:
+        notes.append(
+            "sequences: each keeps the frequencies it starts with; plain transformers changes them "
+            "as a sequence grows, a model reloaded with rope_ext.from_pretrained does not"
+        )
+    return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Standing(RoPE):
+    """Wraps a frequency method as a position method that leaves positions unchanged.
+
+    Only its ``start_tokens`` get positions at which the new frequencies give the trained angles.
+    """
+
+    of: FrequencyMethod
+    divisors: torch.Tensor  # trained frequencies divided by the new ones, float64, [pairs]
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    @property
+    def by_pair(self) -> bool:
+        return bool(self.of.start_tokens)
+
+    def bands(self) -> tuple[Band, ...]:
+        to = self._placed if self.of.start_tokens else identity
+        return (Band(Distance(0, None), to, to),)
+
+    def _placed(self, t: torch.Tensor) -> torch.Tensor:
+        t = t.unsqueeze(-1)
+        return torch.where(t < self.of.start_tokens, t * self.divisors.to(t), t)
+
+
+def apply_position(
+    place: PatchTarget, given: PositionMethod | FrequencyMethod, options: Options, changes: Changes
+) -> Applied:
+    """Apply a position method, or a frequency method whose layers or queries differ.
+
+    That is one with ``layers``, a bias, a temperature that is not a constant, or layers with a
+    window that share the rotary module and keep its trained frequencies.
+    """
+    from rope_ext.position.install import Installed  # here, since it loads every kernel
+
+    label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
+    instead = "use a frequency method such as 'yarn'"
+    if isinstance(given, FrequencyMethod):
+        temperature = given.tempered(place.scaled[0].rope)
+        if given.is_dynamic:  # with layers that share a rotary module, or a layer without a scale
+            refuse_moving(given, "sliding_layers='keep'" if temperature is None else "temperature=")
+        options, instead = replace(options, frequency=given), f"patch with {given.name!r}"
+        if options.bias is None and options.layers is None:
+            instead = "patch every layer, with sliding_layers='scale'"
+            if given.start_tokens:
+                instead = "leave start_tokens out"
+            elif temperature is not None:
+                instead = "give temperature= a number"
+        trained = place.scaled[0].rope
+        divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(
+            1.0
+        )  # 0 / 0: no rotation
+        method: PositionMethod = _Standing(of=given, divisors=divisors, temperature=temperature)
+    else:
+        method = given
+    decoder, under, rope = place.decoder, options.frequency, options.rope(place.scaled[0].rope)
+    named, beside = method.name, [n for n in ("bias", "layers") if getattr(options, n) is not None]
+    if beside:
+        added = " and ".join(f"{option}=" for option in beside)
+        label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
+        named, instead = f"{named} with {added}", f"{instead} without {added}"
+    for each in (method, under):
+        if each is not None:
+            require_scaling(place, each)
+    table = {site: _write(place, site, method, options) for site in place.scaled}
+    if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
+        raise UnsupportedModelError(
+            f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
+            f"{type(decoder).__name__} is to be patched in several that have different numbers; "
+            f"use another position method, such as 'self_extend'"
+        )
+    reached, length = method.reached(rope), method.target_length(rope)
+    method = cast("PositionMethod", method.resolved(rope))
+    precise = options.is_precise(length)
+    include_sliding = options.sliding_layers == "scale"
+    encoding = method if isinstance(method, Encoding) else options.bias
+    windowed = any(site.local or site.shared for site in place.sites)
+    if windowed and encoding is not None and encoding.window_beside() is not None:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} has layers with a window already, and {encoding.name} "
+            f"chooses the window itself; to remove the positions of layers without one, patch "
+            f"with 'nope', and with layers= for some of them"
+        )
+    more = (include_sliding, encoding, options.layers, named, instead)
+    position_map = PositionMap(method, rope, table, label, precise, options.kernel, *more)
+    installed = Installed(decoder, position_map, changes)
+    refuse_continuous_batching(place.model, installed.unbatched(), changes)
+    notes = [*installed.notes]
+    if any("mrope_section" in site.settings.parameters for site in place.scaled):
+        notes.append(
+            f"images: their positions have several axes, and {named} attends by one, so that "
+            f"inputs with images or videos will be refused; for these, {instead}"
+        )
+        _logger.warning("rope_ext: %s", notes[-1])
+    methods = (method,) if under is None else (method, under)
+    notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
+    temperature = method.tempered(rope)
+    if temperature is not None:
+        notes.append(f"temperature: {temperature!r}, in those attention layers")
+    if reached < length:
+        notes.append(
+            f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
+        )
+        _logger.warning("rope_ext: %s", notes[-1])
+    return Applied(
+        method=given if isinstance(given, FrequencyMethod) else method,
+        target_length=length,
+        saved=unsaved(place, length),
+        plain=False,
+        precise=precise,
+        notes=tuple(notes),
+    )
+
+
+def _write(
+    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options
+) -> tuple[torch.Tensor, float]:
+    """Write a position method's frequencies (float64, ``[pairs]``) and scaling to a site."""
+    under, family = options.frequency, type(place.decoder).__name__
+    if under is not None:
+        inv_freq, _ = target(place, site, under, options)
+        scaling, _ = site.factors(under, method)
+        buffers.write(site, inv_freq.float(), scaling)
+        return inv_freq, scaling
+    if site.rope_type in ("dynamic", "longrope"):
+        raise AlreadyScaledError(
+            f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
+            f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
+        )
+    scaling, _ = site.factors(method)
+    buffers.write(site, site.loaded, scaling)
+    return site.loaded.double(), scaling

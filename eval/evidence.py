@@ -31,14 +31,13 @@ class Checkpoint(NamedTuple):
 
     name: str
     trained: int
-    longest: int
     lengths: tuple[int, ...]
     trials: int
 
 
 CHECKPOINTS = {
-    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, 32768, (8192, 12288, 16384, 32768), 4),
-    "gemma3": Checkpoint("gemma-3-270m", 32768, 65536, (32768, 65536), 2),
+    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, (8192, 12288, 16384, 32768), 4),
+    "gemma3": Checkpoint("gemma-3-270m", 32768, (32768, 65536), 2),
 }
 
 
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.prepare:
         return
     tokenizer = AutoTokenizer.from_pretrained(folder_of, **weights)
-    read = questions.Questions.made(tokenizer, chosen.longest, chosen.lengths, chosen.trials, texts)
+    read = questions.Questions.made(tokenizer, chosen.lengths, chosen.trials, texts)
     in_blocks()
     output = args.output or folder / f"{args.checkpoint}.jsonl"
     model = AutoModelForCausalLM.from_pretrained(folder_of, dtype=torch.bfloat16, **weights)

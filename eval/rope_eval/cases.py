@@ -90,8 +90,7 @@ class Outcome:
     """A finished case under one method; a line of the log.
 
     ``key`` is a digest of everything that determines the rest, ``value`` the share of the answers
-    found or the mean loss in nats per token, ``tokens`` what it counts as, ``written`` what was
-    generated.
+    found or the mean loss in nats per token, and ``tokens`` what it counts as.
     """
 
     key: str

@@ -9,24 +9,14 @@ import typer
 
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, SearchOptions
+from rope_ext.command import cli_arguments
 from rope_ext.command.arguments import command_words, parse_length, parse_options, split
-from rope_ext.command.cli_arguments import (
-    Compose,
-    Device,
-    Dtype,
-    Factor,
-    Model,
-    ModelCommand,
-    Option,
-    Target,
-    TrainText,
-)
 from rope_ext.command.terminal import quiet, stoppable, tell, tell_next, unused
 
 app = typer.Typer(rich_markup_mode=None)
 
 
-class Evaluation(ModelCommand):
+class Evaluation(cli_arguments.ModelCommand):
     """A command with the options of its tasks, which are known only once the tasks are parsed."""
 
     def make_context(
@@ -48,17 +38,17 @@ def evaluate_tasks() -> None:
     """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval --help`."""
 
 
-@app.command(cls=ModelCommand)
+@app.command(cls=cli_arguments.ModelCommand)
 @command_options(SearchOptions)
 def search(
-    model: Model,
-    length: Target,
+    model: cli_arguments.Model,
+    length: cli_arguments.Target,
     output: Annotated[
         Path, typer.Option(help="JSON file to write; resumes an interrupted search.")
     ],
-    text: TrainText = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    text: cli_arguments.TrainText = None,
+    dtype: cli_arguments.Dtype = "auto",
+    device: cli_arguments.Device = "auto",
     **options: Any,
 ) -> None:
     """Search LongRoPE factors by evolution. Resumes if interrupted."""
@@ -81,33 +71,23 @@ def search(
         beside += ", compose=True" if options["compose"] else ""
         table = f"**json.load(open({str(output)!r}))"
         print(f'use it: rope_ext.patch(model, "longrope", {table}{beside})')
-        tell_next(
-            command_words(
-                "compare",
-                model,
-                method="longrope,yarn",
-                option=[f"longrope={output}"],
-                factor=found.factor,
-                lengths=tokens,
-                compose=options["compose"],
-                dtype=dtype,
-                device=device,
-                trained_length=trained,
-                output=unused("compared"),
-            )
-        )
+        same = {"compose": options["compose"], "dtype": dtype, "device": device}
+        same |= {"trained_length": trained, "output": unused("compared")}
+        patch = {"method": "longrope,yarn", "option": [f"longrope={output}"]}
+        patch |= {"factor": found.factor, "lengths": tokens}
+        tell_next(command_words("compare", model, **patch, **same))
 
 
-@app.command(cls=ModelCommand)
+@app.command(cls=cli_arguments.ModelCommand)
 @command_options(CalibrationOptions)
 def calibrate(
-    model: Model,
-    length: Target,
+    model: cli_arguments.Model,
+    length: cli_arguments.Target,
     output: Annotated[Path, typer.Option(help="Directory for the results.")],
     methods: Annotated[
         str, typer.Option("--methods", "--method", help="Method names, separated by commas.")
     ] = "yarn",
-    text: TrainText = None,
+    text: cli_arguments.TrainText = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the calibration in --output.")
     ] = False,
@@ -115,8 +95,8 @@ def calibrate(
         bool,
         typer.Option("--finetune", help="Print the training command as the next step."),
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: cli_arguments.Dtype = "auto",
+    device: cli_arguments.Device = "auto",
     **options: Any,
 ) -> None:
     """Find the best temperature and other scalar options of methods for a model.
@@ -139,16 +119,9 @@ def calibrate(
         require_free(output, resume, "--resume", "--output")
         texts = read_texts(text) if text else None
         tokenizer = load_tokenizer(model)
-        found = rope_ext.calibrate(
-            load_model(model, dtype, device),
-            tokenizer,
-            tokens,
-            texts,
-            methods=names,
-            output=output,
-            resume=resume,
-            **given,
-        )
+        given |= {"methods": names, "output": output, "resume": resume}
+        loaded = load_model(model, dtype, device)
+        found = rope_ext.calibrate(loaded, tokenizer, tokens, texts, **given)
         print(found)
         tell(f"wrote {output}")
         if finetune:
@@ -166,7 +139,7 @@ def calibrate(
         tell_next(words)
 
 
-@app.command(cls=ModelCommand)
+@app.command(cls=cli_arguments.ModelCommand)
 def plot(
     kind: Annotated[str, typer.Argument(help="Kind of plot; see above.")],
     model: Annotated[str, typer.Argument(help="Model directory or Hub ID; weights are not read.")],
@@ -174,13 +147,13 @@ def plot(
         str, typer.Option("--method", "--methods", help="Method names, separated by commas.")
     ],
     output: Annotated[Path, typer.Option(help="Output file (.png).")],
-    factor: Factor = 4.0,
+    factor: cli_arguments.Factor = 4.0,
     length: Annotated[
         str | None,
         typer.Option(help="Context length in tokens, such as 32k. Default: the target length."),
     ] = None,
-    compose: Compose = False,
-    option: Option = None,
+    compose: cli_arguments.Compose = False,
+    option: cli_arguments.Option = None,
 ) -> None:
     """Plot the effect of methods, one line per method and one for the unpatched model.
 
@@ -197,17 +170,11 @@ def plot(
     names = split(method)
     options = checked_methods(names, factor, parse_options(option, names))
     methods = [build_method(name, **values) for name, values in options.items()]
-    pictures.draw(
-        kind,
-        model,
-        methods,
-        output,
-        length=None if length is None else parse_length(length),
-        compose=compose,
-    )
+    tokens = parse_length(length) if length else None
+    pictures.draw(kind, model, methods, output, tokens, compose)
     tell(f"wrote {output}")
     trained = trained_length(load_config(model))
-    target = parse_length(length) if length else reach(factor, trained)
+    target = tokens or reach(factor, trained)
     patch = {"method": ",".join(names), "factor": factor, "option": option, "compose": compose}
     if all(one.kind in ("frequency", "position") for one in methods):  # not an encoding
         more = {"lengths": f"{trained},{target}", "output": unused("compared")}

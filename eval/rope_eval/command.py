@@ -79,7 +79,8 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     if name == "eval":
         asked = [b for a, b in pairwise(words) if a in ("--tasks", "--task")]
         asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
-        asked = [*filter(_names_tasks, _first(words)), *asked]
+        first = takewhile(lambda word: not word.startswith("-"), words)
+        asked = [*filter(_names_tasks, first), *asked]
         names = [n for one in split(asked) for n in (from_file(one) if _is_file(one) else [one])]
         if not (names or "--help" in words):
             raise OptionError(f"give --tasks some of {KNOWN}; see rope-ext eval --help")
@@ -109,10 +110,6 @@ def _is_file(word: str) -> bool:
 
 def _names_tasks(word: str) -> bool:
     return all(_is_file(one) or one in all_tasks() for one in split(word))
-
-
-def _first(words: Sequence[str]) -> list[str]:
-    return list(takewhile(lambda word: not word.startswith("-"), words))
 
 
 def _refuse_shared(classes: Sequence[type[Task]]) -> None:

@@ -22,11 +22,12 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
         for note in plan.notes:
             tell(f"note: {note}", "yellow")
         with plan.folder.lock():
-            total, left = plan.size
-            batches = [batch for system in plan.systems for batch in plan.left(system)]
-            tokens = sum(case.tokens for batch in batches for case in batch)
-            known = f" ({total - left} more are known)" if left < total else ""
-            tell(f"{left} cases, {tokens:,} tokens{known}")
+            total = sum(1 for system in plan.systems for _ in plan.cases(system))
+            left = [
+                case for system in plan.systems for batch in plan.left(system) for case in batch
+            ]
+            known = f" ({total - len(left)} more are known)" if len(left) < total else ""
+            tell(f"{len(left)} cases, {sum(case.tokens for case in left):,} tokens{known}")
             with progress() as shown:
                 bar = shown.add_task("", total=None)
                 outcomes = run(

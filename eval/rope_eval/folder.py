@@ -148,11 +148,10 @@ class Folder:
 
 
 class Log:
-    """An append-only log of JSON lines at ``path``, from which an interrupted run resumes.
+    """An append-only log of JSON lines, from which an interrupted run resumes.
 
-    The first line is ``header``; each after it is one result, on disk before the next is computed.
-    A killed process may leave an unfinished last line: it is skipped when reading, and removed
-    before appending. ``cure`` is the advice in errors if the log cannot be written.
+    After ``header``, each line is on disk before the next is computed. An unfinished last line is
+    skipped when reading, and removed before appending. ``cure`` is for errors.
     """
 
     def __init__(self, path: Path, header: bytes, cure: str) -> None:

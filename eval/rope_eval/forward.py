@@ -31,10 +31,7 @@ def cost(length: int) -> float:
 def left_padded(
     rows: Sequence[Sequence[int]], pad: int, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """Build ``input_ids`` ``[rows, longest]``, and if lengths differ, mask and positions.
-
-    Positions count from the row's own first token, so that padding changes no angle.
-    """
+    """Build inputs ``[rows, longest]``; positions count from the row's own first token."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad, dtype=torch.long, device="cpu")
     for row, tokens in zip(ids, rows, strict=True):
@@ -52,14 +49,10 @@ def left_padded(
 def score(
     model: nn.Module, rows: Sequence[Sequence[int]], tail: int, pad: int = 0, logits: int = LOGITS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score the last ``tail`` tokens of each row, in one forward.
+    """Score the last ``tail`` tokens of each row, in one forward, some ``logits`` at a time.
 
-    ``tail`` is below the length of the shortest row, ``pad`` is the token left of shorter rows,
-    and at most ``logits`` logits are computed at a time.
-
-    Returns:
-        Negative log likelihoods, float32, nats, and whether each token is the argmax, so that
-        greedy decoding would write it; both ``[rows, tail]`` on the CPU.
+    Returns negative log likelihoods, float32, nats, and whether each token is the argmax, so that
+    greedy decoding would write it; both ``[rows, tail]`` on the CPU.
     """
     inputs = left_padded(rows, pad, cast(PreTrainedModel, model).device)
     ids = inputs["input_ids"]
@@ -110,10 +103,7 @@ def _logits(
 
 @contextmanager
 def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterator[None]:
-    """Inside the block, the decoder computes nothing and returns ``hidden``.
-
-    The model's own head then computes the logits, with the family's scale or cap, if any.
-    """
+    """Return ``hidden`` as the decoder's output; the model's own head then computes the logits."""
     answer = type(output)(last_hidden_state=hidden)
     own = decoder.__dict__.get("forward")
     decoder.forward = lambda *args, **kwargs: answer  # Module.__call__ looks it up
@@ -129,25 +119,14 @@ def _answering(decoder: nn.Module, output: Any, hidden: torch.Tensor) -> Iterato
 def write(
     model: nn.Module, rows: Sequence[Sequence[int]], count: int, pad: int, eos: Any
 ) -> list[list[int]]:
-    """Generate up to ``count`` tokens greedily after each row, with a cache.
-
-    The checkpoint's generation settings for sampling and repetition are ignored. ``eos`` is the
-    token, or tokens, that end the text; they are removed.
-    """
+    """Generate up to ``count`` tokens greedily after each row, with a cache, up to ``eos``."""
     plain = cast(PreTrainedModel, model)
     inputs = left_padded(rows, pad, plain.device)
     inputs.pop("position_ids", None)  # generate computes them from the mask
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    settings = GenerationConfig(
-        max_new_tokens=count,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        pad_token_id=pad,
-        eos_token_id=eos,
-        bos_token_id=None,
-    )
+    greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+    greedy |= {"no_repeat_ngram_size": 0, "pad_token_id": pad, "eos_token_id": eos}
+    settings = GenerationConfig(max_new_tokens=count, bos_token_id=None, **greedy)
     with torch.no_grad(), _without_defaults(plain):
         output = cast(Any, model).generate(**inputs, generation_config=settings)
     ends = {eos} if isinstance(eos, int) else set(eos or ())

@@ -1,8 +1,7 @@
 """Dataclass fields that are also command-line options.
 
-A field created by :func:`option` defines an option's name, help and parser in one place; commands,
-their functions and logs all use the dataclass. Nothing here imports torch, so that
-``rope-ext --help`` is fast.
+A field created by :func:`option` defines an option's name, help and parser in one place. Nothing
+here imports torch, so that ``rope-ext --help`` is fast.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ def option(
     ``least`` is the lowest value of a whole number, for :func:`check_options`.
     """
     metadata = {"help": help, "read": read, "flags": flags, "repeat": repeat, "least": least}
-    return dataclasses.field(default=default, metadata=metadata)
+    how: Any = {"default_factory": dict} if default == {} else {"default": default}
+    return dataclasses.field(**how, metadata=metadata)
 
 
 def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
@@ -70,8 +70,7 @@ def refuse(*faults: tuple[bool, str]) -> None:
 def command_options(*classes: type) -> Callable[[F], F]:
     """Decorator: replace ``**options`` of a typer command by the options of ``classes``.
 
-    Typer reads the signature. Options with the same name are merged. Values are as typed, or None;
-    see :func:`read_options`.
+    Options with the same name are merged. Values are as typed, or None; see :func:`read_options`.
     """
 
     def decorate(command: F) -> F:
@@ -110,15 +109,10 @@ def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parame
         kind = list[kind]
     elif type(default) in (int, float, str) and default != "" and "default" not in help.lower():
         help = f"{help.rstrip('.')}; default: {default}{'.' * help.endswith('.')}"
-    flag = kind is bool
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False if flag else None,
-        annotation=Annotated[
-            kind if flag else kind | None, typer.Option(*_flags(field), help=help)
-        ],
-    )
+    default = False if kind is bool else None
+    kind = Annotated[kind if kind is bool else kind | None, typer.Option(*_flags(field), help=help)]
+    only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, only, default=default, annotation=kind)
 
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:

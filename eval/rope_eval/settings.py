@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -68,15 +68,12 @@ class Settings:
     )
     factor: float = option(4.0, "extension factor: target length / trained length")
     adapter: str | None = option(None, "PEFT adapter to use with every method")
-    options: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict,
-        metadata=option(
-            None,
-            "METHOD.NAME=VALUE, NAME=VALUE for a single method, or METHOD=FILE.json; repeatable",
-            list,
-            "--option",
-            repeat=True,
-        ).metadata,
+    options: Mapping[str, Mapping[str, Any]] = option(
+        {},
+        "METHOD.NAME=VALUE, NAME=VALUE for a single method, or METHOD=FILE.json; repeatable",
+        list,
+        "--option",
+        repeat=True,
     )
     trained_length: int | None = option(
         None, "override the trained length in the config", parse_length

@@ -1,8 +1,7 @@
 """Prompts: templates around them, and their length.
 
-A prompt is tokenized in one piece, like a user's text, because tokens can span sentence boundaries:
-in Llama 3 a full stop and a line break are one token. Some tokenizers also add a space at the
-beginning of every text.
+A prompt is tokenized in one piece, because tokens can span sentence boundaries: in Llama 3 a full
+stop and a line break are one token.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def joined(*parts: Iterable[int]) -> array:
 
 
 def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
-    """Count the blank tokens at the start of the last ``count`` tokens.
-
-    If digits are separate tokens, the space before an answer is, too.
-    """
+    """Count blank tokens at the start of the last ``count``: before digits, they are tokens."""
     return next(n for n in range(count) if tokenizer.decode([ids[n - count]]).strip())
 
 
@@ -43,9 +39,8 @@ def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
 class Frame:
     """The template around the content of a prompt.
 
-    For a base model, ``head`` is the beginning-of-sequence token that its tokenizer adds, once. For
-    a chat model, ``around`` is the template, which contains that token; the answer starts after the
-    question, in the assistant's turn.
+    ``head`` is the beginning-of-sequence token of a base model, and ``around`` the template of a
+    chat model, which contains that token.
     """
 
     tokenizer: Any
@@ -70,18 +65,11 @@ class Frame:
     def whole(
         self, content: str, lead: str = "", answer: str = "", keep_space: bool = False
     ) -> tuple[array, int]:
-        """Build a prompt, tokenized in one piece.
+        """Build a prompt, tokenized in one piece: the user's ``content``, and a ``lead``.
 
-        Args:
-            content: the user's turn, with the question at its end.
-            lead: start of the answer, such as ``" The pass key is"``.
-            answer: follows after a space; ``""`` for a prompt that the model continues.
-            keep_space: keep the space at the start of ``lead`` even if the template ends in a line
-                break or a space, as RULER does.
-
-        Returns:
-            Token ids, and the number of tokens at their end that the model must write to give the
-            answer, including the space before it.
+        ``keep_space`` keeps the space before ``lead`` even after a line break of the template, as
+        RULER does. Returns token ids, and the number of tokens at their end that the model must
+        write to give the ``answer``, including the space before it.
         """
         if self.around is not None:
             before, after = self.around
@@ -109,13 +97,10 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
 def longest(
     build: Callable[[int], Ids], budget: int, least: int = 0, most: int | None = None
 ) -> tuple[int, Ids]:
-    """Find the longest prompt that fits, less than an average part below ``budget``.
+    """Return the number of parts, and the prompt, of the longest that fits into ``budget``.
 
-    ``build`` creates a prompt from a number of parts, from ``least`` to ``most``; it is called a
-    few times, for any length.
-
-    Returns:
-        The number of parts, and the prompt, which is too long if even the smallest does not fit.
+    ``build`` creates a prompt from ``least`` to ``most`` parts; it is called a few times, for any
+    length. The smallest is returned even if it does not fit.
     """
     low, ids = least, build(least)
     first, high = len(ids), None if most is None else most + 1

@@ -75,14 +75,11 @@ class Row:
 
 
 def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
-    """Read all rows of a data set.
+    """Read all rows of a data set, or stream the first ``most``; ``option`` is for errors.
 
-    Args:
-        source: a file: ``.json`` (a list, an object with the list in ``data``, or one row with a
-            ``text``), ``.jsonl`` or ``.parquet``; or ``hf:ID``, ``hf:ID/CONFIG:SPLIT`` for the Hub
-            or a folder that ``datasets`` reads, with the split ``test`` by default.
-        option: the command-line option, for errors.
-        most: rows to stream from the Hub; None: all, which are stored.
+    ``source`` is a ``.json`` (a list, an object with the list in ``data``, or one row with a
+    ``text``), ``.jsonl`` or ``.parquet`` file, or ``hf:ID`` or ``hf:ID/CONFIG:SPLIT`` for the Hub
+    or a folder that ``datasets`` reads, with the split ``test`` by default.
     """
     if source.startswith("hf:"):
         name, _, split = source[3:].partition(":")

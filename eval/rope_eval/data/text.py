@@ -21,10 +21,9 @@ _SUFFIXES = {".txt", ".md", ".jsonl", ".parquet"}
 
 
 def python_library(split: Literal["train", "held_out"]) -> list[str]:
-    """Sources of the running Python's standard library, one text per file, ordered by name.
+    """Sources of the standard library, one text per file, ordered by name.
 
-    A file belongs to ``held_out`` depending on a hash of its name (about one in twenty), so the
-    split is the same on every machine and for every Python version.
+    A file is ``held_out`` by a hash of its name (about one in twenty), on every machine alike.
     """
     root = Path(sysconfig.get_path("stdlib"))
     texts = []
@@ -44,8 +43,7 @@ def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
 
     A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet`` and
     ``.json``, in its field ``text``. A folder stands for all such files in it but ``.json``, and
-    ``hf:ID`` for the first ``most`` rows of a data set on the Hub, streamed: ``hf:ID``,
-    ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT``, with the split ``test`` by default.
+    ``hf:ID``, ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT`` for the first ``most`` rows, streamed.
     """
     return [text for source in sources for text in _documents(str(source), most)]
 

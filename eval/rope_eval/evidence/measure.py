@@ -1,7 +1,6 @@
 """Measures cells of the evidence, the most valuable ones first, one JSON line for each.
 
-A cell is the losses of one document, or the answers to the prompts of one task and length, under
-one method. Cells whose line is in the output are not measured again.
+A cell is the losses of one document, or the answers to the prompts of one task and length.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes evidence as tables in the docs, a plot, and data for ``recommend``.
 
-Intervals are 95 % over documents, of the differences to another row on the same documents
-(``rope_eval.reports.intervals.mean_interval``; none below four documents); for prompts they are
-exact binomial ones.
+Intervals are 95 % over documents, of the differences to another row on the same documents; for
+prompts they are exact binomial ones.
 """
 
 from __future__ import annotations
@@ -282,11 +281,8 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
     numbers = []
     for axes, found in zip(panels, evidence, strict=True):
         for index, name in enumerate(name for name in DRAWN if name in found.rows()):
-            rows = [
-                line["losses"]
-                for line in found.of("loss", name)
-                if line["length"] == 2 * found.trained
-            ]
+            lines, far = found.of("loss", name), 2 * found.trained
+            rows = [line["losses"] for line in lines if line["length"] == far]
             step = max(1, found.trained // 16 // BUCKET)
             means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
             points = [

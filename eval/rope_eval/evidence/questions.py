@@ -121,10 +121,10 @@ class Questions(NamedTuple):
 
     @classmethod
     def made(
-        cls, tokenizer: Any, longest: int, lengths: Sequence[int], trials: int, texts: Sequence[str]
+        cls, tokenizer: Any, lengths: Sequence[int], trials: int, texts: Sequence[str]
     ) -> Questions:
-        """Return documents of ``longest`` tokens from the ``texts`` of ``MANUALS``, and prompts."""
-        bos, documents = beginning(tokenizer), {}
+        """Return documents of the longest length from the texts of ``MANUALS``, and prompts."""
+        bos, documents, longest = beginning(tokenizer), {}, max(lengths)
         for manual, text in zip(MANUALS, texts, strict=True):
             # No manual has six characters per token.
             ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]

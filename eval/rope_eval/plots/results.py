@@ -27,8 +27,7 @@ def draw_lines(
     """Plot perplexity (``loss``) or rates by length: a panel per title, a line per system.
 
     Intervals are shaded, for many systems only that of the unpatched model. Perplexities above
-    ``_HEIGHT`` times the lowest leave the plot at the top; the legend has the last value of each.
-    Estimates are by (system, length); the trained length of each system is marked.
+    ``_HEIGHT`` times the lowest leave the plot; the legend has the last value of each.
     """
     systems, lengths = _axes_of(next(iter(panels.values())))
     few, across = len(systems) <= _MOST_SHADED, min(2, len(panels))

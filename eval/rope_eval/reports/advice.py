@@ -144,22 +144,14 @@ class Advice(Results):
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
         settings = self.plan.settings
-        return self._command(
-            "compare",
-            model,
-            output,
-            method=",".join(settings.methods),
-            factor=settings.factor,
-            lengths=",".join(map(str, lengths)),
-            adapter=settings.adapter,
-            option=[
-                f"{method}.{name}={value!r}"
-                for method, given in settings.options.items()
-                for name, value in given.items()
-            ],
-            finetune=settings.finetune,
-            **more,
-        )
+        more |= {name: getattr(settings, name) for name in ("factor", "adapter", "finetune")}
+        more |= {"method": ",".join(settings.methods), "lengths": ",".join(map(str, lengths))}
+        more["option"] = [
+            f"{method}.{name}={value!r}"
+            for method, given in settings.options.items()
+            for name, value in given.items()
+        ]
+        return self._command("compare", model, output, **more)
 
     def _calibrating(self, model: str, method: str, finetune: bool = False) -> Words:
         given = {"length": max(self.plan.settings.lengths), "finetune": finetune}

@@ -26,9 +26,8 @@ SCALAR = "attention_factor"
 class Trial:
     """A method with all options, and its scores on one half of the data.
 
-    ``far`` (the last tokens of windows of the target length), ``inside`` (the trained length) and
-    ``answers`` are losses in nats per token, ``found_inside`` and ``found_beyond`` shares of the
-    answers that greedy decoding would write; None without prompts.
+    ``far`` (at the target length), ``inside`` (at the trained length) and ``answers`` are losses in
+    nats per token, ``found_inside`` and ``found_beyond`` shares of answers; None without prompts.
     """
 
     method: Method
@@ -76,9 +75,8 @@ class Change:
 class Choice:
     """The result for one method.
 
-    ``proposed`` is the best on the selection half; ``tried`` has all scores on that half, the
-    published default's first. ``judged`` are its changes on the other half, by the field names of
-    :class:`Trial`, and ``reasons`` explain why the published default is kept; empty: it is not.
+    ``tried`` has all scores on the selection half, the published default's first. ``judged`` are
+    the changes on the other half, by the fields of :class:`Trial`; ``reasons`` keep the default.
     """
 
     published: Method

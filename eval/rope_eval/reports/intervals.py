@@ -53,11 +53,10 @@ def sum_interval(
 
     Returns None if a sample has fewer than ``MIN_DOCUMENTS``.
 
-    Student's t, extended on the side to which the values are skewed: a few documents of a skewed
-    distribution rarely show its tail, and Student's interval alone misses the mean too often. The
-    extension is the second-order (Cornish-Fisher) term of the studentised mean. Degrees of freedom
-    are those of Kish's effective number of documents, joined by Welch and Satterthwaite. A sample
-    has a value for each document, and the tokens behind it (equal if None).
+    Student's t, extended on the side to which the values are skewed by the second-order
+    (Cornish-Fisher) term of the studentised mean: a few documents rarely show a tail. Degrees of
+    freedom are those of Kish's effective number of documents, joined by Welch and Satterthwaite. A
+    sample has a value for each document, and the tokens behind it (equal if None).
 
     Student 1908, Biometrika 6 (1); Johnson 1978, JASA 73 (363); Hall 1992, JRSS B 54 (1); Welch
     1947, Biometrika 34; Satterthwaite 1946, Biometrics Bulletin 2 (6).
@@ -109,10 +108,9 @@ def paired_rates(
 ) -> Interval | None:
     """Return the interval of the difference of two rates on the same trials.
 
-    None below ``MIN_DOCUMENTS``. Each trial has a share found from 0 to 1. Student's t over the
-    trials' differences and two more, +1 and -1. They keep the width positive if all differences
-    are equal, like the two successes and two failures of Agresti and Coull for one rate. For binary
-    answers, zero is excluded only if the exact McNemar test agrees.
+    None below ``MIN_DOCUMENTS``. Student's t over the trials' differences and two more, +1 and -1,
+    which keep the width positive if all differences are equal. For binary answers, zero is excluded
+    only if the exact McNemar test agrees.
 
     After Agresti and Min 2005, Statistics in Medicine 24 (5); McNemar 1947, Psychometrika 12 (2).
     """

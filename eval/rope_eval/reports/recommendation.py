@@ -65,8 +65,6 @@ class Evidence:
 
     ``loss`` and ``found`` are beyond the trained length; ``cost``, the relative rise of perplexity,
     and ``lost``, the share of passkeys, within it (None: not measured, or passkeys do not count).
-    It ``helps`` if it is clearly better beyond and clearly worse in nothing, and ``harms`` if
-    clearly worse in something. ``engines`` can serve it.
     """
 
     name: str

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import TypeVar
 
 from rope_eval.cases import Outcome
@@ -100,12 +100,8 @@ class Results:
 
     def holds_up_to(self, suite: str, system: str) -> int | None:
         """Return the longest length up to which the suite's average is at least ``EFFECTIVE``."""
-        effective = None
-        for length in self.plan.lengths:
-            if self.average(suite, system, length).value < EFFECTIVE:
-                break
-            effective = length
-        return effective
+        averages = {n: self.average(suite, system, n).value for n in self.plan.lengths}
+        return max(takewhile(lambda n: averages[n] >= EFFECTIVE, averages), default=None)
 
     def reference(self, system: System) -> int | None:
         """The longest length within the trained length, where a method's cost is measured."""

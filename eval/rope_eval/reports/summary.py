@@ -88,10 +88,11 @@ def loss_difference(
     if not all(map(math.isfinite, (*one, *other))):
         return None
     gaps = [x - y for x, y in zip(one, other, strict=True)]
-    value, ends = rise(weighted_mean(gaps, weights)), mean_interval(gaps, weights, confidence)
+    value = perplexity(weighted_mean(gaps, weights)) - 1
+    ends = mean_interval(gaps, weights, confidence)
     if ends is None:
         return Estimate(value, None, None, len(gaps), TOO_FEW)
-    low, high = map(rise, ends)
+    low, high = (perplexity(end) - 1 for end in ends)
     return Estimate(value, low, high, len(gaps))
 
 
@@ -164,8 +165,3 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float] | None = Non
 def perplexity(loss: float) -> float:
     """Return the perplexity of a mean loss in nats per token."""
     return math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows float64
-
-
-def rise(loss: float) -> float:
-    """Return the relative rise of a perplexity whose logarithm rises by this much."""
-    return perplexity(loss) - 1

@@ -83,12 +83,6 @@ class Plan:
             if any(system.key(case) not in self.stored for case in batch)
         ]
 
-    @cached_property
-    def size(self) -> tuple[int, int]:
-        total = sum(1 for system in self.systems for _ in self.cases(system))
-        left = sum(len(batch) for system in self.systems for batch in self.left(system))
-        return total, left
-
     def collect(self, done: Mapping[str, Outcome]) -> list[Outcome]:
         outcomes = []
         for system in self.systems:
@@ -148,10 +142,7 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
 
 
 def _read(model: str, settings: Settings) -> tuple[Any, int]:
-    """Return the configuration of a model, and its trained length.
-
-    For a server, the tokenizer's folder may have none; then the longest length counts as trained.
-    """
+    """Return the configuration of a model, which a server's may lack, and its trained length."""
     try:
         config = models.load_config(model)
     except MeasureError:

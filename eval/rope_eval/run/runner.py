@@ -1,7 +1,6 @@
-"""Runs the cases of a plan on every system and logs each result.
+"""Runs the cases of a plan on every system, the longest first, and logs each result.
 
-It loads the models and runs batches, the longest first. An unfinished batch is repeated as a whole,
-so that an interrupted and resumed run computes identical numbers.
+An unfinished batch is repeated as a whole, so that a resumed run computes identical numbers.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ def run(
 ) -> list[Outcome] | None:
     """Measure what is left of ``plan``; calls ``begin`` with the work, ``advance`` with progress.
 
-    No other run may use its folder.
-
-    Returns:
-        All outcomes of the plan, in its order; None in every process but the first.
+    Returns all outcomes of the plan, in its order; None in every process but the first.
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:

@@ -1,8 +1,7 @@
 """The base classes and the registry of tasks.
 
-Each task is one file, with its questions, scoring and options, which are dataclass fields.
-:func:`option` also makes a field a command-line option. Tasks do not depend on methods, so every
-method gets identical questions.
+Each task is one file, with its questions, scoring and options. Tasks do not depend on methods, so
+every method gets identical questions.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Task:
 class Draw(NamedTuple):
     """The random parameters of a prompt, all generated from ``number``.
 
-    ``index`` counts the prompts of a length and depth bin, and ``depth`` is the position of the
-    answer, from 0 (start) to 1 (end), sampled from its ``bin``.
+    ``depth`` is the position of the answer, from 0 (start) to 1 (end), sampled from its ``bin``.
     """
 
     index: int
@@ -174,8 +172,7 @@ def from_file(path: str) -> list[str]:
             f"file {path} does not exist; pass one that registers a task, or a task name"
         )
     spec = importlib.util.spec_from_file_location(f"rope_ext_task_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise OptionError(f"{path} is not a Python file; pass a .py file that registers a task")
+    assert spec is not None and spec.loader is not None  # of a .py file
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     names = [name for name, cls in _REGISTRY.items() if cls.__module__ == spec.name]
@@ -192,11 +189,11 @@ def chosen(names: Sequence[str]) -> list[type[Task]]:
     """Return the tasks with these names, each once, in order of registration."""
     for name in names:
         if name not in _REGISTRY:
-            raise _unknown(name, _REGISTRY)
+            raise unknown(name, _REGISTRY)
     return [cls for name, cls in _REGISTRY.items() if name in names]
 
 
-def _unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
+def unknown(name: str, known: Iterable[str], more: str = "") -> OptionError:
     known = list(known)
     guess = nearest(name, known) or "."
     return OptionError(f"unknown task {name!r}{guess} Tasks: {', '.join(known)}{more}")
@@ -227,7 +224,7 @@ def named_parts(text: str, known: Iterable[str]) -> list[str]:
     names, known = split(text), list(known)
     for name in names:
         if name not in known and name != "all":
-            raise _unknown(name, known, ", or all")
+            raise unknown(name, known, ", or all")
     return [name for name in known if name in names or "all" in names]
 
 

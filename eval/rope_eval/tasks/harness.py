@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 from rope_eval.cases import Outcome, Questions, digest
 from rope_eval.data.prompts import Frame
 from rope_eval.settings import Settings
-from rope_eval.tasks.base import Task, all_tasks, option, register
+from rope_eval.tasks.base import Task, all_tasks, option, register, unknown
 from rope_ext.command.arguments import split
-from rope_ext.errors import MeasureError, OptionError, first_line, nearest
+from rope_ext.errors import MeasureError, OptionError, first_line
 
 
 def _read_metadata(text: str | None) -> dict[str, Any]:
@@ -66,13 +66,9 @@ class Harness(Task):
             return _manager(self.include_path, json.dumps(self.metadata or {}))
         except ImportError:
             raise MeasureError(
-                f"{self._unknown(self.harness_tasks)}; those of lm-evaluation-harness need: "
+                f"{unknown(self.harness_tasks, all_tasks())}; those of lm-evaluation-harness need: "
                 f'pip install "rope-ext[harness]"'
             ) from None
-
-    def _unknown(self, name: str) -> str:
-        guess = nearest(name, all_tasks()) or "."
-        return f"unknown task {name!r}{guess} Tasks: {', '.join(all_tasks())}"
 
     def parts(self, settings: Settings) -> Sequence[Task]:
         """Return every task, with the group in which it is averaged."""
@@ -85,7 +81,7 @@ class Harness(Task):
         given = {field.name: getattr(self, field.name) for field in fields(Harness)}
         for name in split(self.harness_tasks):
             if not self.manager.match_tasks([name]):
-                raise OptionError(f"{self._unknown(name)}, and those that `lm_eval ls tasks` lists")
+                raise unknown(name, all_tasks(), ", and those that `lm_eval ls tasks` lists")
             try:
                 found = self.manager.load([name])["tasks"]
             except Exception as error:  # from whatever reads its data
@@ -174,18 +170,8 @@ def outcomes(
                     f"with python -m rope_ext.lm_eval"
                 )
             prompt = sample["prompt_hash"][:16]
-            yield Outcome(
-                key=digest(system.identity, task.name, length, number, prompt),
-                system=system.name,
-                task=task.name,
-                length=length,
-                bin=None,
-                depth=None,
-                seed=number,
-                prompt=prompt,
-                answers=(str(sample["target"]),),
-                group=number,
-                value=value,
-                tokens=1,
-                written=str(sample["filtered_resps"][0]),
-            )
+            key = digest(system.identity, task.name, length, number, prompt)
+            known = {"bin": None, "depth": None, "seed": number, "group": number, "tokens": 1}
+            known |= {"prompt": prompt, "answers": (str(sample["target"]),), "value": value}
+            known |= {"written": str(sample["filtered_resps"][0])}
+            yield Outcome(key, system.name, task.name, length, **known)

@@ -86,11 +86,9 @@ class Needles(Prompts):
     """The task in all variants, including ``needle`` and the ``niah`` tasks of ``ruler``.
 
     ``haystack`` is one repeated line (``noise``), ``text`` (None: Python's documentation) from
-    ``source``, or other ``needles``, all different. It has ``keys`` keys with ``values`` values
-    each; the prompt asks for ``queries`` of them, the others are distractors. ``depths`` apply to
-    the first needle. With ``ruler``, a text starts at its first sentence, with needles at
-    ``DEPTHS``, or before distinct lines; otherwise at a random sentence, with needles anywhere.
-    Texts end after a whole word.
+    ``source``, or other ``needles``. Of ``keys`` keys with ``values`` values each, ``queries`` are
+    asked for. ``depths`` apply to the first needle. With ``ruler``, a text starts at its first
+    sentence, with needles at ``DEPTHS``, or before distinct lines; otherwise anywhere.
     """
 
     haystack: Literal["noise", "text", "needles"] = "text"

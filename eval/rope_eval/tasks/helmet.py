@@ -1,10 +1,9 @@
 """HELMET: the categories that need no LLM judge or citation model, with the authors' data.
 
-Recall (``json_kv`` and three of RULER), RAG, many-shot in-context learning and passage re-ranking:
-wording, demonstrations, cutting and scoring are those of the authors' ``data.py`` and ``utils.py``
-(arXiv 2410.02694, github.com/princeton-nlp/HELMET). They use no chat template for these, so pass
-``--chat no``; with a template, the prompt does not begin the answer for the model. With ``--seed
-42`` the rows and demonstrations are those of the authors (except for in-context learning).
+Wording, demonstrations, cutting and scoring are those of the authors' ``data.py`` and ``utils.py``
+(arXiv 2410.02694, github.com/princeton-nlp/HELMET). They use no chat template (``--chat no``); with
+one, the prompt does not begin the answer for the model. With ``--seed 42`` the rows and
+demonstrations are those of the authors (except for in-context learning).
 """
 
 from __future__ import annotations
@@ -121,10 +120,7 @@ def parsed(text: str, lead: str) -> str:
 
 @dataclass(frozen=True)
 class Substring:
-    """Scores 1 if an answer is in the text, or in the line after ``lead``, less punctuation.
-
-    ``begun`` is the start of the answer, which the prompt already contains.
-    """
+    """Scores 1 if an answer is in the text, which starts with ``begun``, as in SQuAD."""
 
     answers: tuple[str, ...]
     lead: str

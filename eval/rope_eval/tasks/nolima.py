@@ -38,10 +38,7 @@ Metric = Literal["contains", "EM", "lastline_contains", "lastline_EM"]
 
 @dataclass(frozen=True)
 class Gold:
-    """Scores 1 if an answer is in the response, or equals it, or is in or equals its last line.
-
-    ``metric`` says which of these, by the authors' names; case matters.
-    """
+    """Scores 1 if an answer is in the response or its last line, or equals it; case matters."""
 
     answers: tuple[str, ...]
     metric: str
@@ -56,10 +53,9 @@ class Gold:
 
 
 class Test(NamedTuple):
-    """A needle and its question.
+    """A needle and its question, and a ``distractor`` that resembles the needle.
 
-    Both may contain ``{CHAR}``, replaced by one of ``characters``, sampled for every prompt; this
-    is the answer, and ``answers`` is empty. The ``distractor`` resembles the needle.
+    ``{CHAR}`` in them is one of ``characters``, which is the answer; then ``answers`` is empty.
     """
 
     needle: str

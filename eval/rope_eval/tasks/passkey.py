@@ -1,9 +1,9 @@
 """Passkey retrieval: a random number hidden in repetitive text, asked for at the end.
 
-There are two prompts. ``published`` is that of Landmark Attention (arXiv 2305.16300, its
-``run_test.py``), also used by YaRN (arXiv 2309.00071): five lines, filler that is cut anywhere,
-keys from 1 to 50000. ``inline`` has the same sentences, none of them cut, in one paragraph, and
-keys of five digits. The bundled checkpoint was trained on ``inline``.
+``published`` prompts are those of Landmark Attention (arXiv 2305.16300, its ``run_test.py``) and
+YaRN (arXiv 2309.00071): five lines, filler that is cut anywhere, keys from 1 to 50000. ``inline``
+has the same sentences, none of them cut, in one paragraph, and keys of five digits, as the bundled
+checkpoint was trained.
 
 A case is scored by one teacher-forced forward: it passes if the argmax equals the key at every
 token of the key. If the tokenizer has a separate token for the space before a digit, the prompt

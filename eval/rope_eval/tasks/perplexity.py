@@ -68,9 +68,8 @@ def choose_windows(
 ) -> Windows:
     """Choose up to ``count`` disjoint windows from as many documents as possible.
 
-    A window is inside one document. If this does not yield ``count`` windows, all documents are
-    joined in order, with ``eos`` between them, and split instead. ``option`` is the command-line
-    option that sets the lengths, for errors.
+    If there are fewer, all documents are joined in order, with ``eos`` between them, and split
+    instead. ``option`` sets the lengths, for errors.
     """
     size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")
@@ -159,8 +158,7 @@ class Segments(Task):
     ) -> Iterator[Case]:
         """Yield windows that move over each segment and score each of its tokens once.
 
-        ``keys`` are the positions of tokens to score in each segment, and None means all; windows
-        without such tokens are left out.
+        ``keys`` are the positions of tokens to score in each segment; None: all.
         """
         bos, stride = windows.bos, self.stride or 1
         for length in lengths:
@@ -251,9 +249,7 @@ class Perplexity(Segments):
                 f"the same tokens, only the context before them grows"
             ),
             "sliding": (
-                f"all tokens of each segment, a window of each length moving by {self.stride} "
-                f"tokens: at least length - {self.stride} tokens of context once the segment has "
-                f"them"
+                f"all tokens of each segment, a window of each length moving {self.stride} tokens"
             ),
             "start": "the first tokens of each segment, as many as the length",
         }[str(self.protocol)]

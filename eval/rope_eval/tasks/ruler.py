@@ -1,9 +1,8 @@
 """RULER's 13 tasks, implemented from its description and compared with its code.
 
-Retrieval (``niah_*``), variable tracking (``vt``), common words (``cwe``), frequent words (``fwe``)
-and question answering (``qa_1``, ``qa_2``) of RULER (arXiv 2404.06654). The score of a prompt is
-the fraction of the references in the answer, ignoring case; for a question with several right
-answers, one is enough. docs/evaluate.md lists the differences from the authors' code.
+The score of a prompt is the fraction of the references in the answer, ignoring case; for a question
+with several right answers, one is enough (arXiv 2404.06654). docs/evaluate.md lists the differences
+from the authors' code.
 """
 
 from __future__ import annotations

@@ -85,10 +85,9 @@ def ordinal(number: int) -> str:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Scores the similarity of text and answer, or 0 if the text does not start with the prefix.
+    """Scores the similarity of text and answer, or 0 without the prefix, which is not compared.
 
-    The prefix is not compared. ``begun``: the prompt already contains the start of the answer, so
-    a space may follow.
+    ``begun``: the prompt already contains the start of the answer, so a space may follow.
     """
 
     answer: str
@@ -105,10 +104,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Conversation(Prompts):
-    """A conversation with identical requests, each with an answer of at least ``words`` words.
-
-    ``roomy``: the model may write eight more tokens than the answer has, instead of ``tokens``.
-    """
+    """Identical requests, each with an answer of at least ``words`` words, as long as it needs."""
 
     text: Sequence[str] | None = None
     needles: int = 2

@@ -26,18 +26,7 @@ from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
-from rope_eval.tune.fitness import (
-    HAY,
-    Sample,
-    Scores,
-    Trials,
-    fingerprint,
-    prompts_of,
-    read,
-    shortest,
-    trained_rope,
-    windows_of,
-)
+from rope_eval.tune import fitness
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
 from rope_ext.advice.sources import NAME
 from rope_ext.config.record import method_to_json
@@ -99,7 +88,7 @@ def calibrate(
             :func:`rope_ext.patch`.
     """
     given = CalibrationOptions(target_length=target_length, **options)
-    rope = trained_rope(model, given)
+    rope = fitness.trained_rope(model, given)
     starts = _starts(model, rope, methods, given)
     both = [(start, _grid(start, rope, given.options)) for start in starts]
     if resume and output is None:
@@ -109,14 +98,14 @@ def calibrate(
         if folder is not None:
             Folder(folder).check([RESULT, PICTURE])
             require_free(folder, resume, "resume=True", "output")
-        texts = python_library("train") if text is None else read(text)
+        texts = python_library("train") if text is None else fitness.read(text)
         halves, notes = _halves(tokenizer, texts, rope, given)
         known = asdict(given) | {
-            "model": fingerprint(model),
+            "model": fitness.fingerprint(model),
             "text": digest([half.rows.windows for half in halves]),
             "methods": [method_to_json(start) for start in starts],
         }
-        trials = Trials(model, rope, given, folder and folder / LOG, NAME, known)
+        trials = fitness.Trials(model, rope, given, folder and folder / LOG, NAME, known)
         found = _calibrated(trials, given, both, halves, notes)
         if folder is not None:
             _keep(found, folder)
@@ -184,14 +173,14 @@ def _keep(found: Calibration, folder: Path) -> None:
 
 def _halves(
     tokenizer: Any, texts: Sequence[str], rope: Rope, given: CalibrationOptions
-) -> tuple[list[Sample], list[str]]:
+) -> tuple[list[fitness.Sample], list[str]]:
     """Return windows and prompts of both halves, of different documents if possible; and notes."""
     cure = (
         f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
         f"samples"
     )
     target, notes, halves = given.target_length, [], []
-    rows = windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
+    rows = fitness.windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
     if len(set(rows.documents)) < 2:
         notes.append("all windows are from one document: the halves are not of different texts")
     numbers, first = in_halves(rows.documents), beginning(tokenizer)
@@ -200,11 +189,11 @@ def _halves(
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
         seed, lengths = 2 * given.seed + place, (rope.length, target)
         asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        halves.append(Sample(name, own, prompts_of(tokenizer, *asked), inside))
+        halves.append(fitness.Sample(name, own, fitness.prompts_of(tokenizer, *asked), inside))
     if given.prompts and not halves[0].prompts:
         notes.append(
             f"answers do not count: no prompt fits into the {rope.length} trained tokens (the "
-            f"shortest has {min(shortest(tokenizer, hay) for hay in HAY)})"
+            f"shortest has {min(fitness.shortest(tokenizer, hay) for hay in fitness.HAY)})"
         )
     return halves, notes
 
@@ -228,10 +217,10 @@ def in_halves(documents: Sequence[int]) -> list[int]:
 
 
 def _calibrated(
-    trials: Trials,
+    trials: fitness.Trials,
     given: CalibrationOptions,
     starts: Sequence[tuple[Method, Grid]],
-    halves: Sequence[Sample],
+    halves: Sequence[fitness.Sample],
     notes: Sequence[str],
 ) -> Calibration:
     """Run the descent from every start on one half, and test on the other."""
@@ -277,13 +266,13 @@ def _most(grid: Grid) -> int:
 class Judge:
     """Compares methods with the published default ``start`` on one half of the data."""
 
-    def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
+    def __init__(self, trials: fitness.Trials, start: Method, half: fitness.Sample) -> None:
         self.trials, self.start, self.half = trials, start, half
         self.given = cast(CalibrationOptions, trials.given)
         self.lengths = {"inside": trials.rope.length, "far": self.given.target_length}
         self.before = self.scores(start)
 
-    def scores(self, method: Method) -> Scores:
+    def scores(self, method: Method) -> fitness.Scores:
         """Scores of a method."""
         return self.trials.scores(method, self.half)
 
@@ -351,7 +340,7 @@ class Judge:
 class Descent(Judge):
     """Run coordinate descent for one method, on the half that selects."""
 
-    def __init__(self, trials: Trials, start: Method, half: Sample) -> None:
+    def __init__(self, trials: fitness.Trials, start: Method, half: fitness.Sample) -> None:
         super().__init__(trials, start, half)
         if not self.before.finite:
             raise MeasureError(

@@ -123,8 +123,7 @@ def windows_of(
 def repeated_share(texts: Iterable[str]) -> float:
     """Return the share of 50-character spans that occurred before, in the same text or another.
 
-    White space counts as one space. Python's library and Django's documentation have 2 to 5 %, ten
-    copies of a text 90 %, and ten copies with every twentieth word changed 50 %.
+    Python's library and Django's documentation have 2 to 5 %, ten copies of a text 90 %.
     """
     flat = (" ".join(text.split()) for text in texts)
     spans = [hash(text[i : i + _SPAN]) for text in flat for i in range(len(text) - _SPAN + 1)]
@@ -156,8 +155,7 @@ def prompts_of(
 ) -> tuple[Prompt, ...]:
     """Build ``count`` prompts of each length, alternately in filler and in the text, at all depths.
 
-    A hay in which no prompt of the shortest length fits is left out. ``texts`` are token ids, at
-    least of the longest length; ``needle`` is ``number`` or ``word``, as for passkeys.
+    A hay in which no prompt of the shortest length fits is left out. ``texts`` are token ids.
     """
     frame, prompts = Frame.from_tokenizer(tokenizer, "no"), []
     hays = [hay for hay in HAY if count and shortest(tokenizer, hay) <= min(lengths)]
@@ -222,10 +220,7 @@ def _finite(loss: float) -> float:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return an identifier of a model: its configuration, and its losses on some tokens.
-
-    Losses are in thousandths of a nat, because the number of threads changes the last digits.
-    """
+    """Return an identifier of a model: its configuration, and its rounded losses."""
     plain = cast(PreTrainedModel, model)
     config = cast(PreTrainedModel, unwrap(model)).config.to_dict()
     left = {"_name_or_path", "transformers_version"}
@@ -243,11 +238,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """Data to measure methods on; ``name`` is used in the log.
-
-    ``rows`` are windows of the target length, ``inside`` their parts of the trained length, if they
-    count, and ``prompts`` have both lengths.
-    """
+    """Data to measure methods on; ``rows`` and ``inside`` are windows of both lengths."""
 
     name: str
     rows: Rows
@@ -389,8 +380,7 @@ class Trials:
     def counting(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
         """Return the samples with the prompts that count, and a note for each hay that does not.
 
-        A hay counts if the unpatched model finds at least half of its prompts within the trained
-        length: if it cannot retrieve there, failures do not reflect on a method.
+        A hay counts if the unpatched model finds at least half of its prompts within its length.
         """
         hits: dict[str, list[bool]] = {}
         for sample in samples:

@@ -48,7 +48,10 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._require_whole(target_length=2)
+        if type(self.target_length) is not int or self.target_length < 2:
+            raise OptionError(
+                f"target_length={self.target_length!r} is not valid; it must be a whole number"
+            )
         if 0 < self.prompts < FEWEST_PROMPTS:
             raise OptionError(
                 f"prompts={self.prompts} is not valid; it must be 0 or at least {FEWEST_PROMPTS}"
@@ -64,15 +67,6 @@ class TuneOptions:
     def arguments(self) -> dict[str, Any]:
         names = ("compose", "sliding_layers", "original_max_position_embeddings")
         return {name: getattr(self, name) for name in names}
-
-    def _require_whole(self, **least: int) -> None:
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < smallest:
-                raise OptionError(
-                    f"{name}={value!r} is not valid; it must be a whole number of at least "
-                    f"{smallest}"
-                )
 
 
 @dataclass(kw_only=True)
@@ -123,8 +117,12 @@ class SearchOptions(TuneOptions):
         super().__post_init__()
         if self.scored is None:
             self.scored = self.target_length // 2
-        self._require_whole(scored=0 if self.prompts else 1)
-        self._require_whole(validation_samples=FEWEST_SAMPLES if self.validation_samples else 0)
+        if not (self.scored or self.prompts) or 0 < self.validation_samples < FEWEST_SAMPLES:
+            raise OptionError(
+                f"scored={self.scored}, prompts={self.prompts} or validation_samples="
+                f"{self.validation_samples} is not valid; one of the first two must be at least 1, "
+                f"and the last 0 or at least {FEWEST_SAMPLES}"
+            )
 
 
 @dataclass(kw_only=True)

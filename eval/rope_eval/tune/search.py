@@ -26,19 +26,7 @@ from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
-from rope_eval.tune.fitness import (
-    ROOM,
-    Rows,
-    Sample,
-    Scores,
-    Trials,
-    fingerprint,
-    prompts_of,
-    read,
-    read_log,
-    trained_rope,
-    windows_of,
-)
+from rope_eval.tune import fitness
 from rope_eval.tune.options import CONFIDENCE, SearchOptions
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError
@@ -245,7 +233,7 @@ def search(
     given.start = _calibrated(given.start)
     if output is not None:
         check_output(output)
-    rope = trained_rope(model, given)
+    rope = fitness.trained_rope(model, given)
     if given.critical is not None and given.critical >= rope.dim // 2:
         raise OptionError(
             f"critical={given.critical} is not valid; it must be below the {rope.dim // 2} pairs "
@@ -257,44 +245,44 @@ def search(
     for start in given.start_tokens:  # report models that cannot be patched before measuring
         with patched(model, _method(given, first._replace(start=start), factor), **given.arguments):
             pass
-    samples = _samples(tokenizer, read(text), rope, given)
+    samples = _samples(tokenizer, fitness.read(text), rope, given)
     # Without `iterations`, so that a finished search can go on with more of them.
     settings = {name: value for name, value in vars(given).items() if name != "iterations"}
     settings["start"] = given.start and method_to_json(cast("YaRN", given.start))
-    settings["model"] = fingerprint(model)
+    settings["model"] = fitness.fingerprint(model)
     settings["text"] = digest([ids for sample in samples for ids in sample.tokens])
     path = None if output is None else Path(output)
     log = path and path.with_suffix(".jsonl")
     with nullcontext() if log is None else lock(log.parent, log.name, option="output"):
-        trials = Trials(model, rope, given, log, "search", settings)
+        trials = fitness.Trials(model, rope, given, log, "search", settings)
         return _searched(trials, given, known, samples, path)
 
 
 def _samples(
     tokenizer: Any, texts: Sequence[str], rope: Rope, given: SearchOptions
-) -> list[Sample]:
+) -> list[fitness.Sample]:
     """Return the samples that rank tables, and those that decide between the best."""
     count = given.samples + given.validation_samples
     cure = (
         f"samples={given.samples} and validation_samples={given.validation_samples} are needed; "
         f"give more text, or fewer of them"
     )
-    rows = windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
+    rows = fitness.windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
     lengths, samples = (rope.length, given.target_length), []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
         asked = (lengths, given.prompts, own.windows, seed, given.needle)
-        prompts = prompts_of(tokenizer, *asked)
-        samples.append(Sample(name, own if given.scored else Rows(), prompts))
+        prompts = fitness.prompts_of(tokenizer, *asked)
+        samples.append(fitness.Sample(name, own if given.scored else fitness.Rows(), prompts))
     return samples
 
 
 def _searched(
-    trials: Trials,
+    trials: fitness.Trials,
     given: SearchOptions,
     known: Sequence[FrequencyMethod],
-    samples: Sequence[Sample],
+    samples: Sequence[fitness.Sample],
     output: Path | None,
 ) -> LongRoPE:
     """Run evolution from the tables of known methods; stores the best in ``output``."""
@@ -322,7 +310,7 @@ def _searched(
 
         def keep(best: LongRoPE) -> LongRoPE:
             if output is not None:
-                with writing(output, ROOM):
+                with writing(output, fitness.ROOM):
                     replace_file(output, (json.dumps(_said(best.options())) + "\n").encode())
             return best
 
@@ -360,7 +348,7 @@ def _searched(
     return found[0]
 
 
-def validated(scores: Mapping[L, Scores]) -> L:
+def validated(scores: Mapping[L, fitness.Scores]) -> L:
     """Choose a finalist, by scores on windows and answers that were not used for ranking.
 
     The first one, YaRN's table, is kept unless the sum of both losses of another is lower beyond
@@ -382,12 +370,7 @@ def validated(scores: Mapping[L, Scores]) -> L:
 
 
 def check_output(output: str | os.PathLike[str]) -> None:
-    """Check that a search may write ``output``, before a model is loaded.
-
-    Raises:
-        OptionError: its name does not end in .json.
-        MeasureError: its folder cannot be created, or an existing file is not from a search.
-    """
+    """Check that a search may write ``output``, before a model is loaded."""
     output, log = Path(output), Path(output).with_suffix(".jsonl")
     if output.suffix != ".json":
         raise OptionError(f"output={str(output)!r} is not valid; it must end in .json")
@@ -407,8 +390,8 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def summary(output: Path) -> str:
     """Summarize the log next to ``output``."""
-    settings, log = read_log(output.with_suffix(".jsonl"), "search")
-    both = [(json.loads(trial), Scores.from_json(scores)) for trial, scores in log.items()]
+    settings, log = fitness.read_log(output.with_suffix(".jsonl"), "search")
+    both = [(json.loads(trial), fitness.Scores.from_json(scores)) for trial, scores in log.items()]
     tried = {
         sample: [(t["method"], s) for t, s in both if t["method"] and t["sample"] == sample]
         for sample in (RANKING, VALIDATION)
@@ -418,7 +401,7 @@ def summary(output: Path) -> str:
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
         f"{settings['target_length']}{asked}:"
     ]
-    best: dict[str, Scores] = {}  # of yarn with other ramps and temperatures
+    best: dict[str, fitness.Scores] = {}  # of yarn with other ramps and temperatures
     for method, scores in tried[RANKING]:
         best[method["name"]] = min(scores, best.get(method["name"], scores), key=lambda s: s.loss)
     for name, scores in best.items():
@@ -434,7 +417,7 @@ def summary(output: Path) -> str:
     return "\n".join(lines)
 
 
-def _numbers(scores: Scores) -> str:
+def _numbers(scores: fitness.Scores) -> str:
     """Format perplexity and answers found, if measured."""
     parts = [f"{perplexity(mean(scores.far)):>8}"] if scores.far else []
     if scores.found:

@@ -37,7 +37,7 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
                 )
             if outcomes is None:
                 return None
-            report = Report(plan, outcomes)
+            report = Report(plan.measured(), outcomes)
             paths = report.write()
         report.print()  # the files exist even if this fails
         for path in paths:

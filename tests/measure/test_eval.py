@@ -79,14 +79,30 @@ def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> N
     assert list(read_outcomes([settings.output / run.LOG]).values()) == outcomes
 
 
-def test_a_method_that_the_model_refuses_ends_the_run_before_it_measures(
-    settings: Settings,
+def test_a_refused_method_is_listed_with_its_reason_and_the_others_are_measured(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {"longrope": {"long_factor": [2.0] * 3}}  # the model has another number of pairs
-    given = dataclasses.replace(settings, methods=("yarn", "longrope"), options=wrong)
-    with pytest.raises(OptionError, match="long_factor"):
-        evaluate(given, TASKS)
-    assert read_outcomes([settings.output / run.LOG]) == {}
+    given = dataclasses.replace(
+        settings, methods=("longrope", "yarn"), options=wrong, finetune=True
+    )
+    report = evaluate(given, TASKS)
+    assert report is not None
+    assert [system.method for system in report.plan.systems] == ["none", "yarn"]
+    told = capsys.readouterr()
+    reason = report.plan.refused["longrope (long_factor=[2.0, 2.0, 2.0])"]
+    assert "long_factor" in reason and reason in " ".join(told.out.split())
+    assert reason in told.err and "longrope" not in told.err.split("next:")[1]
+    found = json.loads((settings.output / "results.json").read_text())
+    assert list(found["refused"].values()) == [reason]
+    assert reason in (settings.output / "table.md").read_text()
+    assert (
+        "longrope (long_factor=[2.0, 2.0, 2.0]) is not"
+        in (settings.output / "report.html").read_text()
+    )
+    alone = dataclasses.replace(given, methods=("longrope",), overwrite=True)
+    with pytest.raises(OptionError, match="long_factor"):  # nothing is left to compare
+        evaluate(alone, TASKS)
 
 
 def test_the_trained_length_is_measured_without_being_asked(settings: Settings) -> None:

@@ -98,7 +98,7 @@ def test_the_space_before_a_key_is_given_and_written_only_in_a_published_text() 
     for published in (True, False):
         prompts = PasskeyPrompts(tokenizer, published=published)
         case = prompts.case(300, 0.5, seed=0)
-        assert case.count == len(case.key)
+        assert case.count == len(case.key) and case.lead == 1
         assert tokenizer.convert_ids_to_tokens(case.ids[-case.count - 1]) == "▁"
         given = tokenizer.decode(list(case.ids[: -case.count]), skip_special_tokens=True)
         assert given.rstrip().endswith("What is the pass key? The pass key is")

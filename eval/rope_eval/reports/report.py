@@ -96,7 +96,8 @@ class Report(Advice):
             console.print(table)
             console.print(f"{section.sentences[0]}.\n", style="dim", highlight=False)
         parts = dict.fromkeys(self.essentials, "dim")
-        parts |= dict.fromkeys((f"Note: {note}." for note in self.warnings), "yellow")
+        notes = (*self.plan.refusals, *self.warnings)
+        parts |= dict.fromkeys((f"Note: {note}." for note in notes), "yellow")
         parts |= dict.fromkeys(self.recommendations, "bold")
         for part, style in parts.items():
             console.print(part, style=style, highlight=False, markup=False)
@@ -150,6 +151,7 @@ class Report(Advice):
             "definitions": {section.name: section.sentences[0] for section in self.sections},
             "notes": self.notes,
             "chat_template": plan.chat,
+            "refused": plan.refused,
             "settings": plan.settings.to_json(),
             "systems": [
                 {

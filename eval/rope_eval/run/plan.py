@@ -21,6 +21,7 @@ from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
 from rope_ext.command.method_options import ADAPTER, built, checked_methods, label, saved_otherwise
 from rope_ext.errors import MeasureError, RopeExtError
+from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
 
 BEFORE_TRAINING, TRAINED = ", before training", ", trained"
@@ -36,7 +37,8 @@ class Plan:
     ``lengths`` ascend and have the trained ones, and of ``systems``, the rows of the report, the
     unpatched one comes first of each model. ``questions`` are by model and name of a task. ``chat``
     says whether prompts use a chat template, by model; it is empty if no task has prompts.
-    ``run`` fills ``harness``, the keys of what lm-evaluation-harness measured, by system.
+    ``run`` fills ``refused``, why a model cannot take a method, by the name of the system, and
+    ``harness``, the keys of what lm-evaluation-harness measured.
     """
 
     settings: Settings
@@ -47,7 +49,30 @@ class Plan:
     identities: Mapping[str, Mapping[str, Any]]
     notes: tuple[str, ...]
     chat: Mapping[str, bool] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     harness: dict[str, list[str]] = field(default_factory=dict)
+
+    def measured(self) -> Plan:
+        """The plan without the refused systems, whose reasons are among its notes."""
+        systems = tuple(system for system in self.systems if system.name not in self.refused)
+        left = {system.method for system in systems}
+        gone = {system.method for system in self.systems} - left
+        kept = (UNPATCHED, ADAPTER, BEFORE)
+
+        def goes_on(name: str) -> bool:
+            return name in kept or method_class(name).name not in gone
+
+        settings = replace(
+            self.settings,
+            methods=tuple(filter(goes_on, self.settings.methods)),
+            options={name: v for name, v in self.settings.options.items() if goes_on(name)},
+        )
+        notes = (*self.notes, *self.refusals)
+        return replace(self, settings=settings, systems=systems, notes=notes)
+
+    @property
+    def refusals(self) -> list[str]:
+        return [f"{name} is not measured: {reason}" for name, reason in self.refused.items()]
 
     def cases(self, system: System) -> Iterator[Case]:
         for task in self.tasks:
@@ -86,9 +111,10 @@ class Plan:
     def collect(self, done: Mapping[str, Outcome]) -> list[Outcome]:
         outcomes = []
         for system in self.systems:
-            keys = [*map(system.key, self.cases(system)), *self.harness.get(system.name, ())]
-            # A resumed run with more models, or another factor, has other row names.
-            outcomes += [replace(done[key], system=system.name) for key in keys]
+            if system.name not in self.refused:
+                keys = [*map(system.key, self.cases(system)), *self.harness.get(system.name, ())]
+                # A resumed run with more models, or another factor, has other row names.
+                outcomes += [replace(done[key], system=system.name) for key in keys]
         return outcomes
 
 

@@ -23,7 +23,8 @@ from rope_eval.run.served import Served
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
-from rope_ext.errors import MeasureError
+from rope_ext.command.terminal import tell
+from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.saving import checkpoints as models
 
 LOG = log_name(0)
@@ -65,7 +66,8 @@ def run(
 ) -> list[Outcome] | None:
     """Measure what is left of ``plan``; calls ``begin`` with the work, ``advance`` with progress.
 
-    Returns all outcomes of the plan, in its order; None in every process but the first.
+    Returns all outcomes of the plan, in its order; None in every process but the first. A model
+    that refuses a method is measured without it, and ``plan.refused`` has the reason.
     """
     ranks = Ranks.join(plan.settings.device)
     if ranks.rank == 0:
@@ -104,14 +106,17 @@ def _measure(
                 done[outcome.key] = outcome
 
     for name, systems in groupby(plan.systems, key=lambda system: system.model):
+        # Every process asks about the same systems, so that all know the same refusals.
         systems = [system for system in systems if harness or plan.left(system)]
         if not systems:
             continue
         runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
         for system in systems:  # report methods that cannot be applied before measuring
-            with runner.applied(system):
-                pass
+            if _refused(plan, runner, system):
+                advance(sum(map(_work, work[system])))
         for system in systems:
+            if system.name in plan.refused:
+                continue
             with runner.applied(system):
                 for results in runner.results(system, work[system]):
                     note(_outcome(system, case, result) for case, result in results)
@@ -133,6 +138,24 @@ def _harnessed(
         cache = settings.output / HIDDEN / "harness"
         chat = plan.chat[system.model]
         yield from outcomes(tasks, window, chat, settings.seed, cache, system)
+
+
+def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
+    """Try ``system``; note in ``plan.refused`` why the model does not take it.
+
+    The error is raised if every other method on every model is refused as well.
+    """
+    try:
+        with runner.applied(system):
+            return False
+    except MeasureError:
+        raise
+    except RopeExtError as error:
+        plan.refused[system.name] = str(error)
+        if all(s.name in plan.refused for s in plan.systems if s.method != UNPATCHED):
+            raise
+        tell(f"note: {plan.refusals[-1]}", "yellow")
+        return True
 
 
 def _merged(plan: Plan, done: dict[str, Outcome]) -> list[Outcome]:
@@ -238,7 +261,8 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                results.append(Result(float(found), case.count))
+                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
+                results.append(Result(float(found), case.count, led=led))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

@@ -109,12 +109,14 @@ class PasskeyPrompts:
         units, _ = fill("passkey", lambda units: self._whole(units, depth, key)[0], length)
         ids, count = self._whole(units, depth, key)
         lead = blanks(self.frame.tokenizer, ids, count)
-        case = Case("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin)
+        case = Case(
+            *("passkey", length, seed, "argmax", count - lead, ids, (key,), depth, bin), lead=lead
+        )
         if not generate:
             return case
         judge = None if self.words else FirstNumber(key)
         cut, size = (count, max(10, count)) if self.published else (case.count, case.count)
-        return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge)
+        return replace(case, mode="write", count=size, ids=ids[:-cut], judge=judge, lead=0)
 
     def _whole(self, units: int, depth: float, key: str) -> tuple[array, int]:
         """Build the prompt with ``units`` characters of filler (``published``), or sentences."""

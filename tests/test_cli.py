@@ -171,7 +171,7 @@ REFUSED = {
     "compare C --factor 1": "set --factor to a number above 1",
     "compare C --lengths 128,2kb": "not a number of tokens",
     "compare C --lengths 128,9000000": "give a longer --text",
-    "compare C --dtype int8": "one of auto, float32, bfloat16, float16",
+    "compare C --dtype int8": "one of 'auto', 'float32', 'bfloat16', 'float16'",
     "compare C --resume --overwrite": "contradict each other",
     "compare C --device abacus": "device 'abacus' cannot be used here",
     "compare C --text missing.txt": "cannot read the text missing.txt",

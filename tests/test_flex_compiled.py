@@ -145,6 +145,14 @@ def test_long_prompts_on_hopper_take_cudnn_unless_torch_is_told_otherwise(monkey
     assert attention.chosen(x, x, EVERYTHING, NO_TRITON)[0] == "reference"  # FA4 would be slower
 
 
+def test_graphs_choose_the_kernel_of_long_prompts() -> None:
+    x = torch.zeros(1, 2, 2**13, 8)
+    run = torch.compile(
+        lambda x: x + int(flash.uses_cudnn(x, x, H100)), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(run(x), x + 1)
+
+
 @contextmanager
 def torch_deterministic():
     torch.use_deterministic_algorithms(True)

@@ -207,7 +207,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
                 raise ValueError("it does not begin with GGUF")
-            _number(file, 4)  # version
+            if _number(file, 4) > 0xFFFF:  # its version
+                raise ValueError("it is big-endian; convert it to little-endian")
             tensors, count = _number(file, 10), _number(file, 10)
             keys = {_text(file): _value(file, _number(file, 4)) for _ in range(count)}
             places = {}

@@ -321,7 +321,11 @@ def apply_position(
         )
     more = (include_sliding, encoding, options.layers, named, instead)
     position_map = PositionMap(method, rope, table, label, precise, options.kernel, *more)
-    installed = Installed(decoder, position_map, changes)
+    # Layers with a window that share the rotary module are scaled along by a frequency method.
+    whole = options.sliding_layers == "auto" and options.layers is options.bias is None
+    installed = Installed(
+        decoder, position_map, changes, isinstance(given, FrequencyMethod) and whole
+    )
     refuse_continuous_batching(place.model, installed.unbatched(), changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):

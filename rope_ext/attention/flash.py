@@ -197,7 +197,12 @@ def uses_cudnn(query: torch.Tensor, value: torch.Tensor, card: cards.Card | None
     """
     if card is None or card.capability != cards.HOPPER or query.shape[2] < LONG:
         return False
-    if max(query.shape[-1], value.shape[-1]) > 128 or nn.attention.current_flash_attention_impl():
+    return max(query.shape[-1], value.shape[-1]) <= 128 and _cudnn_is_allowed()
+
+
+@torch.compiler.assume_constant_result  # graphs cannot read torch's switches
+def _cudnn_is_allowed() -> bool:
+    if torch.version.hip is not None or nn.attention.current_flash_attention_impl():
         return False
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     return enabled and not torch.are_deterministic_algorithms_enabled()

@@ -96,7 +96,6 @@ class Record:
                 raise ValueError(f"its arguments are {sorted(data['arguments'])}")
             method = method_from_json(data["method"])
             options = Options(**{name: _from_json(x) for name, x in data["arguments"].items()})
-            options.check(method)
             record = cls(
                 method=method,
                 resolved=method_from_json(data["resolved"]),

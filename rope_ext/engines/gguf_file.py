@@ -44,9 +44,11 @@ class GGUFFile:
         path, gguf = Path(path), require_gguf()
         try:
             keys, tables = gguf_source.read(path)
-        except LoadError as error:
+            reader = gguf.GGUFReader(path)
+        except (LoadError, OSError, ValueError, IndexError) as error:
+            said = error if isinstance(error, LoadError) else f"cannot read {path} ({error})"
             raise ExportError(
-                f"{error}; give a GGUF file as written by convert_hf_to_gguf.py"
+                f"{said}; give a GGUF file as written by convert_hf_to_gguf.py"
             ) from error
         architecture = keys.get("general.architecture", "")
         own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
@@ -58,7 +60,7 @@ class GGUFFile:
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = own.get("rope.freq_base", 10000.0)
         scaled = TABLE in tables or own.get("rope.scaling.type", "none") != "none"
-        return cls(path, architecture, base, dim, length, scaled, gguf.GGUFReader(path))
+        return cls(path, architecture, base, dim, length, scaled, reader)
 
     def write(self, output: str | Path, made: Plan) -> Plan:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""

@@ -45,9 +45,12 @@ class Installed:
     """A position map installed on a decoder, with its forward hooks.
 
     ``mapped`` are the attention layers that it changes, ``notes`` are sentences for ``describe``.
+    If ``follow`` is set, the others attend as trained, but with the map's rotation.
     """
 
-    def __init__(self, decoder: nn.Module, position_map: PositionMap, changes: Changes) -> None:
+    def __init__(
+        self, decoder: nn.Module, position_map: PositionMap, changes: Changes, follow: bool = False
+    ) -> None:
         self.map, name, encoding = position_map, position_map.method.name, position_map.encoding
         self._config = text_config(decoder)
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
@@ -77,9 +80,9 @@ class Installed:
             )
         self._modules = list(layouts)
         self._short = [*map(_number, kept)] if position_map.window else []
-        self.notes = self._notes(within, len(rotated) - len(within))
+        self.notes = self._notes(within, len(rotated) - len(within), follow)
         self._put_layers(decoder, layouts, kept, changes)
-        handles = []
+        handles, kept = [], [] if follow else kept
         for module in kept:
             names, site = calls.parameters(type(module)), rotated[module].site
             if "position_embeddings" not in names:
@@ -177,7 +180,7 @@ class Installed:
             f"DynamicCache or a StaticCache, or {self.map.instead}"
         )
 
-    def _notes(self, within: list[nn.Module], windowed: int) -> list[str]:
+    def _notes(self, within: list[nn.Module], windowed: int, follow: bool) -> list[str]:
         added, mapped = self.map.encoding, self.mapped
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
@@ -194,7 +197,8 @@ class Installed:
             what = ", ".join([added.name, *option_texts(added)])
             notes.append(f"bias: {what}, added to the logits there by distance")
         if windowed:
-            notes.append(f"sliding layers: {windowed} see a limited window and stay")
+            what = "are scaled along, as transformers does" if follow else "stay"
+            notes.append(f"sliding layers: {windowed} see a limited window and {what}")
         return notes
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -242,6 +246,12 @@ class Installed:
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, torch.Tensor) else 0
+        first = getattr(getattr(self.map.method, "of", None), "start_tokens", 0)
+        if dimensions == 4 and first and given.get("position_ids") is None:
+            raise UnsupportedModelError(
+                f"start_tokens of {name} are the first tokens of each text, which a mask of four "
+                f"axes does not tell; give position_ids, too, or a mask of two axes"
+            )
         filled = 0 if cache is None else int(cache.get_seq_length())
         if cache is not None and filled:
             require_known(cache, self.map)

@@ -146,6 +146,12 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("no such file")
     result = run(tmp_path / "text.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and "as written by convert_hf_to_gguf.py" in result.stderr
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-4000])
+    result = run(tmp_path / "cut.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
+    assert result.exit_code == 2 and result.stderr.startswith("error: cannot read")
+    (tmp_path / "big.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") + file.read_bytes()[8:])
+    result = run(tmp_path / "big.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
+    assert result.exit_code == 2 and "big-endian" in result.stderr
     result = run(tmp_path / "none.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and "cannot read" in result.stderr
     assert run(file, "--method", "pi", "--output", tmp_path / "b.gguf").exit_code == 0

@@ -100,6 +100,12 @@ def test_a_refused_method_is_listed_with_its_reason_and_the_others_are_measured(
         "longrope (long_factor=[2.0, 2.0, 2.0]) is not"
         in (settings.output / "report.html").read_text()
     )
+    other = str(save_checkpoint(settings.output.parent / "other", head_dim=6))  # it has three pairs
+    evaluate(dataclasses.replace(given, models=(*given.models, other), overwrite=True), TASKS)
+    said = capsys.readouterr().err.splitlines()
+    next_commands = [line for line in said if line.startswith(("next:", "optional:"))]
+    assert any("longrope" in line for line in next_commands if other in line)
+    assert not any("longrope" in line for line in next_commands if other not in line)
     alone = dataclasses.replace(given, methods=("longrope",), overwrite=True)
     with pytest.raises(OptionError, match="long_factor"):  # nothing is left to compare
         evaluate(alone, TASKS)

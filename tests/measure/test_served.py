@@ -138,7 +138,7 @@ TEXT, LOSS = PASSKEYS[1], Perplexity(BOOK, windows=2)
         (TEXT, choice(text=None), "has no text"),
         (TEXT, choice(text="Mary had a little lamb. " * 50), "tokens are too many"),
         (TEXT, used(prompt_tokens=100), "says that it read 100 of"),
-        (TEXT, used(completion_tokens=999), "wrote 999 of at most"),
+        (TEXT, used(completion_tokens=999), "wrote 999 of"),
         (LOSS, logprobs(lambda found: [None, 0.5, *found[2:]]), "not those"),
         (LOSS, logprobs(lambda found: [*found, -1.0]), "not those"),
         (LOSS, logprobs(lambda found: [None, "no", *found[2:]]), "not those"),

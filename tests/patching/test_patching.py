@@ -148,6 +148,18 @@ def test_a_model_with_windows_only_is_refused_with_the_cure(ids) -> None:
     rope_ext.patch(tiny_model("mistral", sliding_window=None), "yarn", factor=4)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "cwm"])
+def test_sliding_layers_are_scaled_alike_under_every_temperature(ids, family: str) -> None:
+    """Within the trained length, ``log_n`` multiplies no query."""
+    one, grown = (
+        rope_ext.patch(tiny_model(family), "yarn", factor=4, temperature=temperature)
+        for temperature in (1.0, "log_n")
+    )
+    torch.testing.assert_close(
+        logits(one, ids[:, :40]), logits(grown, ids[:, :40]), atol=1e-4, rtol=0
+    )
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

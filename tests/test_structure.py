@@ -55,7 +55,7 @@ BUDGETS = {
     "eval": (10_000, 10_080),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 22_060),
+    "tests": (22_000, 22_080),
     "docs": (45_000, 45_000),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.

@@ -1,11 +1,22 @@
 """Validates objects whose fields are options."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 
@@ -53,6 +64,15 @@ Positive = Annotated[float, Number(above=0)]
 Base = Annotated[float, Number(above=1)]  # of frequencies
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Return annotations by option, also those that ``from __future__ import annotations`` made."""
+    try:
+        return get_type_hints(cls, include_extras=True)
+    except NameError:  # of a name that only type checkers import
+        return {field.name: field.type for field in dataclasses.fields(cls)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """Base of frozen dataclasses of options; errors name the class and the option.
@@ -66,8 +86,9 @@ class Checked:
     def __post_init__(self) -> None:
         if torch.compiler.is_compiling():  # dynamo cannot read Annotated
             return
+        hints = _hints(type(self))
         for field in dataclasses.fields(self):
-            self._check(field.name, field.type)
+            self._check(field.name, hints.get(field.name))
 
     def _check(self, option: str, hint: Any) -> None:
         value, optional = getattr(self, option), False

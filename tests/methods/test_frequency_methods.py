@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -306,3 +307,14 @@ def test_longrope_table_must_have_one_number_per_pair(option: str) -> None:
     for use in (method.inv_freq, method.rope_parameters):
         with pytest.raises(OptionError, match=f"{option} has 48 numbers.* 64 rotary pairs; give"):
             use(LLAMA2)
+
+
+def test_options_of_other_classes_are_checked_by_annotations_that_are_strings() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(PI):
+        name = "own"
+        flag: bool = True
+
+    assert Own(factor=4).flag
+    with pytest.raises(OptionError, match="own: flag='x' is not valid"):
+        Own(factor=4, flag="x")

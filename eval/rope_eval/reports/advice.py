@@ -13,15 +13,14 @@ from typing import Any
 
 from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
 from rope_eval.reports.results import Results
-from rope_eval.settings import BEFORE
 from rope_eval.systems import System, under
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import command_words
-from rope_ext.command.method_options import ADAPTER, UNPATCHED, built
+from rope_ext.command.method_options import UNPATCHED, built
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
-from rope_ext.methods import method_class, reach
+from rope_ext.methods import reach
 from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
@@ -76,10 +75,7 @@ class Advice(Results):
 
     def _methods(self, model: str) -> list[str]:
         """Return the methods that were asked for and that the model takes."""
-        taken = {system.method for system in self.plan.systems if system.model == model}
-        kept = (UNPATCHED, ADAPTER, BEFORE)
-        asked = self.plan.settings.methods
-        return [name for name in asked if name in kept or method_class(name).name in taken]
+        return [name for name in self.plan.settings.methods if self.plan.takes(name, model)]
 
     @property
     def reading(self) -> list[str]:
@@ -154,13 +150,12 @@ class Advice(Results):
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
         settings = self.plan.settings
         more |= {name: getattr(settings, name) for name in ("factor", "adapter", "finetune")}
-        methods = self._methods(model)
-        more |= {"method": ",".join(methods), "lengths": ",".join(map(str, lengths))}
+        more |= {"method": ",".join(self._methods(model)), "lengths": ",".join(map(str, lengths))}
         more["option"] = [
             f"{method}.{name}={value!r}"
             for method, given in settings.options.items()
             for name, value in given.items()
-            if method in methods
+            if self.plan.takes(method, model)
         ]
         return self._command("compare", model, output, **more)
 

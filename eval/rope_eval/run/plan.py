@@ -55,20 +55,22 @@ class Plan:
     def measured(self) -> Plan:
         """The plan without the refused systems, whose reasons are among its notes."""
         systems = tuple(system for system in self.systems if system.name not in self.refused)
-        left = {system.method for system in systems}
-        gone = {system.method for system in self.systems} - left
-        kept = (UNPATCHED, ADAPTER, BEFORE)
-
-        def goes_on(name: str) -> bool:
-            return name in kept or method_class(name).name not in gone
-
         settings = replace(
             self.settings,
-            methods=tuple(filter(goes_on, self.settings.methods)),
-            options={name: v for name, v in self.settings.options.items() if goes_on(name)},
+            methods=tuple(filter(self.takes, self.settings.methods)),
+            options={name: v for name, v in self.settings.options.items() if self.takes(name)},
         )
         notes = (*self.notes, *self.refusals)
         return replace(self, settings=settings, systems=systems, notes=notes)
+
+    def takes(self, method: str, model: str | None = None) -> bool:
+        """Whether a model, or any, takes a method, by a name or alias of it."""
+        taken = {
+            system.method
+            for system in self.systems
+            if system.name not in self.refused and model in (None, system.model)
+        }
+        return method in (UNPATCHED, ADAPTER, BEFORE) or method_class(method).name in taken
 
     @property
     def refusals(self) -> list[str]:

@@ -249,16 +249,20 @@ class _Standing(RoPE):
         return self.of.name
 
     @property
+    def start_tokens(self) -> int:
+        return self.of.start_tokens
+
+    @property
     def by_pair(self) -> bool:
-        return bool(self.of.start_tokens)
+        return bool(self.start_tokens)
 
     def bands(self) -> tuple[Band, ...]:
-        to = self._placed if self.of.start_tokens else identity
+        to = self._placed if self.start_tokens else identity
         return (Band(Distance(0, None), to, to),)
 
     def _placed(self, t: torch.Tensor) -> torch.Tensor:
         t = t.unsqueeze(-1)
-        return torch.where(t < self.of.start_tokens, t * self.divisors.to(t), t)
+        return torch.where(t < self.start_tokens, t * self.divisors.to(t), t)
 
 
 def apply_position(

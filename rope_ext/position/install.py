@@ -246,7 +246,7 @@ class Installed:
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, torch.Tensor) else 0
-        first = getattr(getattr(self.map.method, "of", None), "start_tokens", 0)
+        first = self.map.method.start_tokens
         if dimensions == 4 and first and given.get("position_ids") is None:
             raise UnsupportedModelError(
                 f"start_tokens of {name} are the first tokens of each text, which a mask of four "

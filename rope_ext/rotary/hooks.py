@@ -54,15 +54,9 @@ class RotaryHook:
         inv_freq = cached_on_device(self, "inv_freq", positions.device)
         used: tuple[Any, Any] = inv_freq, self.scaling
         if self.sequences is not None:
-            used = run(self.sequences, self._follow, self.sequences, positions)
+            dtype = torch.float64 if self.precise else torch.float32
+            used = run(self.sequences, self.sequences.frequencies, self.site, positions, dtype)
         return rotation(self.site, positions, *used, self.precise, output)
-
-    def _follow(
-        self, sequences: Sequences, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return frequencies and scaling of the current sequences."""
-        dtype = torch.float64 if self.precise else torch.float32
-        return sequences.at(positions).frequencies(self.site, positions, dtype)
 
 
 @torch.no_grad()

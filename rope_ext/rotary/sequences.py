@@ -8,8 +8,6 @@ in its thread while it runs, since several threads may serve one model.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,12 +71,10 @@ class Started:
 class Request:
     """A call of ``generate`` in progress, on the stack of its thread."""
 
-    sequences: Sequences
-    room: int | None  # planned number of tokens, including padding; None: not known
-    guided: bool
+    patch: object  # ``requests`` of a Sequences
+    room: int | None = None  # planned number of tokens, including padding; None: not known
+    guided: bool = False  # whether guidance runs further forwards
     due: bool = False  # whether the next forward is its own, not a streamer's or criterion's
-    lengths: torch.Tensor | None = None  # lengths of rows in its first forward
-    patch = None  # not a forward
     exported = False
 
 
@@ -91,20 +87,8 @@ class SequenceForward(ForwardContext):
     started: Started | None = None
     request: Request | None = None  # the call of generate that runs it
     mask: Any = None  # the attention mask that the decoder received
-    lengths: torch.Tensor | None = None  # lengths of documents that start here, [rows, tokens]
-    positions: torch.Tensor | None = None  # position ids of the model; one axis or several
-
-    def __init__(self, *context: Any) -> None:
-        super().__init__(*context)
-        self._made: dict[tuple, Any] = {}
-
-    def locate(self, positions: torch.Tensor) -> None:
-        """Find the sequences from the model's position ids."""
-        if self.positions is not None:
-            return
-        self.positions = positions
-        if self.started is None or not self.started.begun:
-            self.started = self._start(positions)
+    # as in Started: frequencies, and lengths of documents that start here, [rows, tokens]
+    packed: tuple[dict[tuple, Any], torch.Tensor] | None = None
 
     def _start(self, positions: torch.Tensor) -> Started:
         filled, old = self.filled_count, self.started
@@ -112,24 +96,22 @@ class SequenceForward(ForwardContext):
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
         positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
-        masked = read(self.mask, filled, self.tokens)
-        lengths, start, number = documents(positions, *masked)
+        lengths = documents(positions, *read(self.mask, filled, self.tokens))
+        of_row = lengths[:, -1]
         if self.traced:
-            self.require((lengths[:, -1] > 0).all(), RuntimeError, _EMPTY)
-            self.lengths = lengths
-            return Started(self.patch.method, lengths[:, -1].cpu(), self.tokens)
+            self.require((of_row > 0).all(), RuntimeError, _EMPTY)
+            self.packed = {}, lengths
+            return Started(self.patch.method, of_row.cpu(), self.tokens)
+        packed = ((lengths != of_row[:, None]) & (lengths > 0)).any()
         # Read them once, since it synchronizes with the device.
-        of_row, place, count = torch.stack([x[:, -1] for x in (lengths, start, number)]).cpu()
+        *of_row, packed = torch.cat((of_row, packed.view(1))).tolist()
+        of_row = torch.tensor(of_row, device="cpu")
         room = max(filled + self.tokens, int(of_row.max()))
         if self.request is not None and self.request.room is not None:
             room = self.request.room
-            of_row = torch.where(of_row > 0, room - filled - place, 0)
-            if self.request.lengths is None:
-                self.request.lengths = of_row
-            elif self.request.guided:  # guidance subtracts the outputs of both branches
-                of_row = self.request.lengths
-        elif old is None and int(count.max()) > 1:
-            self.lengths = lengths
+            of_row = torch.where(of_row > 0, of_row + (room - filled - self.tokens), 0)
+        elif old is None and packed:
+            self.packed = {}, lengths
         if old is not None:  # rows with only padding so far start here
             of_row = torch.where(old.lengths > 0, old.lengths, of_row)
             room = max(room, old.room)
@@ -142,17 +124,16 @@ class SequenceForward(ForwardContext):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
 
-        Rows and tokens are 1 where all are equal.
+        Rows and tokens are 1 where all are equal. The first call finds the sequences from
+        ``positions``, the model's position ids.
         """
-        assert self.started is not None, "locate() comes first"
-        by_token = self.lengths
-        if by_token is not None and by_token.shape[1] != positions.shape[-1]:
-            by_token = None
+        if self.started is None or not self.started.begun:
+            self.started = self._start(positions)
         key = (site.name, site.layer_type, positions.device, dtype)
         # If stored on a cache, later forwards of its sequences reuse them, including graphs.
         tables = [(self.started.made, self.started.lengths[:, None])]
-        if by_token is not None:
-            tables.append((self._made, by_token))
+        if self.packed is not None and self.packed[1].shape[1] == positions.shape[-1]:
+            tables.append(self.packed)
         for made, lengths in tables:
             if key not in made:
                 inv_freq, scaling = self.patch.at_lengths(site, lengths.flatten().cpu().double())
@@ -185,20 +166,16 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
 
 def documents(
     positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """Find each token's sequence: its length, place and number in the row.
+) -> torch.Tensor:
+    """Return the length of each token's sequence, int64, ``[rows, tokens]``.
 
-    A row starts at its first real token. A new document starts where positions restart, as in
-    packing, and where tokens see no earlier ones. Before the first real token of a row, lengths and
-    numbers are 0.
+    A row starts at its first real token; tokens before it get 0. A new document starts where
+    positions restart, as in packing, and where tokens see no earlier ones.
 
     Args:
         positions: int64, ``[rows, tokens]``.
         real: bool, ``[rows or 1, tokens]``; None: all are real.
         edges: bool, same shape; None: no edges.
-
-    Returns:
-        Three int64 tensors, ``[rows, tokens]``; places count from 0, numbers from 1.
     """
     device = positions.device
     real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
@@ -209,12 +186,10 @@ def documents(
     if edges is not None:
         begins = begins | edges.to(device)
     begins = real & (begins | (real.cumsum(1) == 1))
-    number = begins.cumsum(1)
     start = torch.where(begins, torch.arange(positions.shape[1], device=device), 0).cummax(1).values
     first = positions.gather(1, start)
     count = torch.where(real, positions - first + 1, 0)
-    lengths = torch.zeros_like(positions).scatter_reduce(1, start, count, "amax").gather(1, start)
-    return torch.where(number > 0, lengths, 0), start, number
+    return torch.zeros_like(positions).scatter_reduce(1, start, count, "amax").gather(1, start)
 
 
 class Sequences:
@@ -225,7 +200,7 @@ class Sequences:
     """
 
     def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
-        decoder, self.method, self.warned = place.decoder, method, False
+        decoder, self.method, self.warned, self.requests = place.decoder, method, False, object()
         # Up to this length, no method changes anything.
         self.trained = min(site.rope.length for site in place.scaled)
         modules = decoder.modules()
@@ -240,10 +215,13 @@ class Sequences:
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
         wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
-        wrap(place.model, "generate", functools.partial(self.generate, place.model), changes)
+        wrap(place.model, "generate", self.generate, changes)
+        wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
-    def at(self, positions: torch.Tensor) -> SequenceForward:
-        """Return the forward in progress, whose position ids are ``positions``."""
+    def frequencies(
+        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of the forward in progress, whose position ids are ``positions``."""
         forward = current(self)
         if forward is None:
             raise UnsupportedModelError(
@@ -251,8 +229,7 @@ class Sequences:
                 f"{self.method.name} follows the sequences of whole forwards; run the whole model, "
                 f"without checkpointing, or {self.cure}"
             )
-        forward.locate(positions)
-        return forward
+        return forward.frequencies(site, positions, dtype)
 
     def at_lengths(
         self, site: RotarySite, lengths: torch.Tensor
@@ -267,18 +244,15 @@ class Sequences:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
-        given, traced = arguments(decoder, args, kwargs), None
-        if torch.compiler.is_compiling() and not is_exporting():
-            traced = self._traced(decoder, given)
-        if traced is None:
+        given = arguments(decoder, args, kwargs)
+        compiles = torch.compiler.is_compiling() and not is_exporting()
+        if not (compiles and self._trace(decoder, given)):
             self._begin(given)
-        else:
-            forward_context.stack.append(traced)
 
-    def _traced(self, decoder: nn.Module, given: dict[str, Any]) -> SequenceForward | None:
-        """Create the forward for these arguments in tensors; None if tensors cannot express it."""
+    def _trace(self, decoder: nn.Module, given: dict[str, Any]) -> bool:
+        """Start a forward in tensors, and return whether they can express it."""
         if is_paged(given) or is_sharded() or runs_layers_again(decoder):
-            return None
+            return False
         rows, tokens = shape_of(given)
         cache, stored = cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
@@ -288,18 +262,19 @@ class Sequences:
         if isinstance(filled, torch.Tensor) or filled:
             stored = getattr(cache, NOTE, None)
             if stored is None or stored.patch is not self.method or not stored.begun:
-                return None
+                return False
             if len(stored.lengths) not in (1, rows):
-                return None
+                return False
             if isinstance(filled, torch.Tensor):
                 if tokens > 1:  # may be the first tokens of a cache that was reset
-                    return None
+                    return False
                 torch._assert_async(filled > 0, _FILLED)
-        elif self._request() is not None:
-            return None  # the lengths of its sequences have to be read
+        elif current(self.requests) is not None:
+            return False  # the lengths of its sequences have to be read
         forward = SequenceForward(self, rows, tokens, 0, None, True)
         forward.started, forward.mask = stored, given.get("attention_mask")
-        return forward
+        forward_context.stack.append(forward)
+        return True
 
     @run_eagerly()
     def _begin(self, given: dict[str, Any]) -> None:
@@ -317,7 +292,7 @@ class Sequences:
         cache = cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(self, rows, tokens, filled, cache, False)
-        forward.mask, request = given.get("attention_mask"), self._request()
+        forward.mask, request = given.get("attention_mask"), current(self.requests)
         if filled:
             forward.started = self._stored(cache, rows, tokens + filled)
         if request is not None:
@@ -325,13 +300,9 @@ class Sequences:
             forward.request = request if due or request.guided else None
         forward_context.stack.append(forward)
 
-    def _request(self) -> Request | None:
-        requests = (r for r in reversed(forward_context.stack) if isinstance(r, Request))
-        return next((request for request in requests if request.sequences is self), None)
-
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Mark the next forward as generate's own; called right before it."""
-        inputs, request = original(*args, **kwargs), self._request()
+        inputs, request = original(*args, **kwargs), current(self.requests)
         if request is not None:
             request.due = True
         return inputs
@@ -380,34 +351,21 @@ class Sequences:
             if cache is not None and getattr(cache, NOTE, None) is not forward.started:
                 setattr(cache, NOTE, forward.started)
 
-    def generate(self, model: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the batch's prompt plus new tokens, then call generate."""
-        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
-        drafts = getattr(given.get("generation_config"), "is_assistant", False)
-        if drafts and self._request() is not None:
-            return original(*args, **kwargs)  # an assistant drafts for the same sequence
-        request: Any = Request(self, *_room(model, given))
-        forward_context.stack.append(request)
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run generate as a request, unless an assistant drafts for the sequences of one."""
+        drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
+        if drafts and current(self.requests) is not None:
+            return original(*args, **kwargs)
+        forward_context.stack.append(Request(self.requests))
+        request = forward_context.stack[-1]
         try:
             return original(*args, **kwargs)
         finally:
             forward_context.stack.remove(request)
 
-
-def _room(model: Any, given: dict[str, Any]) -> tuple[int | None, bool]:
-    """Return the number of prompt (with padding) and generated tokens; None: unknown."""
-    names = ("inputs_embeds", "input_ids", "inputs")
-    prompt = next((given[name] for name in names if given.get(name) is not None), None)
-    if not isinstance(prompt, torch.Tensor):
-        return None, False
-    configs = (given.get("generation_config"), model.generation_config)
-
-    def setting(name: str) -> Any:  # in transformers' order
-        values = (given.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if value is not None), None)
-
-    new, total = setting("max_new_tokens"), setting("max_length")
-    if new is None:
-        new = 20 if total is None else max(0, total - prompt.shape[1])
-    return prompt.shape[1] + new, setting("guidance_scale") not in (None, 1)
+    def plan(self, original: Any, config: Any, *args: Any) -> Any:
+        """Record the batch's prompt (with padding) plus new tokens, as generate has found them."""
+        request, (*_, longest) = current(self.requests), args
+        if request is not None and request.room is None:  # not an assistant's
+            request.room, request.guided = longest + 1, config.guidance_scale not in (None, 1)
+        return original(config, *args)

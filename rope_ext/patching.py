@@ -379,9 +379,9 @@ def _patch(
         rounded = [site for site in sites if site.rounded]
         for site in sites:
             buffers.guard(site, changes)
-        used = method
+        used, raised = method, []
         if options.compose == "raise":
-            place, used = raise_factor(place, method, options)
+            place, used, raised = raise_factor(place, method, options, changes)
             sites, scaled = place.sites, place.scaled
         if apply is None:
             apply = apply_frequency if used.kind == "frequency" else apply_position
@@ -397,7 +397,7 @@ def _patch(
             plain=applied.plain,
             config=configuration.before(config, saved.values),
         )
-        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes]
+        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
         if rounded:
             notes.append(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "

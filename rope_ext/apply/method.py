@@ -181,8 +181,6 @@ def apply_frequency(
     per_sequence = method.is_dynamic and not growing and saved.native
     notes = _notes(place, precise, per_sequence)
     notes += scale_softmax(scaled, (method,), changes)
-    if options.compose == "raise":
-        notes += raising.finish(place, saved.values, changes)
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
         notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")

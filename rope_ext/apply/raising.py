@@ -30,14 +30,15 @@ TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
 
 
 def raise_factor(
-    place: PatchTarget, method: Method, options: Options
-) -> tuple[PatchTarget, FrequencyMethod]:
-    """Return the unscaled sites, and the checkpoint's own method with the factor of ``method``.
+    place: PatchTarget, method: Method, options: Options, changes: Changes
+) -> tuple[PatchTarget, FrequencyMethod, list[str]]:
+    """Return the unscaled sites, the checkpoint's own method with a larger factor, and notes.
 
     Args:
         place: an unpatched model.
         method: named after the scaling of the checkpoint; only its factor counts.
         options: of ``patch``; those that need the unscaled checkpoint are refused.
+        changes: receives what else depends on the checkpoint's own scaling.
 
     Raises:
         AlreadyScaledError: the checkpoint's type has no factor that could be raised.
@@ -73,14 +74,26 @@ def raise_factor(
             f"{', '.join(given)} out"
         )
     found = {site: _raised(family, site, method.factor) for site in scaled}
-    sites = [found[site][0] if site in found else site for site in place.sites]
     methods = {made for _, made in found.values()}
     if len(methods) > 1:
         raise UnsupportedModelError(
             f"{family} scales its kinds of layers by different options, and compose='raise' "
             f"raises one set; pass compose=True to extend all of them further"
         )
-    return replace(place, sites=sites, scaled=[found[s][0] for s in scaled]), methods.pop()
+    notes = []
+    for site in scaled:
+        if kind == "dynamic":  # transformers changes these frequencies in every forward
+            set_attribute(site.module, "rope_type", "default", changes)
+        if site.baked:
+            scales = softmax_scales(place.decoder, factor=float(method.factor))
+            for module, scale in scales.items():
+                set_attribute(module, "scaling", scale, changes)
+            notes.append(
+                f"softmax scale: that of the raised factor (mscale_all_dim) in {len(scales)} layers"
+            )
+    sites = [found[site][0] if site in found else site for site in place.sites]
+    place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
+    return place, methods.pop(), notes
 
 
 def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, FrequencyMethod]:
@@ -92,10 +105,10 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"a larger one"
         )
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
-    entry, target = {**copy.deepcopy(dict(own)), "factor": float(factor)}, reach(factor, length)
+    made, raised = (_method(own, old, number) for number in (old, float(factor)))
+    target, loaded = reach(factor, length), site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
         target = reach(factor / old, not_none(settings.target))
-    made, loaded = _method(own, old), site.loaded
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()
     elif not (
@@ -106,46 +119,23 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration, "
             f"so its factor cannot be raised; pass compose=True to extend them further"
         )
-    if kind == "yarn":  # engines and files always name these
-        entry |= {name: float(getattr(made, name)) for name in ("beta_fast", "beta_slow")}
-        usual = _attention_factor(own, old) or yarn_factor(old)
-        if math.isclose(entry.get("attention_factor") or 0, usual, rel_tol=1e-6):
-            del entry["attention_factor"]  # recomputed from the factor
+    entry = {**copy.deepcopy(dict(own)), **raised.rope_parameters(rope)}
+    if _has_own_ratio(own):
+        del entry["attention_factor"]  # transformers computes it from the factor
     unscaled = {"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()}
-    return replace(site, **unscaled, raised=(entry, target)), _method(entry, float(factor))
+    return replace(site, **unscaled, raised=(entry, target)), raised
 
 
-def _method(entry: Mapping[str, Any], factor: float) -> FrequencyMethod:
-    """Return the method that computes an entry of ``rope_parameters`` with this factor."""
-    given = entry.get("attention_factor")
-    given = _attention_factor(entry, factor) if given is None else float(given)
-    return not_none(method_of({**entry, "attention_factor": given}, factor))
+def _has_own_ratio(entry: Mapping[str, Any]) -> bool:
+    """Whether transformers computes the attention factor from ``mscale`` and the factor."""
+    own = entry.get("mscale") and entry.get("mscale_all_dim")
+    return bool(own) and entry.get("attention_factor") is None
 
 
-def _attention_factor(entry: Mapping[str, Any], factor: float) -> float | None:
-    """Return the attention factor that ``mscale`` implies in transformers; None: the default."""
-    mscale, share = entry.get("mscale"), entry.get("mscale_all_dim")
-    grown = yarn_factor(factor) - 1
-    return (mscale * grown + 1) / (share * grown + 1) if mscale and share else None
-
-
-def finish(place: PatchTarget, values: Mapping[str, Any], changes: Changes) -> list[str]:
-    """Update what else depends on the checkpoint's own scaling; returns sentences for ``describe``.
-
-    transformers changes dynamic frequencies in every forward, and latent attention computes its
-    softmax scale from ``mscale_all_dim`` when a layer is built.
-    """
-    for module in {site.module for site in place.scaled}:
-        if getattr(module, "rope_type", None) == "dynamic":
-            set_attribute(module, "rope_type", "default", changes)
-    if not any(site.raised and site.raised[0].get("mscale_all_dim") for site in place.scaled):
-        return []
-    scales = softmax_scales(place.decoder, values["rope_parameters"])
-    if scales is None:
-        raise UnsupportedModelError(
-            f"{type(place.decoder).__name__} cannot be built from its configuration, so the "
-            f"softmax scale under the raised factor is unknown; pass compose=True instead"
-        )
-    for module, scale in scales.items():
-        set_attribute(module, "scaling", scale, changes)
-    return [f"softmax scale: that of the raised factor (mscale_all_dim) in {len(scales)} layers"]
+def _method(entry: Mapping[str, Any], old: float, factor: float) -> FrequencyMethod:
+    """Return the method that computes an entry of ``rope_parameters``, with another factor."""
+    made, grown = not_none(method_of(entry, old)), yarn_factor(factor) - 1
+    if _has_own_ratio(entry):
+        ratio = (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
+        made = replace(made, attention_factor=ratio)
+    return replace(made, factor=factor)

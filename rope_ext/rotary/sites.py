@@ -279,6 +279,7 @@ def _site(
             f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
         )
     settings = rope_settings(config, layer_type)
+    bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in SCALED_TYPES
     base = _base(decoder, settings.base, loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
     if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
@@ -296,33 +297,23 @@ def _site(
         shared=shared,
         columns=proven[key],
         settings=settings,
-        baked=_baked(decoder, settings),
+        baked=tuple(softmax_scales(decoder, mscale_all_dim=0)) if bakes else (),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
     )
 
 
-def _baked(decoder: nn.Module, settings: RopeSettings) -> tuple[nn.Module, ...]:
-    """Layers whose softmax scale would differ without ``mscale_all_dim``."""
-    if not settings.parameters.get("mscale_all_dim") or settings.rope_type not in SCALED_TYPES:
-        return ()
-    parameters = {**text_config(decoder).rope_parameters, "mscale_all_dim": 0}
-    return tuple(softmax_scales(decoder, parameters) or ())
+def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, float]:
+    """Return layers whose softmax scale differs under changed ``rope_parameters``, and the scale.
 
-
-def softmax_scales(
-    decoder: nn.Module, parameters: Mapping[str, Any]
-) -> dict[nn.Module, float] | None:
-    """Return layers whose softmax scale differs under these ``rope_parameters``, and the scale.
-
-    None: the decoder cannot be built from a configuration alone.
+    None do if the decoder cannot be built from a configuration alone.
     """
     config = copy.deepcopy(text_config(decoder))
-    config.rope_parameters = copy.deepcopy(dict(parameters))
+    config.rope_parameters = {**config.rope_parameters, **changed}
     try:
         with torch.device("meta"):
             built = dict(type(decoder)(config).named_modules())
     except Exception:
-        return None
+        return {}
     found = {}
     for name, module in decoder.named_modules():
         old, new = module.__dict__.get("scaling"), getattr(built.get(name), "scaling", None)

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.apply.method import Applied, apply_frequency, apply_position
-from rope_ext.apply.raising import raise_factor
-from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED, Written
+from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
+from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.recommendation import Recommendation
 from rope_ext.config.record import FIELD, Record
 from rope_ext.encodings import Encoding
@@ -30,7 +29,6 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary import buffers
 from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
 from rope_ext.rotary.sites import (
     PatchTarget,
@@ -41,7 +39,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, set_attribute, undo
+from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
@@ -378,7 +376,7 @@ def _patch(
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
-            buffers.guard(site, changes)
+            guard_buffers(site, changes)
         used, raised = method, []
         if options.compose == "raise":
             place, used, raised = raise_factor(place, method, options, changes)

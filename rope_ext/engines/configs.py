@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.apply.configuration import SCALING_FIELDS
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Refusal
 from rope_ext.methods.temperature import yarn_factor

@@ -24,6 +24,7 @@ from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.context import forward_context
+from rope_ext.rotary.probe import replaced
 from rope_ext.rotary.sites import (
     RotarySite,
     evaluating,
@@ -32,7 +33,6 @@ from rope_ext.rotary.sites import (
     text_config,
     vocabulary_of,
 )
-from rope_ext.rotary.third_party import replaced
 
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths

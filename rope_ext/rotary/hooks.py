@@ -12,6 +12,7 @@ in its thread while it runs, since several threads may serve one model.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,27 +55,15 @@ _FILLED = (
 _logger = logging.getLogger("rope_ext")
 
 
+@dataclass(eq=False)
 class RotaryHook:
-    """Forward hook of a rotary module that replaces cosine and sine, from float64 frequencies.
+    """Forward hook of a rotary module that replaces cosine and sine."""
 
-    Args:
-        site: the rotary site.
-        inv_freq: float64, ``[pairs]``; used unless frequencies depend on the sequence.
-        scaling: factor of cosine and sine; used unless it depends on the sequence.
-        precise: compute angles in float64; else in float32, as transformers does.
-        sequences: the sequences of the batch, under a dynamic method.
-    """
-
-    def __init__(
-        self,
-        site: RotarySite,
-        inv_freq: torch.Tensor,
-        scaling: float,
-        precise: bool,
-        sequences: Sequences | None,
-    ) -> None:
-        self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
-        self.precise, self.sequences = precise, sequences
+    site: RotarySite
+    inv_freq: torch.Tensor  # float64, [pairs]
+    scaling: float
+    precise: bool  # compute angles in float64; else in float32, as transformers does
+    sequences: Sequences | None  # a dynamic method's; they have their own frequencies and scaling
 
     def put(self, changes: Changes) -> None:
         """Hook the module of the site until ``changes`` are undone."""
@@ -106,17 +95,10 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
     tokens = torch.arange(16, device="cpu") * 37 % vocabulary.num_embeddings
     tokens = tokens.unsqueeze(0).to(vocabulary.weight.device)
     reason = "it does not use the output of the rotary module"
-
-    def hidden() -> torch.Tensor:
-        return decoder(input_ids=tokens, use_cache=False)[0].double()
-
-    handles = []
+    handles = [site.module.register_forward_hook(_spoil) for site in sites]
     try:
         with evaluating(decoder):
-            before = hidden()
-            noise = (hidden() - before).abs().max()
-            handles = [s.module.register_forward_hook(_still) for s in sites]
-            used = bool((hidden() - before).abs().max() > 2 * noise)
+            used = bool(decoder(input_ids=tokens, use_cache=False)[0].isnan().any())
     except Exception as error:
         used, reason = False, f"it cannot be run to see whether a patch does anything ({error})"
     finally:
@@ -129,11 +111,10 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
         )
 
 
-def _still(module: nn.Module, args: tuple, output: Any) -> Any:
-    """Forward hook of a rotary module: no token is rotated."""
-    if isinstance(output, torch.Tensor):
-        return torch.ones_like(output)
-    return torch.ones_like(output[0]), torch.zeros_like(output[1])
+def _spoil(module: nn.Module, args: tuple, output: Any) -> Any:
+    """Forward hook of a rotary module, after which whatever uses its output is NaN."""
+    single = isinstance(output, torch.Tensor)
+    return output * math.nan if single else tuple(x * math.nan for x in output)
 
 
 def rotation(
@@ -146,19 +127,12 @@ def rotation(
 ) -> Any:
     """Compute a rotary module's output for other frequencies or positions.
 
-    Args:
-        site: the rotary site.
-        positions: ``[rows, tokens]`` or ``[axes, rows, tokens]``; need not be integers.
-        inv_freq: ``[pairs]``, or ``[rows, tokens or 1, pairs]``.
-        scaling: factor of cosine and sine.
-        precise: compute angles in float64, else in float32, as transformers does.
-        like: the module's own output, for its dtype.
+    ``positions`` are ``[rows, tokens]`` or ``[axes, rows, tokens]`` and need not be integers,
+    ``inv_freq`` is ``[pairs]`` or ``[rows, tokens or 1, pairs]``, ``scaling`` multiplies cosine and
+    sine, and ``like`` is the module's own output, for its dtype.
     """
-    dtype = torch.float64 if precise else torch.float32
-    columns = site.columns
+    dtype, columns = torch.float64 if precise else torch.float32, site.columns
     inv_freq = inv_freq.to(positions.device, dtype)
-    if isinstance(scaling, torch.Tensor):
-        scaling = scaling.to(positions.device, dtype)
     pair = cached_on_device(columns, "pair", positions.device)
     if columns.axis is not None and positions.ndim == 3:
         of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)

@@ -180,7 +180,8 @@ def refuse_presses(
         instead: advice at the end of the error.
         rerotating: only if the press rotates keys by the frequencies in the buffer.
     """
-    for press in (press for module in modules for press in _presses(module)):
+    hooks = (hook for module in modules for hook in module._forward_hooks.values())
+    for press in (press for hook in hooks for press in _presses(getattr(hook, "__self__", hook))):
         if press in _REROTATING_PRESSES or not rerotating:
             raise CacheError(
                 f"{press} of kvpress drops keys or rotates them by the frequencies in the rotary "
@@ -188,21 +189,15 @@ def refuse_presses(
             )
 
 
-def _presses(module: nn.Module) -> Iterator[str]:
-    """Yield names of the presses that kvpress hooked to a module, and of those they wrap."""
-    for hook in module._forward_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if owner is None and _package(hook) == "kvpress":
-            yield hook.__qualname__.partition(".")[0]
-        yield from _wrapped(owner)
-
-
-def _wrapped(press: Any) -> Iterator[str]:
-    if any(_package(cls) == "kvpress" for cls in type(press).__mro__):
-        yield type(press).__name__
-        for value in vars(press).values():
+def _presses(item: Any) -> Iterator[str]:
+    """Yield the name of a press whose hook this is, and of those that it wraps."""
+    if inspect.isfunction(item) and _package(item) == "kvpress":
+        yield item.__qualname__.partition(".")[0]
+    elif any(_package(cls) == "kvpress" for cls in type(item).__mro__):
+        yield type(item).__name__
+        for value in vars(item).values():
             for inner in value if isinstance(value, (list, tuple)) else (value,):
-                yield from _wrapped(inner)
+                yield from _presses(inner)
 
 
 def _module(item: Any) -> str:

@@ -7,7 +7,6 @@ Nothing here depends on the model family. A rotary site is a buffer whose name e
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,6 @@ SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _MOVING = ("dynamic", "longrope")  # transformers changes their buffers between forwards
-_BUILT = 1e-5  # pow differs between devices in the last bits
 
 
 @dataclass(eq=False)
@@ -365,16 +363,10 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
 
 def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
     """Whether ``found`` equals ``built`` after casts to bfloat16 and float16, in any order."""
-    if found.shape != built.shape:
-        return False
-    # Rounding is monotonic, so values in this range are rounded to within the rounded range.
-    for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # enough casts
-        least, most = built * (1 - _BUILT), built * (1 + _BUILT)
-        for dtype in casts:
-            least, most = least.to(dtype), most.to(dtype)
-        if bool(((least.float() <= found) & (found <= most.float())).all()):
-            return True
-    return False
+    # Each cast rounds by at most 2**-9, or by 2**-25 where float16 has no more digits.
+    near = found.shape == built.shape and torch.allclose(found, built, rtol=2**-7, atol=2**-23)
+    rounded = (found.to(dtype).float() for dtype in (torch.bfloat16, torch.float16))
+    return near and any(torch.equal(found, one) for one in rounded)
 
 
 @contextmanager

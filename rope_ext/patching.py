@@ -57,22 +57,17 @@ def _one_at_a_time() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Patch:
-    """An active patch: what was requested, what was changed, and how to undo it.
-
-    ``target_length`` is the extended context in tokens. ``native`` is True if plain transformers
-    reloads the patch from the configuration. ``outermost`` is the top-level configuration, which
-    may nest the text model's.
-    """
+    """An active patch: what was requested, what was changed, and how to undo it."""
 
     method: Method
     options: Options
     decoder: nn.Module
-    outermost: Any
+    outermost: Any  # the top-level configuration, which may nest the text model's
     sites: list[RotarySite]
     scaled: list[RotarySite]
-    target_length: int
+    target_length: int  # tokens
     precise: bool
-    native: bool
+    native: bool  # whether plain transformers reloads the patch from the configuration
     notes: tuple[str, ...]
     record: Record
     changes: Changes
@@ -83,11 +78,6 @@ class Patch:
         return self.method if isinstance(self.method, FrequencyMethod) else self.options.frequency
 
     @property
-    def encoding(self) -> str | None:
-        """Name of the encoding that adds to the logits, if any."""
-        return None if self.record.encoding is None else self.record.encoding.name
-
-    @property
     def length(self) -> int:
         """Trained length, tokens."""
         return self.scaled[0].rope.length
@@ -96,11 +86,10 @@ class Patch:
         """Frequencies in force (float64, ``[pairs]``) and scaling; if dynamic, at target length."""
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
-        if isinstance(self.method, FrequencyMethod):
-            return site.under(self.method)
-        if self.frequencies is None:
-            return site.rope.inv_freq, site.factors(self.method)[0]
-        return site.under(self.frequencies)[0], site.factors(self.frequencies, self.method)[0]
+        under = self.frequencies
+        methods = [self.method] if under in (None, self.method) else [under, self.method]
+        inv_freq = site.rope.inv_freq if under is None else site.under(under)[0]
+        return inv_freq, site.factors(*methods)[0]
 
 
 @_one_at_a_time()
@@ -122,10 +111,8 @@ def patch(
 ) -> Model:
     """Extend the context of ``model``, in place.
 
-    If a cast such as ``model.bfloat16()`` rounded the rotary frequencies, they are first rebuilt
-    from the configuration; ``describe`` reports it.
-
-    Let forwards of this model in other threads finish first.
+    Frequencies that a cast such as ``model.bfloat16()`` has rounded are rebuilt first. Let forwards
+    of this model in other threads finish before.
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
@@ -133,27 +120,23 @@ def patch(
         method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
             result of :func:`rope_ext.recommend`.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
-            The position method then treats the length it extends to as the trained length.
+            The position method then extends the length that it reaches.
         bias: an encoding that adds to the logits by distance while the rotation stays in place:
-            its name, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. To keep the
-            rotation as trained, patch with ``"rope"``.
-        layers: which of the rotating layers to patch: indices counted from 0, or
-            ``"every 4th"``, which means 3, 7, 11 and so on. The others keep the trained rotation.
+            its name, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``.
+        layers: which of the rotating layers to patch: indices counted from 0, or ``"every 4th"``,
+            which means 3, 7, 11 and so on. The others keep the trained rotation.
         kernel: attention kernel of position methods, and of other methods with ``bias`` or
             ``layers``: ``"flash"``, ``"flex"`` (FlexAttention, for GPUs) or ``"reference"`` (dense
             logits). ``"auto"`` takes the first of these that supports the call (docs/speed.md).
         replace: undo an earlier patch first instead of raising. The same encoding keeps its
-            learned parameters, and longer tables keep their trained rows. If they cannot be kept,
-            this raises an OptionError; call :func:`unpatch` first to start from new parameters.
+            learned parameters, or raises an OptionError where it cannot.
         compose: patch on top of the checkpoint's existing RoPE scaling, multiplying it.
             ``"raise"`` raises the factor of that scaling instead: pass the method of its type
-            (``"yarn"``, ``"llama3"``, ``"pi"`` or ``"dynamic_ntk"``) and the new factor, which
-            counts from ``original_max_position_embeddings`` of the checkpoint, as its own does.
-            All other options stay those of the checkpoint.
-        sliding_layers: sliding-window layers gain nothing from scaling. ``"auto"`` keeps those
-            that have their own rotary embedding and scales those that share one, as transformers
-            does; ``"keep"`` never scales them; ``"scale"`` always does. Position methods leave
-            them unchanged unless ``"scale"`` is given.
+            (``"yarn"``, ``"llama3"``, ``"pi"`` or ``"dynamic_ntk"``) and the new factor, relative
+            to ``original_max_position_embeddings``. The checkpoint's other options stay.
+        sliding_layers: whether sliding-window layers are patched, which gain nothing from it:
+            ``"scale"``, ``"keep"``, or with ``"auto"``, only under a frequency method, those that
+            share their rotary embedding with other layers, as in transformers.
         precise: compute angles in float64. ``"auto"``: if the target length exceeds 131072 tokens.
         original_max_position_embeddings: trained context in tokens; overrides
             ``max_position_embeddings`` of the configuration.
@@ -191,7 +174,7 @@ def patch(
     )
     keywords.check(method)
     decoder = text_decoder(model)
-    earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
+    earlier, values = current_patch(model), Earlier.from_model(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
@@ -211,15 +194,14 @@ def patch(
         _logger.warning(
             "rope_ext: %s replaces %s; %d learned parameters are no longer in the model, such as "
             "%s",
-            *(method.name, earlier.encoding or earlier.method.name, len(dropped), dropped[0]),
+            *(method.name, _encoding(earlier) or earlier.method.name, len(dropped), dropped[0]),
         )
-    state = decoder.__dict__[_STATE]
-    encoding = state.record.encoding
-    if encoding is not None and (earlier is None or earlier.encoding != encoding.name):
+    state, family = decoder.__dict__[_STATE], type(decoder).__name__
+    if _encoding(state) not in (None, _encoding(earlier)):
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
             "(lab/surgery.py)",
-            *(method.name, type(decoder).__name__, encoding.name),
+            *(method.name, family, _encoding(state)),
         )
     folder = getattr(unwrap(model).config, "name_or_path", None)
     loaded = folder and not next(decoder.parameters()).is_meta
@@ -233,15 +215,13 @@ def patch(
     prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
-        _logger.log(level, "rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
+        _logger.log(level, "rope_ext: %s on %s: %s", method.name, family, note)
     return model
 
 
 @_one_at_a_time()
 def unpatch(model: Model) -> Model:
-    """Undo a patch and restore every buffer, scalar and configuration value bit for bit.
-
-    Frequencies that a cast had rounded before the patch are restored as rounded.
+    """Undo a patch, restore every buffer, scalar and configuration value bit for bit.
 
     Args:
         model: the model that was passed to :func:`rope_ext.patch`, or any wrapper of it.
@@ -252,11 +232,10 @@ def unpatch(model: Model) -> Model:
     Raises:
         NotPatchedError: the model is not patched.
     """
-    decoder = text_decoder(model)
-    state = decoder.__dict__.get(_STATE)
+    state = current_patch(model)
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
-    del decoder.__dict__[_STATE]
+    del text_decoder(model).__dict__[_STATE]
     with torch.inference_mode(False):
         undo(state.changes)
     return model
@@ -270,16 +249,7 @@ def patched(
 
     With ``replace=True``, the earlier patch becomes active again afterwards.
 
-    Args:
-        model: see :func:`patch`.
-        method: see :func:`patch`.
-        **kwargs: all other arguments of :func:`patch`, including the method's options.
-
-    Yields:
-        ``model`` itself.
-
-    Raises:
-        RopeExtError: as :func:`patch`.
+    Takes the arguments of :func:`patch`, raises its errors, and yields ``model`` itself.
     """
     with _returning(model, functools.partial(patch, model, method, **kwargs)):
         yield model
@@ -291,16 +261,7 @@ def unpatched(model: Model) -> Iterator[Model]:
 
     Use it to compare with the original model, or to train against it. The patch becomes active
     again afterwards, with its learned parameters. A model that is not patched is unchanged.
-    Caches and compiled graphs of the patched model do not carry over.
-
-    Args:
-        model: see :func:`unpatch`.
-
-    Yields:
-        ``model`` itself.
-
-    Raises:
-        RopeExtError: ``model`` is not a supported model.
+    Caches and compiled graphs of the patched model do not carry over. Yields ``model`` itself.
     """
     with _returning(model, functools.partial(_leave_off, model)):
         yield model
@@ -312,7 +273,7 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     decoder = text_decoder(model)
     quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
-        earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
+        earlier, values = current_patch(model), Earlier.from_model(decoder)
         change()
     try:
         yield
@@ -339,6 +300,11 @@ def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
 def current_patch(model: nn.Module) -> Patch | None:
     """The active patch of ``model``; None if it is not patched."""
     return text_decoder(model).__dict__.get(_STATE)
+
+
+def _encoding(state: Patch | None) -> str | None:
+    """Name of the encoding that adds to the logits under a patch, if any."""
+    return None if state is None or state.record.encoding is None else state.record.encoding.name
 
 
 def _method(method: str | Method, options: dict[str, Any]) -> Method:
@@ -438,12 +404,7 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Record a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
     Whether a family supports a method that changes attention can only be checked with weights, so
-    this neither checks nor changes the model's computation.
-
-    Args:
-        model: on the meta device.
-        method: of a kind that attends, or with ``bias`` or ``layers``.
-        **keywords: the keyword arguments of :func:`patch`.
+    this neither checks nor changes the model's computation. ``keywords`` are those of ``patch``.
     """
     options = Options(**keywords)
     options.check(method)
@@ -478,14 +439,7 @@ def first_site(
 ) -> RotarySite:
     """The rotary site that ``patch`` would scale; the first if there are several.
 
-    Args:
-        model: not patched.
-        sliding_layers: see :func:`patch`.
-        length: trained context in tokens; None reads it from the configuration.
-
-    Raises:
-        AlreadyPatchedError: the model is patched.
-        NoRopeError, UnsupportedModelError: see :func:`patch`.
+    ``length`` is the trained context in tokens; None reads it from the configuration.
     """
     there = current_patch(model)
     if there is not None:

@@ -29,7 +29,7 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
+from rope_ext.rotary.limits import add_warnings
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -369,17 +369,16 @@ def _patch(
             )
         if not record.plain or not configuration.reports_scaling(values, scaled):
             values[FIELD] = record.to_json()
-        earlier = configuration.earlier_record(config)
+        earlier = configuration.saved_record(config, native=False)
         if earlier is not None:
             notes.append(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        configuration.write(place, values, record.native, record.resolved.is_dynamic, changes)
+        configuration.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
-        warn_beyond(place, applied.method, applied.target_length, changes)
-        warn_of_adapters(place, record, changes)
+        add_warnings(place, record, changes)
     except BaseException:
         undo(changes)
         raise

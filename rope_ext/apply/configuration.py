@@ -66,21 +66,12 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def write(
-    place: PatchTarget, values: Mapping[str, Any], native: bool, is_dynamic: bool, changes: Changes
-) -> None:
+def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes: Changes) -> None:
     """Write a patch into the configurations of the text model until ``changes`` are undone.
 
     The fields in ``OLDER`` only affect saved files: ``rope_scaling`` is a property of the class, so
     only ``to_dict`` sees a value on the instance. They are not written for classes that read their
     base from ``rope_theta``.
-
-    Args:
-        place: where the patch was applied.
-        values: fields and their new values.
-        native: whether transformers builds the patch from them.
-        is_dynamic: whether frequencies depend on the sequence length.
-        changes: the changes of the patch.
     """
     outermost: Any = place.model.config
     texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
@@ -99,7 +90,7 @@ def write(
             if ours and hasattr(config, "rope_parameters"):
                 for name in OLDER:
                     vars(config).pop(name, None)
-                vars(config).update(copy.deepcopy(_older_fields(place, native, is_dynamic)))
+                vars(config).update(copy.deepcopy(_older_fields(place, record)))
     finally:
         for config, old in before:
             now = vars(config)
@@ -110,19 +101,11 @@ def write(
 
 def before(config: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return configuration fields from before any patch; None for fields that did not exist."""
-    earlier, in_force = earlier_record(config), _record(config, native=True)
+    earlier, in_force = saved_record(config, native=False), saved_record(config, native=True)
     fields = {name: getattr(config, name, None) for name in names}
     fields |= {} if earlier is None else earlier.config
     values = {name: copy.deepcopy(fields.get(name)) for name in names}
     return values if in_force is None else values | {FIELD: in_force.to_json()}
-
-
-def earlier_record(config: Any) -> Record | None:
-    """Return the record of the patch that the checkpoint was saved with, unless it is in force.
-
-    A native record is in force, because transformers builds its patch from the other fields.
-    """
-    return _record(config, native=False)
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
@@ -130,7 +113,7 @@ def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     factor = site.settings.factor
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
-    record = _record(text_config(decoder), native=True)
+    record = saved_record(text_config(decoder), native=True)
     return None if record is None else f"{record.call()}, which it was saved with"
 
 
@@ -140,8 +123,11 @@ def reports_scaling(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
     return all(part["rope_type"] != "default" for part in parts)
 
 
-def _record(config: Any, native: bool) -> Record | None:
-    """Return the record in ``config`` if it is readable and its ``native`` flag matches."""
+def saved_record(config: Any, native: bool) -> Record | None:
+    """Return the record that a checkpoint was saved with, if it can be read and is ``native``.
+
+    A native record is in force, because transformers builds its patch from the other fields.
+    """
     try:
         record = record_of(config)
     except RecordError:  # only if the user passed the trained length
@@ -155,7 +141,7 @@ def part_of(parameters: dict[str, Any], site: RotarySite) -> dict[str, Any]:
     return part if isinstance(part, dict) else parameters
 
 
-def _older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[str, Any]:
+def _older_fields(place: PatchTarget, record: Record) -> dict[str, Any]:
     """Return the fields in ``OLDER`` for a configuration whose other fields describe the patch.
 
     mlx-lm, transformers 4 and older converters read them instead of ``rope_parameters``. Without
@@ -168,16 +154,17 @@ def _older_fields(place: PatchTarget, native: bool, is_dynamic: bool) -> dict[st
     config = text_config(place.decoder)
     parameters = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in parameters.values()):
-        return {_THETA: STOP if native else CURE}  # the older fields describe only one embedding
-    if not native:
+        # The older fields describe only one embedding.
+        return {_THETA: STOP if record.native else CURE}
+    if not record.native:
         refused = {_SCALING: copy.deepcopy(parameters)}
         return {_THETA: CURE, **(refused if parameters.get("rope_type") == CURE else {})}
-    scaling = None if is_dynamic else _rope_scaling(config, parameters)
-    if scaling is None or any(site.baked for site in place.sites):
+    describes = not record.resolved.is_dynamic and not any(site.baked for site in place.sites)
+    scaling = _rope_scaling(config, parameters) if describes else None
+    if scaling is None:
         return {_THETA: STOP}
-    fields = {_THETA: STOP}
-    if parameters["rope_type"] in READ.get(config.model_type, ()):
-        fields = {_THETA: parameters["rope_theta"]}
+    reads = parameters["rope_type"] in READ.get(config.model_type, ())
+    fields = {_THETA: parameters["rope_theta"] if reads else STOP}
     return fields if parameters["rope_type"] == "default" else {**fields, _SCALING: scaling}
 
 
@@ -369,18 +356,14 @@ def _rebuilt_modules(
     decoder: nn.Module, config: Any, sites: list[RotarySite]
 ) -> dict[str, nn.Module]:
     own = {site.name: site.module for site in sites}
-    if all(module.config is text_config(decoder) for module in own.values()):
-        cache: dict[type, nn.Module] = {}
-        with torch.device("cpu"):
-            for module in own.values():
-                cls = type(module)
-                cache[cls] = cache.get(cls) or cls(config)
-        return {name: cache[type(module)] for name, module in own.items()}
+    configs = dict.fromkeys(own, config)
     # Rotary modules may have their own configurations, which only the decoder can derive.
-    with torch.device("meta"):
-        skeleton = type(decoder)(config)
+    if any(module.config is not text_config(decoder) for module in own.values()):
+        with torch.device("meta"):
+            skeleton = type(decoder)(config)
+        configs = {name: skeleton.get_submodule(name).config for name in own}
     with torch.device("cpu"):
-        return {name: type(m)(skeleton.get_submodule(name).config) for name, m in own.items()}
+        return {name: type(module)(configs[name]) for name, module in own.items()}
 
 
 def _equal(

@@ -50,9 +50,6 @@ class Applied:
     notes: tuple[str, ...]  # sentences for describe
 
 
-_RAISE = "pass method={!r} and compose='raise' to raise the checkpoint's own factor"
-
-
 def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool | str
 ) -> None:
@@ -61,8 +58,9 @@ def refuse_scaled(
     if there is None or site.raised is not None:
         return
     raises = TYPES.get(site.rope_type)
-    own = f", or {_RAISE.format(raises)}" if raises else ""
-    if site.rope_type in ("dynamic", "longrope"):
+    own = f", or pass method={raises!r} and compose='raise' to raise the checkpoint's own factor"
+    own = own if raises else ""
+    if site.moving:
         raise AlreadyScaledError(
             f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
             f"composed; load it with rope_type 'default' and patch that{own}"
@@ -108,13 +106,12 @@ def scale_softmax(
     for site in sites:
         _, number = site.factors(*methods)
         baked = [module for module in site.baked if only is None or module in only]
-        if not baked or number == 1:
-            continue
-        scale_layers(baked, number**2, changes)
-        notes.append(
-            f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
-            f"layers, where this checkpoint has its own (mscale_all_dim), not on cosine and sine"
-        )
+        if baked and number != 1:
+            scale_layers(baked, number**2, changes)
+            notes.append(
+                f"attention_factor: {number:.4g}, squared in the softmax scale of {len(baked)} "
+                f"layers, where this checkpoint has its own (mscale_all_dim), not on cos and sin"
+            )
     return notes
 
 
@@ -294,9 +291,8 @@ def apply_position(
             elif temperature is not None:
                 instead = "give temperature= a number"
         trained = place.scaled[0].rope
-        divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(
-            1.0
-        )  # 0 / 0: no rotation
+        divisors = trained.inv_freq / given.inv_freq(trained)
+        divisors = divisors.nan_to_num(1.0)  # 0 / 0: no rotation
         method: PositionMethod = _Standing(of=given, divisors=divisors, temperature=temperature)
     else:
         method = given
@@ -306,10 +302,10 @@ def apply_position(
         added = " and ".join(f"{option}=" for option in beside)
         label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
         named, instead = f"{named} with {added}", f"{instead} without {added}"
-    for each in (method, under):
-        if each is not None:
-            require_scaling(place, each)
-    table = {site: _write(place, site, method, options) for site in place.scaled}
+    methods = (method,) if under is None else (under, method)
+    for each in methods:
+        require_scaling(place, each)
+    table = {site: _write(place, site, methods, options) for site in place.scaled}
     if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
             f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
@@ -343,7 +339,6 @@ def apply_position(
             f"inputs with images or videos will be refused; for these, {instead}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    methods = (method,) if under is None else (method, under)
     notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
@@ -364,23 +359,21 @@ def apply_position(
 
 
 def _write(
-    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options
+    place: PatchTarget, site: RotarySite, methods: tuple[Method, ...], options: Options
 ) -> tuple[torch.Tensor, float]:
-    """Write a position method's frequencies (float64, ``[pairs]``) and scaling to a site."""
-    under, family = options.frequency, type(place.decoder).__name__
-    if under is not None:
-        inv_freq, _ = target(place, site, under, options)
-        scaling, _ = site.factors(under, method)
-        write_buffers(site, inv_freq.float(), scaling)
-        return inv_freq, scaling
-    if site.rope_type in ("dynamic", "longrope"):
+    """Write and return a site's frequencies (float64, ``[pairs]``) and scaling under ``methods``."""
+    inv_freq = site.loaded.double()
+    if options.frequency is not None:
+        inv_freq, _ = target(place, site, options.frequency, options)
+    elif site.moving:
         raise AlreadyScaledError(
-            f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
-            f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
+            f"{type(place.decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
+            f"change with the sequence, so {methods[-1].name} cannot go on top of it; load it with "
+            f"rope_type 'default'"
         )
-    scaling, _ = site.factors(method)
-    write_buffers(site, site.loaded, scaling)
-    return site.loaded.double(), scaling
+    scaling, _ = site.factors(*methods)
+    write_buffers(site, inv_freq.float(), scaling)
+    return inv_freq, scaling
 
 
 def raise_factor(
@@ -392,16 +385,8 @@ def raise_factor(
     the first one left. So ``compose="raise"`` replaces the checkpoint's own scaling by the same
     type with the same options and a larger factor.
 
-    Args:
-        place: an unpatched model.
-        method: named after the scaling of the checkpoint; only its factor counts.
-        options: of ``patch``; those that need the unscaled checkpoint are refused.
-        changes: receives what else depends on the checkpoint's own scaling.
-
-    Raises:
-        AlreadyScaledError: the checkpoint's type has no factor that could be raised.
-        OptionError: ``method`` is another type, has further options, or its factor is not larger.
-        UnsupportedModelError: the checkpoint is not scaled, or not as in its configuration.
+    Only the factor of ``method`` counts, which is named after the scaling of the checkpoint.
+    ``changes`` receive what else depends on that scaling.
     """
     family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
     if not scaled:

@@ -361,7 +361,7 @@ def apply_position(
 def _write(
     place: PatchTarget, site: RotarySite, methods: tuple[Method, ...], options: Options
 ) -> tuple[torch.Tensor, float]:
-    """Write and return a site's frequencies (float64, ``[pairs]``) and scaling under ``methods``."""
+    """Write a site's frequencies (float64, ``[pairs]``) and scaling under ``methods``."""
     inv_freq = site.loaded.double()
     if options.frequency is not None:
         inv_freq, _ = target(place, site, options.frequency, options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +138,7 @@ def _block(
     found, scores, block = [], call.scores, None
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
     parts = [x for x in shown if x[1][0].stop > x[1][0].start]
+    parts.sort(key=lambda part: part[1][0].start)
     if not parts:
         columns = key.shape[2] if value is None else value.shape[-1]
         return query.new_zeros(
@@ -172,8 +174,11 @@ def _block(
     else:
         column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)
-    outs, sizes = [], [x.shape[-1] for x in found] + [1] * (sinks is not None)
-    for (_, (keys, _)), own in zip(parts, weights.split(sizes, -1), strict=False):
+    outs, spans = [], [keys for _, (keys, _) in parts]
+    if value is not None and all(a.stop == b.start for a, b in pairwise(spans)):  # one product
+        spans = [slice(spans[0].start, spans[-1].stop)]
+    sizes = [keys.stop - keys.start for keys in spans] + [1] * (sinks is not None)
+    for keys, own in zip(spans, weights.split(sizes, -1), strict=False):
         if value is None:
             outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
             continue
@@ -210,6 +215,8 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     each of them. With ``beta=0`` the first argument of ``baddbmm`` is never read, but a scalar
     would be expanded to a full tensor first.
     """
+    if not is_compiling():
+        return a @ b
     nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
     parts = (x.flatten(0, 1) for x in (nothing, a, b))
     return torch.baddbmm(*parts, beta=0).view(nothing.shape)

@@ -133,7 +133,7 @@ def _block(
 ) -> torch.Tensor:
     """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
     query = query[:, :, rows]
-    kv_heads, count = key.shape[1], query.shape[2]
+    (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
     to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
     found, scores, block = [], call.scores, None
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
@@ -142,18 +142,18 @@ def _block(
     if not parts:
         columns = key.shape[2] if value is None else value.shape[-1]
         return query.new_zeros(
-            *query.shape[:3], columns, dtype=(key if value is None else value).dtype
+            batch, heads, count, columns, dtype=(key if value is None else value).dtype
         )
     for band, (keys, seen) in parts:
         q = call.pairs.rotate(query, part_of(band.query, rows), to)
         k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
-        q = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
-        logits = _logits(q, k).unflatten(2, (-1, count)).flatten(1, 2) * call.scale
+        q = q.reshape(batch, kv_heads, -1, q.shape[-1])  # no key is read twice
+        logits = _logits(q, k).view(batch, heads, count, -1) * call.scale
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
         if scores is not None:  # with one band
             scores = replace(scores, learned=dict(zip(names, learned, strict=True)))
-            every = key[:, :, keys].to(wide(key)).repeat_interleave(query.shape[1] // kv_heads, 1)
+            every = key[:, :, keys].to(wide(key)).repeat_interleave(heads // kv_heads, 1)
             at = places.query[rows], places.key[keys]
             visible = logits.new_ones((), dtype=torch.bool) if seen is None else seen
             block = Block(query.to(wide(query)), every, logits, *at, visible, call.scale)
@@ -182,9 +182,9 @@ def _block(
         if value is None:
             outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
             continue
-        own = own.to(value.dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        own = _product(own, value[:, :, keys]).unflatten(2, (-1, count)).flatten(1, 2)
-        outs.append(own)
+        own = own.to(value.dtype).reshape(batch, kv_heads, -1, own.shape[-1])
+        own = _product(own, value[:, :, keys])
+        outs.append(own.view(batch, heads, count, -1))
     out = functools.reduce(torch.add, outs)
     if scores is not None and block is not None and value is not None:
         with without_autocast(query):

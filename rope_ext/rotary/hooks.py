@@ -170,7 +170,8 @@ class Request:
     patch: object  # ``requests`` of a Sequences
     room: int | None = None  # planned number of tokens, including padding; None: not known
     guided: bool = False  # whether guidance runs further forwards
-    due: bool = False  # whether the next forward is its own, not a streamer's or criterion's
+    # those of its own forwards; a streamer or a criterion may run others
+    caches: list[Any] = field(default_factory=list)
     exported = False
 
 
@@ -310,7 +311,6 @@ class Sequences:
         begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
-        wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
         wrap(place.model, "generate", self.generate, changes)
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
@@ -391,17 +391,9 @@ class Sequences:
         forward.mask, request = given.get("attention_mask"), current(self.requests)
         if filled:
             forward.started = self._stored(cache, rows, tokens + filled)
-        if request is not None:
-            due, request.due = request.due, False
-            forward.request = request if due or request.guided else None
+        if request and (request.guided or any(cache is own for own in request.caches)):
+            forward.request = request
         forward_context.stack.append(forward)
-
-    def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Mark the next forward as generate's own; called right before it."""
-        inputs, request = original(*args, **kwargs), current(self.requests)
-        if request is not None:
-            request.due = True
-        return inputs
 
     def _stored(self, cache: Any, rows: int, reached: int) -> Started:
         """Return the sequences recorded on a cache that will have ``reached`` tokens.
@@ -459,9 +451,11 @@ class Sequences:
         finally:
             forward_context.stack.remove(request)
 
-    def plan(self, original: Any, config: Any, *args: Any) -> Any:
-        """Record the batch's prompt (with padding) plus new tokens, as generate has found them."""
-        request, (*_, longest) = current(self.requests), args
-        if request is not None and request.room is None:  # not an assistant's
-            request.room, request.guided = longest + 1, config.guidance_scale not in (None, 1)
-        return original(config, *args)
+    def plan(self, original: Any, config: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+        """Record what generate has found: its cache, and how many tokens there will be at most."""
+        made, request = original(config, kwargs, *args), current(self.requests)
+        if request is not None:
+            request.caches.append(cache_among(kwargs))
+            if request.room is None:  # not an assistant's
+                request.room, request.guided = args[-1] + 1, config.guidance_scale not in (None, 1)
+        return made

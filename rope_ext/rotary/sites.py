@@ -176,11 +176,6 @@ def input_device(decoder: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def buffer_of(module: nn.Module, name: str) -> torch.Tensor:
-    """Return a buffer of a module; rotary buffers are never None."""
-    return cast("torch.Tensor", module._buffers[name])
-
-
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
     """Return all rotary sites of ``decoder``, each verified to rotate by its buffer.
 
@@ -259,7 +254,7 @@ def _site(
             f"without it"
         )
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
-    buffer = buffer_of(module, f"{prefix}inv_freq").detach()
+    buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     key = (type(module), layer_type, len(loaded))
     if key not in proven:
@@ -339,14 +334,14 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
     float16, which a cast back to float32 does not undo. Other values were set on purpose and are
     used unchanged.
     """
-    value = buffer_of(module, name).detach()
+    value = module.get_buffer(name).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
     try:
         with torch.device("cpu"):
             config = copy.deepcopy(module.config)  # some transformers functions add fields
-            built = buffer_of(type(module)(config), name).detach()
+            built = type(module)(config).get_buffer(name).detach()
     except Exception as raised:
         error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_ext.rotary.sites import RotarySite, buffer_of
+from rope_ext.rotary.sites import RotarySite
 
 Changes = list[Callable[[], Any]]
 """Calls that undo changes, in the order of the changes."""
@@ -97,7 +97,7 @@ def guard_buffers(site: RotarySite, changes: Changes) -> None:
     that leaving and reentering a patch restores them. Call it before any other change to the site.
     """
     module = site.module
-    buffers = {name: buffer_of(module, name).detach().clone() for name in site.buffers}
+    buffers = {name: module.get_buffer(name).detach().clone() for name in site.buffers}
     changes.append(functools.partial(_restore, site, buffers))
     names = ("attention_scaling", site.scaling_attribute, "_is_hf_initialized")
     keep_attributes(module, names, changes)
@@ -140,7 +140,7 @@ def grow_buffers(site: RotarySite, changes: Changes) -> None:
 
 def _restore(site: RotarySite, buffers: dict[str, torch.Tensor]) -> None:
     for name, value in buffers.items():
-        materialized = value.is_meta and not buffer_of(site.module, name).is_meta
+        materialized = value.is_meta and not site.module.get_buffer(name).is_meta
         _put(site.module, name, site.loaded if materialized else value)
 
 
@@ -153,14 +153,14 @@ def _apply(site: RotarySite, original: Any, *args: Any, **kwargs: Any) -> nn.Mod
 
 def _rewrite(site: RotarySite) -> None:
     for name, value in site.values.items():
-        if not buffer_of(site.module, name).is_meta:  # written when it is materialized
+        if not site.module.get_buffer(name).is_meta:  # written when it is materialized
             _put(site.module, name, value)
 
 
 @torch.no_grad()
 def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Write a buffer, in place if possible, since compiled graphs keep its memory address."""
-    buffer = buffer_of(module, name)
+    buffer = module.get_buffer(name)
     replaced = buffer.is_meta or buffer.is_inference()
     if replaced or buffer.dtype != value.dtype or buffer.shape != value.shape:
         module._buffers[name] = value.to(

@@ -367,7 +367,9 @@ def _patch(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
                 "(unpatch restores the rounded values)"
             )
-        if not record.plain or not configuration.reports_scaling(values, scaled):
+        parts = (configuration.part_of(values["rope_parameters"], site) for site in scaled)
+        # A larger base alone is not reported as scaling by any rope_type.
+        if not record.plain or any(part["rope_type"] == "default" for part in parts):
             values[FIELD] = record.to_json()
         earlier = configuration.saved_record(config, native=False)
         if earlier is not None:

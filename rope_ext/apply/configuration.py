@@ -117,12 +117,6 @@ def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     return None if record is None else f"{record.call()}, which it was saved with"
 
 
-def reports_scaling(values: dict[str, Any], scaled: list[RotarySite]) -> bool:
-    """Whether the saved ``rope_type`` scales RoPE; a larger base alone does not count."""
-    parts = [part_of(values["rope_parameters"], site) for site in scaled]
-    return all(part["rope_type"] != "default" for part in parts)
-
-
 def saved_record(config: Any, native: bool) -> Record | None:
     """Return the record that a checkpoint was saved with, if it can be read and is ``native``.
 
@@ -211,10 +205,7 @@ class Written:
 
 
 def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written:
-    """Find a configuration from which transformers rebuilds ``method`` on the scaled sites.
-
-    If a method chooses frequencies per sequence, those of the longest sequence are compared.
-    """
+    """Find a configuration from which transformers rebuilds ``method`` on the scaled sites."""
     config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
     heads: list[dict[str, int]] = [{}]
     if vars(config).get(HEAD, 0) is None:  # some transformers functions cannot read it
@@ -243,24 +234,19 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
 
 
 def unsaved(place: PatchTarget, target: int) -> Written:
-    """Return fields for a patch that transformers cannot express.
+    """Return fields for a patch that transformers cannot express, so that it raises an error.
 
-    Plain transformers would silently load the model unextended, so ``rope_type`` is set to a name
-    it does not know. Some families only accept certain names, or ignore the field. For those the
-    experts implementation is set instead, which every transformers model looks up first, with or
-    without experts.
+    ``rope_type`` is set to a name it does not know. Some families only accept certain names, or
+    ignore the field. For those the experts implementation is set instead, which every transformers
+    model looks up first, with or without experts.
     """
-    config = text_config(place.decoder)
-    length = {"max_position_embeddings": target}
+    config, length = text_config(place.decoder), {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in place.scaled:
         part_of(marked, site)["rope_type"] = CURE
 
-    def rotary(trial: Any) -> None:
-        _rebuilt_modules(place.decoder, trial, place.sites)
-
     refused = {"rope_parameters": marked, **length}
-    if _is_refused(config, refused, rotary):
+    if _is_refused(config, refused, lambda x: _rebuilt_modules(place.decoder, x, place.sites)):
         return Written(refused, False, {}, UNSAVED.format(REFUSED))
     if _is_refused(place.model.config, {EXPERTS: CURE}, type(place.model)):
         return Written({**length, EXPERTS: CURE}, False, {}, UNSAVED.format(REFUSED))

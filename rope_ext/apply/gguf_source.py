@@ -42,8 +42,7 @@ _logger = logging.getLogger("rope_ext")
 def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
     """Split ``FOLDER/FILE.gguf`` or ``OWNER/NAME/FILE.gguf`` into the arguments of transformers.
 
-    Returns:
-        A directory or Hub ID, and ``{"gguf_file": FILE}``; the name and ``{}`` for other models.
+    They are a folder or Hub ID, and ``{"gguf_file": FILE}``; for other models, the name and ``{}``.
     """
     name = str(given)
     if not name.endswith(SUFFIX):
@@ -61,11 +60,7 @@ def joined(folder: str, gguf_file: str) -> str:
 
 
 def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
-    """Return the configuration of a GGUF file, with the trained length of its weights.
-
-    Raises:
-        LoadError: it is not a GGUF file that can be loaded.
-    """
+    """Return the configuration of a GGUF file, with the trained length of its weights."""
     name = joined(folder, gguf_file)
     if os.path.isfile(name):
         config = copy.deepcopy(_config(folder, gguf_file, os.stat(name).st_mtime_ns))
@@ -114,7 +109,6 @@ class FileScaling:
     """RoPE scaling in a GGUF file that transformers ignores."""
 
     text: str  # its keys and tensors
-    context: int  # context_length of the file, tokens
     length: int  # trained length, tokens
     method: FrequencyMethod | None  # equivalent method; None: none is known
 
@@ -129,17 +123,12 @@ def scaling_notes(config: Any) -> tuple[str, ...]:
     if found.method is None:
         return (f"{note}; no method of rope_ext is known to restore it",)
     words = [repr(found.method.name), *option_texts(found.method)]
-    if found.length != found.context:
-        words.append(f"original_max_position_embeddings={found.length}")
+    words.append(f"original_max_position_embeddings={found.length}")
     return (f"{note}; restore it with rope_ext.patch(model, {', '.join(words)})",)
 
 
 def read_scaling(path: str | Path) -> FileScaling | None:
-    """Read the scaling of a GGUF file that transformers ignores; None if there is none.
-
-    Raises:
-        LoadError: it is not a GGUF file, or is only one part of it.
-    """
+    """Read the scaling of a GGUF file that transformers ignores; None if there is none."""
     keys, tables = read(path)
     prefix = f"{keys.get('general.architecture')}."
     rope = prefix + "rope.scaling."
@@ -169,7 +158,7 @@ def read_scaling(path: str | Path) -> FileScaling | None:
         base = keys.get(f"{prefix}rope.freq_base", 10000.0)
         method, length = _of_table(tables[TABLE], base, context, length, multiplier or 1.0)
     shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in own.items()]
-    return FileScaling(", ".join([*shown, *tables]), context, length or context, method)
+    return FileScaling(", ".join([*shown, *tables]), length or context, method)
 
 
 def _of_table(
@@ -199,7 +188,7 @@ def _of_table(
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Read the keys and frequency tables of a GGUF file.
+    """Read the keys and frequency tables of a GGUF file; raises LoadError if it cannot be read.
 
     The ``gguf`` library takes ten seconds to parse a vocabulary of 262144 tokens.
     """

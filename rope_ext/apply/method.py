@@ -207,12 +207,8 @@ def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
             f"family; use mode='fixed'"
         )
     grow_buffers(site, changes)
-    refuse = functools.partial(_refuse_sharded, name)
+    refuse = functools.partial(refuse_sharded, name, "use a fixed frequency method such as 'yarn'")
     changes.append(site.module.register_forward_pre_hook(refuse).remove)
-
-
-def _refuse_sharded(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-    refuse_sharded(name)
 
 
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:

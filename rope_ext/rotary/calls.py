@@ -81,11 +81,11 @@ def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
 
 
 @run_eagerly()
-def refuse_sharded(name: str, instead: str = "use a fixed frequency method such as 'yarn'") -> None:
+def refuse_sharded(name: str, instead: str, *hooked: Any) -> None:
     """Raise if each device of a context-parallel group gets only part of every sequence.
 
     ``context_parallel`` of torch and of accelerate replaces ``scaled_dot_product_attention`` while
-    it is active.
+    it is active. As a pre-hook, it is given the module and arguments, too.
     """
     module = getattr(nn.functional.scaled_dot_product_attention, "__module__", None)
     if str(module).startswith("torch.distributed."):

@@ -28,12 +28,9 @@ NOTE = "_rope_ext"
 class ForwardContext:
     """One forward of a decoder, with ``tokens`` in each row.
 
-    Args:
-        patch: the decoder's active patch: a position map, or a ``Sequences``.
-        filled: number of tokens already in the cache; a 0-dimensional tensor if one graph
-            runs every step of a static cache.
-        traced: whether torch.compile or torch.export is tracing this forward. If so, everything is
-            computed with tensors, and values must not be read.
+    ``patch`` is its position map or ``Sequences``. ``filled`` is the number of tokens already in
+    the cache, a 0-dimensional tensor if one graph runs every step of a static cache. If ``traced``
+    by torch.compile or torch.export, it computes with tensors, and values must not be read.
     """
 
     exported = False  # whether torch.export is tracing it

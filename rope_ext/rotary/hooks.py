@@ -264,15 +264,11 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
 def documents(
     positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the length of each token's sequence, int64, ``[rows, tokens]``.
+    """Return the length of each token's sequence, int64, as ``positions``: ``[rows, tokens]``.
 
-    A row starts at its first real token; tokens before it get 0. A new document starts where
-    positions restart, as in packing, and where tokens see no earlier ones.
-
-    Args:
-        positions: int64, ``[rows, tokens]``.
-        real: bool, ``[rows or 1, tokens]``; None: all are real.
-        edges: bool, same shape; None: no edges.
+    A row starts at its first ``real`` token; tokens before it get 0. A new document starts where
+    positions restart, as in packing, and at ``edges``, where tokens see no earlier ones. Both masks
+    are bool, ``[rows or 1, tokens]``.
     """
     device = positions.device
     real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
@@ -292,7 +288,6 @@ def documents(
 class Sequences:
     """Keeps the frequencies of every sequence fixed from its first token to its last.
 
-    A decoder pre-hook starts a :class:`SequenceForward`, which the rotary module's hook uses.
     Continued sequences are recorded on their cache; new ones are found from positions and mask.
     """
 
@@ -376,7 +371,7 @@ class Sequences:
     def _begin(self, given: dict[str, Any]) -> None:
         """Start a forward whose values can be read."""
         name = self.method.name
-        refuse_sharded(name)
+        refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
         refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
         if is_exporting():
             raise UnsupportedModelError(

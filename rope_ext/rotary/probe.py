@@ -36,17 +36,12 @@ class Columns:
     complex: bool  # whether the output is one complex tensor instead of cosine and sine
 
 
+@torch.no_grad()
 def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: int) -> Columns:
     """Run a copy of ``module`` with synthetic frequencies and infer its layout from the output.
 
-    Args:
-        decoder: the model, for the error message.
-        module: the rotary module.
-        layer_type: the set of frequencies to check, if the module has one per layer type.
-        pairs: number of frequencies.
-
-    Raises:
-        UnsupportedModelError: the module does not use its buffer as frequencies.
+    ``layer_type`` selects the frequencies of a module with several sets. Raises
+    UnsupportedModelError if the module does not use its buffer as frequencies.
     """
     inv_freq = 0.05 + 0.9 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     scaling = 1.25
@@ -54,10 +49,12 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
     positions = torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21]], device="cpu")
     # Far enough apart that a column of one axis cannot be mistaken for another's.
     axes = torch.stack((positions, positions + 40, positions + 90))
+    extra = {} if layer_type is None else {"layer_type": layer_type}
     columns = error = None
     for shape, ids in (("one", positions), ("three", axes)):
         try:
-            output = _run(twin, ids, layer_type)
+            x = torch.zeros(1, ids.shape[-1], 1, dtype=torch.float32, device="cpu")
+            output = twin(x, position_ids=ids, **extra)
         except Exception as raised:
             error = raised
             continue
@@ -91,20 +88,9 @@ def _twin(
     own = {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
     twin._buffers = {k: inv_freq.float() if k in own else v for k, v in module._buffers.items()}
     twin.__dict__[f"{prefix}attention_scaling"] = scaling
-    rope_type = getattr(module, "rope_type", None)
-    twin.__dict__["rope_type"] = (
-        dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
-    )
+    kinds, plain = getattr(module, "rope_type", None), "default"
+    twin.__dict__["rope_type"] = dict.fromkeys(kinds, plain) if isinstance(kinds, dict) else plain
     return twin
-
-
-@torch.no_grad()
-def _run(module: nn.Module, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-    x = torch.zeros(1, position_ids.shape[-1], 1, dtype=torch.float32, device="cpu")
-    extra = {} if layer_type is None else {"layer_type": layer_type}
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise TypeError("its forward takes no position_ids")
-    return module(x, position_ids=position_ids, **extra)
 
 
 def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> Columns | None:
@@ -137,8 +123,7 @@ def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float
 def replaced(decoder: nn.Module) -> list[str]:
     """List replaced code between a decoder and its attention layers.
 
-    Returns:
-        Entries such as ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``.
+    An entry is ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``.
     """
     modules, found = dict(decoder.named_modules()), {}
     for name, module in modules.items():
@@ -174,11 +159,7 @@ def refuse_presses(
 ) -> None:
     """Raise CacheError if a kvpress press drops keys of one of these attention modules.
 
-    Args:
-        modules: attention layers.
-        method: name of the patch, for the error.
-        instead: advice at the end of the error.
-        rerotating: only if the press rotates keys by the frequencies in the buffer.
+    With ``rerotating``, only a press that rotates keys by the frequencies in the buffer counts.
     """
     hooks = (hook for module in modules for hook in module._forward_hooks.values())
     for press in (press for hook in hooks for press in _presses(getattr(hook, "__self__", hook))):

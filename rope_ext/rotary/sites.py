@@ -180,22 +180,15 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     """Return all rotary sites of ``decoder``, each verified to rotate by its buffer.
 
     ``length`` is the trained length in tokens; None reads it from the configuration.
-
-    Raises:
-        NoRopeError: there is no site, or none is in use.
-        UnsupportedModelError: a module does not rotate by its buffer, or its trained length is
-            unknown.
-        RecordError: the configuration has a record of a patch that cannot be read.
     """
     _require_in_use(decoder)
     sites = []
-    proven: dict[tuple, Columns] = {}
     for name, module in decoder.named_modules():
         for buffer in list(module._buffers):
             if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
                 continue
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
-            sites.append(_site(decoder, name, module, prefix or None, length, proven))
+            sites.append(_site(decoder, name, module, prefix or None, length))
     if not sites:
         raise NoRopeError(
             f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no "
@@ -242,7 +235,6 @@ def _site(
     module: nn.Module,
     layer_type: str | None,
     length: int | None,
-    proven: dict[tuple, Columns],
 ) -> RotarySite:
     config = getattr(module, "config", None) or text_config(decoder)
     prefix = f"{layer_type}_" if layer_type else ""
@@ -256,9 +248,7 @@ def _site(
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
-    key = (type(module), layer_type, len(loaded))
-    if key not in proven:
-        proven[key] = prove(decoder, module, layer_type, len(loaded))
+    columns = prove(decoder, module, layer_type, len(loaded))
     if length is None:
         length = trained_length(config)
         if length is None:
@@ -288,7 +278,7 @@ def _site(
         rope_type=rope_type,
         local=local,
         shared=shared,
-        columns=proven[key],
+        columns=columns,
         settings=settings,
         baked=tuple(softmax_scales(decoder, mscale_all_dim=0)) if bakes else (),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),

@@ -163,8 +163,7 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     buffer = module.get_buffer(name)
     replaced = buffer.is_meta or buffer.is_inference()
     if replaced or buffer.dtype != value.dtype or buffer.shape != value.shape:
-        module._buffers[name] = value.to(
-            value.device if value.is_meta else buffer.device, copy=True
-        )
+        device = value.device if value.is_meta else buffer.device
+        module._buffers[name] = value.to(device, copy=True)
     else:
         buffer.copy_(value)

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method, build_method, method_class
-from rope_ext.methods.rope import MOST_TOKENS
+from rope_ext.methods.rope import whole_number
 from rope_ext.methods.temperature import Constant, SSMax, Temperature
 from rope_ext.options import Options
 
@@ -36,9 +36,8 @@ ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
 
 
 _KINDS = {
-    "rope_parameters": dict,
+    **dict.fromkeys(("rope_parameters", FIELD), dict),
     **dict.fromkeys((HEAD, *LENGTHS), int),
-    FIELD: dict,
     EXPERTS: str,
 }
 
@@ -121,8 +120,7 @@ class Record:
 
     def _check(self) -> None:
         for name in ("trained_length", "target_length"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+            if whole_number(value := getattr(self, name)) is None:
                 raise ValueError(f"{name}={value!r} is not a number of tokens")
         if not isinstance(self.native, bool) or not isinstance(self.plain, bool):
             raise ValueError(f"plain={self.plain!r} or native={self.native!r} is not True or False")
@@ -132,8 +130,9 @@ class Record:
             if value is not None and type(value) is not _KINDS[name]:
                 raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
 
-    def restore(self, config: Any) -> None:
-        """Restore, in a ``config`` saved under the patch, the values from before it."""
+    def restored(self, config: Any) -> Any:
+        """Return a copy of a configuration saved under the patch, as it was before."""
+        config = copy.deepcopy(config)
         text = config.get_text_config(decoder=True)
         delattr(text, FIELD)
         for name in OLDER:  # most classes drop them when they read config.json
@@ -146,6 +145,7 @@ class Record:
                 setattr(text, name, copy.deepcopy(value))
             elif hasattr(text, name):
                 delattr(text, name)
+        return config
 
     def same(self, other: Self) -> bool:
         """Whether both have the same effect on the same model."""

@@ -154,7 +154,7 @@ def _load(
     if record is not None and record.plain:
         record = None  # already in force
     if record is not None:
-        record.restore(config)  # before rotary modules are built from it
+        config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
         changes = [] if given else [name for name in kwargs if _is_field(config, name)]

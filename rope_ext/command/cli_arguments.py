@@ -1,5 +1,6 @@
 """Arguments shared by several commands, and typer's group and command classes."""
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -10,13 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rope_ext.command.arguments import (
-    command_words,
-    find_evaluators,
-    parse_compose,
-    parse_options,
-    take,
-)
+from rope_ext.command.arguments import command_words, parse_compose, parse_options, take
 from rope_ext.command.terminal import clean_errors, quiet, tell, tell_next, unused
 from rope_ext.errors import OptionError
 
@@ -26,7 +21,6 @@ Model = Annotated[
         help="Model directory, Hub ID or .gguf file (or DIRECTORY --gguf-file FILE); or --model."
     ),
 ]
-Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
 Option = Annotated[
     list[str] | None,
     typer.Option(
@@ -35,17 +29,7 @@ Option = Annotated[
         "longrope=found.json. Repeatable.",
     ),
 ]
-Dtype = Annotated[
-    str, typer.Option(help="Dtype: auto (float32 on CPU), float32, bfloat16 or float16.")
-]
-_TEXT = "Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard library"
-Text = Annotated[list[str] | None, typer.Option(help=f"{_TEXT}.")]
-TrainText = Annotated[
-    list[str] | None,
-    typer.Option(help=f"{_TEXT}, without the files that evaluation uses by default."),
-]
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k or 1m.")]
-Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[
     Any,  # bool or "raise", as for `patch`
     typer.Option(
@@ -57,6 +41,7 @@ Compose = Annotated[
 ]
 
 
+_EVALUATORS = "rope_eval"  # it depends on this package, so it is imported on demand
 RUN_HERE = ("llama.cpp", "mlx", "transformers")
 """Engines that `verify` can start by itself."""
 
@@ -185,8 +170,9 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def _add_evaluators(self) -> None:
-        if (evaluators := find_evaluators("cli")) is not None:
-            self.commands.update(typer.main.get_group(evaluators.app).commands)
+        if importlib.util.find_spec(_EVALUATORS):  # not where rope_ext is not installed
+            evaluators = importlib.import_module(f"{_EVALUATORS}.cli").app
+            self.commands.update(typer.main.get_group(evaluators).commands)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:
         """Run and exit; without ``standalone_mode``, return the status or raise."""

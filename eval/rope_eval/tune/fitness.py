@@ -404,8 +404,10 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
     """Return the rotary embedding that ``model`` was trained with."""
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
-        length = given.target_length
-        raise OptionError(f"target_length={length} is not beyond the {rope.length} trained tokens")
+        raise OptionError(
+            f"target_length={given.target_length} is not beyond the {rope.length} trained tokens; "
+            f"give a longer one"
+        )
     if given.tail >= given.target_length:
         raise OptionError(
             f"scored={given.tail} is not valid; it must be below "

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,16 +67,11 @@ class MeasureError(RopeExtError):
 
 
 class SeveralErrors(RopeExtError):
-    """Several errors, reported together.
+    """Several errors, reported together."""
 
-    Args:
-        errors: two or more errors.
-    """
-
-    def __init__(self, errors: Iterable[RopeExtError]) -> None:
-        self.errors = tuple(errors)
-        listed = "".join(f"\n  - {error}" for error in self.errors)
-        super().__init__(f"{len(self.errors)} mistakes:{listed}")
+    def __init__(self, errors: Sequence[RopeExtError]) -> None:
+        self.errors = errors
+        super().__init__("\n  - ".join([f"{len(errors)} mistakes:", *map(str, errors)]))
 
 
 class Mistakes:

@@ -66,17 +66,9 @@ class Record:
         return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "method": method_to_json(self.method),
-            "resolved": method_to_json(self.resolved),
-            "arguments": {name: method_to_json(value) for name, value in self.arguments.items()},
-            "trained_length": self.trained_length,
-            "target_length": self.target_length,
-            "native": self.native,
-            "plain": self.plain,
-            "config": copy.deepcopy(dict(self.config)),
-        }
+        plain = {name: method_to_json(value) for name, value in vars(self).items()}
+        plain["arguments"] = {name: method_to_json(x) for name, x in self.arguments.items()}
+        return {"version": VERSION, **plain, "config": copy.deepcopy(dict(self.config))}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
@@ -87,17 +79,15 @@ class Record:
                 f"up to {VERSION}; install a newer rope_ext"
             )
         try:
-            if version == 1:
-                data = _with_numbers(data)
-            elif version not in (2, VERSION):
+            if version not in (1, 2, VERSION):
                 raise ValueError(f"its version is {version!r}, not {VERSION}")
             if version == VERSION and data["arguments"].keys() != ARGUMENTS.keys():
                 raise ValueError(f"its arguments are {sorted(data['arguments'])}")
-            method = method_from_json(data["method"])
+            method, resolved = (method_from_json(data[x], version) for x in ("method", "resolved"))
             options = Options(**{name: _from_json(x) for name, x in data["arguments"].items()})
             record = cls(
                 method=method,
-                resolved=method_from_json(data["resolved"]),
+                resolved=resolved,
                 arguments=options.recorded(),
                 trained_length=data["trained_length"],
                 target_length=data["target_length"],
@@ -192,21 +182,13 @@ def _from_json(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade a version 1 record, from before these methods had an ``attention_factor``."""
-    before = {"attention_factor": 1.0}
-    return dict(data) | {
-        part: {**before, **data[part]}
-        for part in ("method", "resolved")
-        if data[part]["name"] in ("dual_chunk", "string")
-    }
-
-
-def method_from_json(data: Any) -> Method:
+def method_from_json(data: Any, version: int = VERSION) -> Method:
     """Inverse of :func:`method_to_json`; AttributeError, KeyError, TypeError or ValueError."""
     options = {name: _from_json(value) for name, value in data.items() if name != "name"}
     if "published" in method_class(data["name"]).__dataclass_fields__:
         options.setdefault("published", True)  # saved when that was the only default
+    if version == 1 and data["name"] in ("dual_chunk", "string"):
+        options.setdefault("attention_factor", 1.0)  # they had none
     return build_method(data["name"], **options)
 
 

@@ -192,7 +192,7 @@ class Commands(TyperGroup):
 
 
 class ModelCommand(TyperCommand):
-    """A command that takes its model as an argument or, like `compare`, as ``--model``."""
+    """A command that takes its models as arguments or, like `compare`, each as ``--model``."""
 
     def invoke(self, ctx: Any) -> Any:
         quiet()
@@ -201,16 +201,19 @@ class ModelCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Turn ``--model`` into an argument, and add the default value to a bare ``--compose``."""
         words, file = take("--gguf-file", args)
-        words, model = take("--model", words)
+        models = []
+        while (taken := take("--model", words))[1] is not None:
+            words = taken[0]
+            models.append(taken[1])
         if any(one.name == "compose" and not getattr(one, "is_flag", False) for one in self.params):
             for place, word in enumerate(words):
                 valued = words[place + 1 : place + 2] in (["stack"], ["raise"])
                 if word == "--compose" and not valued:
                     words[place] = "--compose=stack"
-        if model is not None:  # the first argument, or after the kind of a plot
-            last = any(one.name == "kind" for one in self.params)
-            words = [*words, model] if last else [model, *words]
-        rest = super().parse_args(ctx, words)
+        last = any(one.name == "kind" for one in self.params)  # of a plot, which comes first
+        rest = super().parse_args(ctx, [*words, *models] if last else [*models, *words])
         if file is not None and ctx.params.get("model") is not None:
             ctx.params["model"] = f"{ctx.params['model']}/{file}"
+        if file is not None and ctx.params.get("models"):
+            ctx.params["models"] = [f"{model}/{file}" for model in ctx.params["models"]]
         return rest

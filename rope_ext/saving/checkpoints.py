@@ -22,7 +22,6 @@ from rope_ext.position.learned import learned
 from rope_ext.saving import hub
 from rope_ext.saving.load import from_pretrained
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
 

@@ -31,6 +31,7 @@ from rope_eval.data.text import NOUNS, read_texts
 from rope_eval.folder import Log, read_lines, to_line, writing
 from rope_eval.forward import cost, score
 from rope_eval.reports.calibration import mean
+from rope_eval.reports.results import grouped
 from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, MIN_FOUND, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_eval.tune.options import TuneOptions
@@ -72,10 +73,8 @@ class Rows:
 
     def by_document(self, values: Sequence[float]) -> list[list[float]]:
         """Group values of windows by document."""
-        groups: dict[int, list[float]] = {}
-        for document, value in zip(self.documents, values, strict=True):
-            groups.setdefault(document, []).append(value)
-        return list(groups.values())
+        groups = grouped(list(zip(self.documents, values, strict=True)), lambda pair: pair[0])
+        return [[value for _, value in group] for group in groups.values()]
 
     def some(self, numbers: Iterable[int]) -> Rows:
         kept = list(numbers)

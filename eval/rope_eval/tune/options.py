@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rope_eval.options import check_options, option
-from rope_eval.settings import require_seed
+from rope_eval.settings import Dtype, require_seed
 from rope_ext.command.arguments import parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
@@ -28,7 +28,9 @@ class Loading:
         "Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard "
         "library, without the files that evaluation uses by default.",
     )
-    dtype: str = option("auto", "Dtype: auto (float32 on CPU), float32, bfloat16 or float16.")
+    dtype: Dtype = option(  # noqa: RUF009
+        "auto", "Dtype: auto (float32 on CPU), float32, bfloat16 or float16."
+    )
     device: str = option("auto", "Device: auto, cpu, cuda, cuda:1 or mps.")
 
     def load(self, model: str) -> tuple[Any, Any, list[str]]:

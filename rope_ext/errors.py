@@ -1,6 +1,7 @@
 """All errors that rope_ext raises. Each message ends with how to fix the problem."""
 
 import difflib
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,14 @@ class Mistakes:
     def report(self) -> None:
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
+
+
+def optional(package: str, needs: str, extra: str, kind: type[RopeExtError] = MeasureError) -> Any:
+    """Import an optional package; raise an error of this kind that says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise kind(f'{needs} {package}; install it with: pip install "{extra}"') from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext.config.record import SIDECAR, Record
-from rope_ext.errors import AdapterError, NotPatchedError, RecordError
+from rope_ext.errors import AdapterError, NotPatchedError, RecordError, optional
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
@@ -194,13 +194,7 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def require_peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise AdapterError(
-            'an adapter needs peft, which is not installed; install it with: pip install "peft"'
-        ) from None
-    return peft
+    return optional("peft", "an adapter needs", "peft", AdapterError)
 
 
 def _patched(state: Patch) -> Frequencies:

@@ -159,20 +159,17 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 class Commands(TyperGroup):
     """All commands, including the evaluators'; invalid options are reported in one line."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        self._add_evaluators()
-        return super().list_commands(ctx)
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command; the evaluators are imported only for their own commands."""
         if cmd_name not in self.commands:
-            self._add_evaluators()
+            self.list_commands(ctx)
         return super().get_command(ctx, cmd_name)
 
-    def _add_evaluators(self) -> None:
+    def list_commands(self, ctx: Any) -> list[str]:
         if importlib.util.find_spec(_EVALUATORS):  # not where rope_ext is not installed
             evaluators = importlib.import_module(f"{_EVALUATORS}.cli").app
             self.commands.update(typer.main.get_group(evaluators).commands)
+        return super().list_commands(ctx)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:
         """Run and exit; without ``standalone_mode``, return the status or raise."""

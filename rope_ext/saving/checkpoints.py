@@ -1,6 +1,5 @@
 """Loads configurations, tokenizers and weights, cheapest first, so that errors appear early."""
 
-import functools
 import hashlib
 import logging
 import os
@@ -24,6 +23,7 @@ from rope_ext.saving.load import from_pretrained
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
+_logger: Any = logging.getLogger("rope_ext")  # transformers adds warning_once to all loggers
 
 
 def load_config(model: str) -> Any:
@@ -40,14 +40,8 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
     config = AutoConfig.from_pretrained(model)
     told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
     if told:
-        _warn(f"rope_ext: {model}: {told}")
+        _logger.warning_once(f"rope_ext: {model}: {told}")
     return config
-
-
-@functools.cache
-def _warn(sentence: str) -> None:
-    """Warn once, even if a configuration is read several times."""
-    logging.getLogger("rope_ext").warning(sentence)
 
 
 def load_tokenizer(model: str) -> Any:

@@ -25,8 +25,6 @@ from rope_ext.errors import OptionError
 COMPARED = ("perplexity", "passkey")
 """The tasks of `rope-ext compare`, which is `rope-ext eval` with tasks and some defaults chosen."""
 COMPARE = {"output": Path("rope-ext-compare"), "force": True}  # all requested lengths
-
-
 KNOWN = ", ".join(name for name in all_tasks() if name != Harness.name)
 Models = Annotated[
     list[str] | None,

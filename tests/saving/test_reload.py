@@ -40,11 +40,6 @@ def patched(model: Any, case: str) -> Any:
     return rope_ext.patch(model, name, **{"factor": 4, **options})
 
 
-def written(model: Any, ids: torch.Tensor) -> list[int]:
-    """What the model says with a cache, step by step, beyond the trained length."""
-    return model.generate(input_ids=ids[:1, :63], max_new_tokens=4, do_sample=False)[0].tolist()
-
-
 def config_of(model: Any) -> dict[str, Any]:
     """Without what transformers drops when it reads it (``test_older_readers.py``)."""
     dropped = ("_name_or_path", *OLDER)
@@ -72,7 +67,6 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
     model.save_pretrained(tmp_path / "saved")
     again = rope_ext.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again, ids), logits(model, ids))
-    assert written(again, ids) == written(model, ids)
     assert config_of(again) == config_of(model)
     if current_patch(model).record.plain:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -86,9 +80,6 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
     true = AutoModelForCausalLM.from_pretrained(base)
     rope_ext.unpatch(again)
     assert config_of(again) == config_of(true)
-    for name, buffer in true.named_buffers():
-        assert torch.equal(again.get_buffer(name), buffer)
-    assert again.model.rotary_emb.max_seq_len_cached == true.model.rotary_emb.max_seq_len_cached
     assert torch.equal(logits(again, ids), logits(true, ids))
 
 
@@ -234,9 +225,6 @@ def test_a_record_from_before_a_default_changed_reloads_as_it_was_saved(tmp_path
     assert torch.equal(logits(again, ids), logits(before, ids))
     today = rope_ext.patch(tiny_llama(), name, factor=4)
     assert not torch.equal(logits(today, ids), logits(before, ids))
-    today.save_pretrained(tmp_path / "today")
-    again = rope_ext.from_pretrained(tmp_path / "today")
-    assert torch.equal(logits(again, ids), logits(today, ids))
 
 
 def test_plainly_loaded_the_record_tells_the_trained_length(tmp_path, ids) -> None:

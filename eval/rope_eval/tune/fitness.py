@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, blanks, encode
 from rope_eval.data.text import NOUNS, read_texts
 from rope_eval.folder import Log, read_lines, to_line, writing
-from rope_eval.forward import cost, score
+from rope_eval.forward import Advance, cost, score
 from rope_eval.reports.calibration import mean
 from rope_eval.reports.results import grouped
 from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, MIN_FOUND, NEEDLE
@@ -47,8 +47,6 @@ MOST_REPEATED = 0.2
 _SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
-Advance = Callable[[float], None]
-"""Called with the work (:func:`cost`) of every finished forward."""
 
 
 @dataclass(frozen=True)

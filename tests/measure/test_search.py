@@ -27,7 +27,7 @@ from rope_eval.tune.options import SearchOptions
 from rope_eval.tune.search import Candidate, Space, evolve
 from rope_ext.cli import app
 from rope_ext.config.record import method_to_json
-from tests.helpers.checkpoint import TRAINED, written
+from tests.helpers.checkpoint import TRAINED, stopping, written
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, decoded, logits
 
@@ -182,28 +182,17 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
     whole, part = tmp_path / "whole.json", tmp_path / "part.json"
     method = found(model, tokenizer, whole)
 
-    forwards = 0
-    original = type(model).forward
-
-    def forward(self, *args, **kwargs):
-        nonlocal forwards
-        forwards += 1
-        if forwards == 27:  # at the 26th table, beyond the first population
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", forward)
+        ran = stopping(patch, model, 27)  # at the 26th table, beyond the first population
         with pytest.raises(KeyboardInterrupt):
             found(model, tokenizer, part)
         assert rope_ext.describe(model).method is None
         assert len(log(part)) == 25 and part.exists()
         path = part.with_suffix(".jsonl")
         path.write_bytes(path.read_bytes()[:-10])  # and its last line is cut short
-        forwards = 100
         assert found(model, tokenizer, part) == method
         # One tells the model; 24 are known.
-        assert forwards == 100 + 1 + (len(log(whole)) - 24)
+        assert len(ran) == 27 + 1 + (len(log(whole)) - 24)
     for suffix in (".json", ".jsonl"):
         assert part.with_suffix(suffix).read_bytes() == whole.with_suffix(suffix).read_bytes()
 

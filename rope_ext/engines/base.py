@@ -183,24 +183,20 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
         raise Refusal(f"it has no setting that adds a bias ({options.bias.name}) to logits")
     if options.layers is not None:
         raise Refusal("it rotates all layers with the same frequencies; patch without layers=")
-    refuse_tempered(state)
-    if method.is_dynamic and not dynamic:
-        raise Refusal(
-            "it uses one set of frequencies for all sequences, but this method chooses them for "
-            "each; no supported engine follows the length of each request: patch with "
-            "length=TOKENS to fix them"
-        )
-
-
-def refuse_tempered(state: Patch) -> None:
-    temperature = state.method.tempered(state.scaled[0].rope)
+    temperature = method.tempered(state.scaled[0].rope)
     if temperature is not None:
         instead = "use attention_factor instead, whose square multiplies the logits that rotate"
         if isinstance(temperature, SSMax):
             instead = "run the model with transformers (rope_ext.from_pretrained)"
         raise Refusal(
-            f"it has no setting that multiplies queries (temperature={state.method.temperature!r});"
-            f" {instead}"
+            f"it has no setting that multiplies queries (temperature={method.temperature!r}); "
+            f"{instead}"
+        )
+    if method.is_dynamic and not dynamic:
+        raise Refusal(
+            "it uses one set of frequencies for all sequences, but this method chooses them for "
+            "each; no supported engine follows the length of each request: patch with "
+            "length=TOKENS to fix them"
         )
 
 
@@ -231,6 +227,10 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 
 def model_name(model: nn.Module) -> str:
     return getattr(config_of(model), "_name_or_path", "") or "MODEL"
+
+
+def folder_of(saved: Saved | None) -> str:
+    return saved.name if saved is not None and saved.name else "FOLDER"
 
 
 def served_config(own: Any) -> Any:

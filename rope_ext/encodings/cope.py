@@ -1,5 +1,3 @@
-"""Contextual position encoding."""
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -29,7 +27,6 @@ class CoPE(Encoding):
     """
 
     name = "cope"
-    paper = "arXiv 2405.18719"
     summary = "positions counted by the content; slower; needs training"
 
     positions: Annotated[int, Whole(2)] = 64
@@ -39,9 +36,6 @@ class CoPE(Encoding):
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
-
-    def saturates_at(self, rope: Rope) -> None:
-        return None
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
         return CoPEScores(learned=learned, heads=heads)

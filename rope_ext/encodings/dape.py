@@ -1,5 +1,3 @@
-"""Data-adaptive positional encoding, versions 1 and 2."""
-
 import functools
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -40,7 +38,6 @@ class DAPE(Encoding):
     """
 
     name = "dape"
-    paper = "arXiv 2405.14722"
     summary = "a bias that adapts to the content; slower; needs training"
     redefining = ("on", "version")
 
@@ -71,9 +68,6 @@ class DAPE(Encoding):
             **linear("first", self.hidden, inputs, *kernel),
             **linear("second", heads.count, self.hidden, *kernel),
         }
-
-    def saturates_at(self, rope: Rope) -> None:
-        return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned

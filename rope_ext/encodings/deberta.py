@@ -1,5 +1,3 @@
-"""DeBERTa's disentangled attention."""
-
 import math
 from dataclasses import replace
 from typing import Annotated
@@ -37,7 +35,6 @@ class DeBERTa(InputEncoding):
     """
 
     name = "deberta"
-    paper = "arXiv 2006.03654"
     summary = "learned vectors per distance for queries and keys; needs training"
 
     clip: Tokens = 512
@@ -73,12 +70,8 @@ class DeBERTa(InputEncoding):
         return {"table": STD * torch.randn(not_none(self.length), columns, device="cpu")}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        if name == "table":
-            return lengthened(learned, initial, 0, repeat=False)
-        return lengthened(learned, initial, 1, repeat=True)
-
-    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
-        return learned["table"][t.long()]
+        absolute = super().grown(name, learned, initial)
+        return lengthened(learned, initial, 1, repeat=True) if absolute is None else absolute
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
         tables = {"of_query": learned["key"], "of_key": learned["query"]}

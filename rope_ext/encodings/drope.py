@@ -1,5 +1,3 @@
-"""DroPE."""
-
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -41,7 +39,6 @@ class DroPE(Encoding):
     """
 
     name = "drope"
-    paper = "arXiv 2512.12167"
     summary = "removes RoPE from a pretrained model; needs brief training"
 
     c: Annotated[float, Number(minimum=0, maximum=10)] = 0.2

@@ -1,5 +1,3 @@
-"""FIRE."""
-
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +29,6 @@ class FIRE(Encoding):
     """
 
     name = "fire"
-    paper = "arXiv 2310.04418"
     summary = "a learned bias on the relative distance; needs training"
     additive = True
 
@@ -45,9 +42,6 @@ class FIRE(Encoding):
             **linear("first", self.hidden, 1),
             **linear("second", heads.count, self.hidden),
         }
-
-    def saturates_at(self, rope: Rope) -> None:
-        return None
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
         return FIREScores(learned=learned, threshold=self.threshold, hidden=self.hidden)

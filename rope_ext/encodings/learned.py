@@ -1,12 +1,9 @@
-"""Learned absolute positions."""
-
 from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import InputEncoding, Learned
-from rope_ext.encodings.scores import lengthened
 from rope_ext.methods.checked import Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 from rope_ext.methods.rope import factor_to
@@ -36,7 +33,6 @@ class LearnedPositions(InputEncoding):
     """
 
     name = "learned"
-    paper = "arXiv 1706.03762"
     summary = "a learned vector for each position; needs training"
 
     length: Annotated[int, Whole(2)] | None = None
@@ -68,9 +64,6 @@ class LearnedPositions(InputEncoding):
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": size * torch.randn(not_none(self.length), columns, device="cpu")}
 
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        return lengthened(learned, initial, 0, repeat=False)
-
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         length = not_none(self.length)
 
@@ -86,4 +79,4 @@ class LearnedPositions(InputEncoding):
             coarse, fine = rows(t // length), rows(t % length)
             # a u_i + (1 - a) u_j, which is p_j if i is 0
             return fine + _SHARE / (1 - _SHARE) * (coarse - rows(torch.zeros_like(t)))
-        return learned["table"][t.long()]
+        return super().p(t, columns, rope, learned)

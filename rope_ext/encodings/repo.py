@@ -1,5 +1,3 @@
-"""Context re-positioning."""
-
 from typing import Literal
 
 import torch
@@ -32,7 +30,6 @@ class RePo(Encoding):
     """
 
     name = "repo"
-    paper = "arXiv 2512.14391"
     summary = "RoPE with positions computed from hidden states; needs training"
     redefining = ("positions",)
 

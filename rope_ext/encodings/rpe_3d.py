@@ -1,5 +1,3 @@
-"""3D-RPE."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -29,7 +27,6 @@ class RPE3D(Encoding):
     """
 
     name = "3d_rpe"
-    paper = "arXiv 2406.09897"
     summary = "positions within chunks and one angle per chunk; needs training"
 
     chunk: Tokens | None = None

@@ -1,5 +1,3 @@
-"""Sandwich."""
-
 from typing import Annotated
 
 import torch
@@ -26,7 +24,6 @@ class Sandwich(Encoding):
     """
 
     name = "sandwich"
-    paper = "arXiv 2212.10356"
     summary = "products of sinusoidal positions as a bias; needs training"
 
     width: Annotated[int, Whole(2)] = 128
@@ -35,9 +32,6 @@ class Sandwich(Encoding):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("width", self.width % 2 == 0, "an even number")
-
-    def saturates_at(self, rope: Rope) -> None:
-        return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned

@@ -1,5 +1,3 @@
-"""Shaw et al.'s relative positions."""
-
 from typing import Annotated, Literal
 
 import torch
@@ -33,7 +31,6 @@ class Shaw(Encoding):
     """
 
     name = "shaw"
-    paper = "arXiv 1803.02155"
     summary = "learned vectors per distance for keys and values; needs training"
     redefining = ("p_min",)
 

@@ -1,5 +1,3 @@
-"""The sinusoidal positions of the original Transformer."""
-
 import torch
 
 from rope_ext.encodings.base import Learned, Sized, sinusoid
@@ -21,7 +19,6 @@ class Sinusoidal(Sized):
     """
 
     name = "sinusoidal"
-    paper = "arXiv 1706.03762"
     summary = "adds sines and cosines of the position to embeddings; needs training"
 
     base: Base = 10000.0

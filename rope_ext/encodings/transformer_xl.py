@@ -1,5 +1,3 @@
-"""The relative positions of Transformer-XL and XLNet."""
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -68,7 +66,6 @@ class TransformerXL(Encoding):
 
     name = "transformer_xl"
     aliases = ("xlnet",)
-    paper = "arXiv 1901.02860"
     summary = "learned projections of sinusoids of the distance; needs training"
 
     projection: Literal["learned", "key"] = "learned"

@@ -1,5 +1,3 @@
-"""xPos."""
-
 from typing import Annotated
 
 import torch
@@ -28,7 +26,6 @@ class XPos(Encoding):
     """
 
     name = "xpos"
-    paper = "arXiv 2212.10554"
     summary = "RoPE whose pairs decay with the distance; needs training"
 
     gamma: Annotated[float, Number(above=0, maximum=1e3)] = 0.4

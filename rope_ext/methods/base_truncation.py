@@ -1,5 +1,3 @@
-"""Truncated basis."""
-
 import math
 from typing import Annotated, Any
 
@@ -29,7 +27,6 @@ class BaseTruncation(FrequencyMethod):
 
     name = "base_truncation"
     aliases = ("truncated_basis", "giraffe")
-    paper = "arXiv 2308.10882"
     summary = "fine-tuning studies: good perplexity at any length, but weaker retrieval"
 
     upper: Frequency | None = None

@@ -1,5 +1,3 @@
-"""Clipped RoPE."""
-
 import math
 from typing import Any
 
@@ -26,7 +24,6 @@ class Clipped(FrequencyMethod):
     """
 
     name = "clipped"
-    paper = "arXiv 2602.05258"
     summary = "training studies: slows the slowest pairs gradually, down to zero"
 
     pairs: Tokens | None = None

@@ -1,5 +1,3 @@
-"""Dimension-wise positional embeddings."""
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,12 +48,9 @@ class DPE(Tempered):
     """
 
     name = "dpe"
-    paper = "arXiv 2504.18857"
     summary = "no fine-tuning; like self_extend, with one group size per group of pairs"
     allows_factor_one = True
     candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4)}
-
-    valid_options = "a window below the trained length, and scales of at least 2"
 
     window: Tokens | None = None
     groups: Annotated[Sequence[int], _LIST] | None = None

@@ -1,5 +1,3 @@
-"""Dual chunk attention."""
-
 import math
 from dataclasses import replace
 from typing import Annotated
@@ -33,11 +31,8 @@ class DualChunk(PositionMethod):
 
     name = "dual_chunk"
     aliases = ("dca", "chunkllama")
-    paper = "arXiv 2402.17463"
     summary = "no fine-tuning, any length; Qwen2.5-1M is served with it"
     candidate_shares = {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
-
-    valid_options = "a chunk of at most the trained length"
 
     chunk: Annotated[int, Whole(2)] | None = None
     local: Tokens | None = None

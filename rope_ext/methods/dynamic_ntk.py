@@ -1,5 +1,3 @@
-"""Dynamic NTK scaling."""
-
 from typing import Any, Literal
 
 import torch

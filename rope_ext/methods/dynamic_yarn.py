@@ -1,5 +1,3 @@
-"""Dynamic YaRN."""
-
 import torch
 
 from rope_ext.methods.checked import Positive
@@ -25,7 +23,6 @@ class DynamicYaRN(DynamicMethod):
     """
 
     name = "dynamic_yarn"
-    paper = "arXiv 2309.00071"
     summary = "YaRN for mixed lengths; outputs for short prompts do not change"
     candidates = BETAS
 

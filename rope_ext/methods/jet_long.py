@@ -1,5 +1,3 @@
-"""Jet-Long."""
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,11 +37,8 @@ class JetLong(PositionMethod):
     """
 
     name = "jet_long"
-    paper = "arXiv 2607.07740"
     summary = "no fine-tuning; short texts as unpatched, growing groups beyond"
     candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)}
-
-    valid_options = "a step of at most the trained length"
 
     window: Tokens | None = None
     step: Tokens | None = None

@@ -8,6 +8,7 @@ does not change stays as in the trained embedding.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -49,7 +50,7 @@ class Method(Checked):
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
-    paper: ClassVar[str]
+    paper: ClassVar[str]  # by default, the first one in the last paragraph of the docstring
     summary: ClassVar[str]  # one-line reason to choose it
 
     kind: ClassVar[str]  # what it changes, in one word
@@ -220,7 +221,6 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
-    valid_options: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
     # Free here; under a frequency method it would need a hook per layer.
     candidate_temperatures = (LogN(),)
 
@@ -289,8 +289,8 @@ class PositionMethod(Method):
         used = spans(bands, max(self.target_length(rope), rope.length + 2)).max() - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {rope.length} "
-            f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}, or "
-            f"leave {', '.join(given) or 'the options'} out"
+            f"trained tokens: it still uses distances up to {used:g}; choose options with "
+            f"distances of at most {rope.length}, or leave {', '.join(given) or 'the options'} out"
         )
 
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
@@ -420,11 +420,7 @@ def longrope_table(
 
 _REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
-_OWN = {
-    "attention_scaling": "own_scaling",
-    "attention_scaling_at": "own_scaling_at",
-    "temperature": "own_temperature",
-}
+_PAPER = re.compile(r"arXiv \d{4}\.\d{5}|kexue\.fm/archives/\d+")
 
 
 def _key(name: str) -> str:
@@ -436,13 +432,9 @@ def register(cls: M) -> M:
     """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
     if "__dataclass_fields__" not in vars(cls):
         cls = dataclass(frozen=True, kw_only=True)(cls)
-    for name, own in _OWN.items():
-        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
-        if any(callable(vars(c).get(name)) for c in overridden):
-            raise RopeExtError(
-                f"{cls.__name__} overrides {name}, which the options attention_factor and "
-                f"temperature control; override {own} to set the default"
-            )
+    if not hasattr(cls, "paper"):
+        found = _PAPER.search((cls.__doc__ or "").rpartition("\n\n")[2])
+        cls.paper = found[0] if found else ""
     names = (cls.name, *cls.aliases)
     for name in names:
         holder = _REGISTRY.get(_key(name), cls)

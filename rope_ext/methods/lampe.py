@@ -1,5 +1,3 @@
-"""Length-aware multi-grained positional encoding."""
-
 import math
 from dataclasses import replace
 from typing import Annotated
@@ -39,12 +37,9 @@ class LaMPE(PositionMethod):
     """
 
     name = "lampe"
-    paper = "arXiv 2508.02308"
     summary = "no fine-tuning, one text length; exact for nearest and farthest tokens"
     allows_factor_one = True
     candidate_shares = {"head": (1 / 16, 1 / 8, 1 / 4)}
-
-    valid_options = "fewer positions mapped than there are tokens"
 
     length: Annotated[int, Whole(2)] | None = None
     head: Tokens | None = None

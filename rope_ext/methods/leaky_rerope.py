@@ -1,5 +1,3 @@
-"""Leaky ReRoPE."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -27,8 +25,6 @@ class LeakyReRoPE(LogScaled):
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "like rerope, but distant tokens keep their order"
     candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2)}
-
-    valid_options = "a window below the trained length, and k above 1"
 
     window: Tokens | None = None
     k: Annotated[float, Number(minimum=1)] | None = None

@@ -1,5 +1,3 @@
-"""Llama 3.1's scaling."""
-
 from typing import Annotated, Any
 
 import torch

@@ -1,5 +1,3 @@
-"""LM-Infinite."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -26,10 +24,7 @@ class LMInfinite(PositionMethod):
 
     name = "lm_infinite"
     aliases = ("streaming",)
-    paper = "arXiv 2308.16137"
     summary = "fluent text of any length; forgets tokens outside the window"
-
-    valid_options = "a window of at most the trained length"
 
     window: Tokens | None = None
     sinks: Annotated[int, Whole(0)] = 10

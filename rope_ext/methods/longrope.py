@@ -1,5 +1,3 @@
-"""LongRoPE tables."""
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -32,7 +30,6 @@ class LongRoPE(DynamicMethod):
 
     name = "longrope"
     aliases = ("su",)
-    paper = "arXiv 2402.13753"
     summary = "published tables (Phi-3, MiniCPM), or tables that you searched for"
 
     long_factor: Table

@@ -1,5 +1,3 @@
-"""LongRoPE2."""
-
 import math
 from typing import Annotated, Any
 
@@ -33,7 +31,6 @@ class LongRoPE2(FrequencyMethod):
     """
 
     name = "longrope2"
-    paper = "arXiv 2502.20082"
     summary = "NTK up to a critical pair that you search for, or a published table"
 
     critical: Annotated[int, Whole(0)] | None = None

@@ -1,5 +1,3 @@
-"""NTK-by-parts interpolation."""
-
 from typing import Annotated
 
 import torch
@@ -26,7 +24,6 @@ class NTKByParts(FrequencyMethod):
 
     name = "ntk_by_parts"
     aliases = ("by_parts",)
-    paper = "arXiv 2309.00071"
     summary = "ablations of YaRN: the same ramp without the temperature"
     candidates = {"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)}
 

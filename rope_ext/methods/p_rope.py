@@ -1,5 +1,3 @@
-"""p-RoPE."""
-
 from typing import Annotated
 
 import torch
@@ -23,7 +21,6 @@ class PRoPE(FrequencyMethod):
 
     name = "p_rope"
     aliases = ("proportional",)
-    paper = "arXiv 2410.06205"
     summary = "training studies: unrotated pairs carry meaning at any distance"
 
     p: Annotated[float, Number(above=0, maximum=1)] = 0.75

@@ -1,5 +1,3 @@
-"""Position interpolation."""
-
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ class PI(FrequencyMethod):
 
     name = "pi"
     aliases = ("linear", "position_interpolation")
-    paper = "arXiv 2306.15595"
     summary = "the simplest baseline; needs fine-tuning; blurs neighboring tokens"
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:

@@ -1,5 +1,3 @@
-"""ReRoPE."""
-
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
@@ -29,8 +27,6 @@ class ReRoPE(LogScaled):
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "no fine-tuning, any length; distances are clipped at the window"
     candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)}
-
-    valid_options = "a window of at most the trained length"
 
     window: Tokens | None = None
     published: bool = False

@@ -1,5 +1,3 @@
-"""Resonance RoPE."""
-
 import math
 from typing import cast
 
@@ -33,7 +31,6 @@ class Resonance(FrequencyMethod):
 
     name = "resonance"
     aliases = ("resonance_rope",)
-    paper = "arXiv 2403.00071"
     summary = "refines another method (on='yarn') at no cost"
 
     on: str | FrequencyMethod = "yarn"

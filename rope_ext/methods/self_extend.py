@@ -1,5 +1,3 @@
-"""Self-Extend."""
-
 import math
 from dataclasses import replace
 
@@ -27,11 +25,8 @@ class SelfExtend(Tempered):
 
     name = "self_extend"
     aliases = ("group_attention",)
-    paper = "arXiv 2401.01325"
     summary = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
     candidate_shares = {"window": (1 / 8, 1 / 4, 3 / 8)}
-
-    valid_options = "a window below the trained length, and a group of at least 2"
 
     window: Tokens | None = None
     group: Tokens | None = None

@@ -1,5 +1,3 @@
-"""STRING."""
-
 import math
 from dataclasses import replace
 
@@ -28,12 +26,9 @@ class STRING(PositionMethod):
     """
 
     name = "string"
-    paper = "arXiv 2410.18745"
     summary = "better use of the trained context (factor=1), or up to twice its length"
     allows_factor_one = True
     candidate_shares = {"window": (1 / 32, 1 / 16, 1 / 8)}
-
-    valid_options = "a shift of at most the trained length, and a smaller window"
 
     factor: Factor = 1.0
     shift: Tokens | None = None

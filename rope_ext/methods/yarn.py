@@ -1,5 +1,3 @@
-"""YaRN."""
-
 import math
 from typing import Annotated, Any, Literal
 
@@ -37,7 +35,6 @@ class YaRN(FrequencyMethod):
     """
 
     name = "yarn"
-    paper = "arXiv 2309.00071"
     summary = "fine-tuning, and serving with any engine; works untrained up to factor 4"
     candidates = BETAS
 

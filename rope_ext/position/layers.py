@@ -11,8 +11,7 @@ and norms in attention layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -63,7 +62,7 @@ def find_layouts(
     """
     layouts: dict[nn.Module, Layout | None] = {}
     known: dict[str, Layout] = {}
-    with _refusing(decoder, f"rope_ext's attention cannot be shown to be correct here; {instead}"):
+    try:
         for number, site in enumerate(sites):
             for seen in _run(decoder, site):
                 layout = _read(decoder, site, seen)
@@ -75,6 +74,13 @@ def find_layouts(
                 layouts[seen.module] = before or layout
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
+    except _RefusedError as error:
+        there = "; ".join(replaced(decoder))
+        reason = f"there is {there}, and {error}" if there else str(error)
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: {reason}, so rope_ext's attention cannot be shown to be "
+            f"correct here; {instead}"
+        ) from error
     return layouts
 
 
@@ -146,19 +152,6 @@ def find_key_projections(
 
 class _RefusedError(AttributeError):  # so that hasattr is False
     """A decoder cannot be probed; see the message."""
-
-
-@contextmanager
-def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
-    """Convert a probe error into one that names the family and the consequence."""
-    try:
-        yield
-    except _RefusedError as error:
-        there = "; ".join(replaced(decoder))
-        reason = f"there is {there}, and {error}" if there else str(error)
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: {reason}, so {consequence}"
-        ) from error
 
 
 def _path(decoder: nn.Module, module: nn.Module) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rope_ext.encodings import Encoding, Heads, InputEncoding
+from rope_ext.encodings.base import Sized
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax
@@ -214,21 +215,16 @@ class InputPositions(Learning):
     """``p`` of an encoding that changes layer inputs, whose root mean square is ``size``."""
 
     encoding: InputEncoding
-    scale: torch.Tensor  # buffer for sized encodings without the option ``scale``
 
     def __init__(
         self, encoding: InputEncoding, columns: int, size: float, rope: Rope, near: nn.Module
     ) -> None:
         super().__init__(encoding, encoding.initial_inputs(columns, size, rope), near)
         self.columns, self.rope = columns, rope
-        self.fixed_scale: float | None = None
-        if encoding.sized:
-            self.fixed_scale = getattr(encoding, "scale", None)
-            if self.fixed_scale is None:
-                with torch.inference_mode(False):  # it outlives the mode
-                    self.register_buffer(
-                        "scale", torch.tensor(size, device=_like(near).device).float()
-                    )
+        if isinstance(encoding, Sized) and encoding.scale is None:
+            with torch.inference_mode(False):  # it outlives the mode
+                measured = torch.tensor(size, device=_like(near).device).float()
+                self.register_buffer("scale", measured)
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return ``[..., columns]`` in ``dtype`` at positions ``t``, int64, ``[...]``."""
@@ -259,7 +255,7 @@ class InputPositions(Learning):
     @property
     def factor(self) -> float | torch.Tensor | None:
         """The scale of ``p``; None if it has none."""
-        return self._buffers.get("scale", self.fixed_scale)
+        return self._buffers.get("scale", getattr(self.encoding, "scale", None))
 
 
 class HeadPositions(Learning):

@@ -1,10 +1,9 @@
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, Scores, lengthened
+from rope_ext.encodings.scores import Block, lengthened
 from rope_ext.methods.checked import Whole
 from rope_ext.methods.kinds import Rope, register
 
@@ -37,22 +36,11 @@ class CoPE(Encoding):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
-        return CoPEScores(learned=learned, heads=heads)
+    def pair_width(self, heads: int) -> int:
+        return 8 * heads  # gates, positions, two indices of int64, two logits
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CoPEScores(Scores):
-    """The logits of :class:`CoPE`; ``learned["table"]`` is ``[positions, columns]``."""
-
-    heads: int
-
-    @property
-    def width(self) -> int:
-        return 8 * self.heads  # gates, positions, two indices of int64, two logits
-
-    def logits(self, block: Block) -> torch.Tensor:
-        content, table = block.content, self.learned["table"]
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        content, table = block.content, learned["table"]
         gates = torch.sigmoid(content) * block.visible  # hidden keys do not count
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)
         of_whole = block.query @ table.to(block.query).mT

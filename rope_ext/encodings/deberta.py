@@ -5,7 +5,7 @@ from typing import Annotated
 import torch
 
 from rope_ext.encodings.base import Heads, InputEncoding, Learned
-from rope_ext.encodings.scores import STD, ByTables, lengthened
+from rope_ext.encodings.scores import STD, Block, by_tables, lengthened
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 
@@ -73,6 +73,5 @@ class DeBERTa(InputEncoding):
         absolute = super().grown(name, learned, initial)
         return lengthened(learned, initial, 1, repeat=True) if absolute is None else absolute
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
-        tables = {"of_query": learned["key"], "of_key": learned["query"]}
-        return ByTables(learned=tables, share=1 / math.sqrt(3))
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        return 1 / math.sqrt(3) * by_tables(block, learned["key"], learned["query"])

@@ -3,7 +3,7 @@ from typing import Annotated, Literal
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned, sinusoid
-from rope_ext.encodings.scores import STD, ByTables, lengthened
+from rope_ext.encodings.scores import STD, Block, by_tables, lengthened, row_of
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import Rope, register
 
@@ -64,11 +64,16 @@ class Shaw(Encoding):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
-        tables = {"of_query": self._from_zero(learned["key"])[None]}
-        if self.values:
-            tables["of_value"] = self._from_zero(learned["value"])
-        return ByTables(learned=tables)
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        return by_tables(block, self._from_zero(learned["key"])[None])
+
+    def more(self, weights: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor | None:
+        if not self.values:
+            return None
+        table = self._from_zero(learned["value"])
+        total = weights.new_zeros(*weights.shape[:3], len(table))
+        total = total.scatter_add(-1, row_of(block, table).expand(weights.shape), weights)
+        return total @ table.to(weights)
 
     def _from_zero(self, table: torch.Tensor) -> torch.Tensor:
         """A table with a row for each distance from 0 to ``clip``."""

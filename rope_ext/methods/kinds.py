@@ -266,7 +266,7 @@ class PositionMethod(Method):
         while beyond - reached > 1:  # distances only grow with the length
             # A distance equal to the trained length is one beyond the largest; published caps use
             # it.
-            known = spans(bands, middle) <= length + 1
+            known = spans(bands, middle) <= length + 1 + 1e-6  # divisions round
             if self.by_pair:
                 known = known | (rope.rotations >= 1) | (rope.rotations == 0)
             if known.all():

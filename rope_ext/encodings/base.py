@@ -182,6 +182,7 @@ class InputEncoding(Encoding):
 
     entered: ClassVar[Literal["first", "every"] | int | None] = "first"
     tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
+    extension: ClassVar[str] = ""  # what reaches beyond the table, for an error
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         """The initial learned parameters by name, as in :meth:`initial`.
@@ -194,16 +195,13 @@ class InputEncoding(Encoding):
         """Longest sequence that has positions, in tokens; None: no limit."""
         return None
 
-    def cure(self, tokens: int, rope: Rope) -> str:
-        """How to fix a sequence longer than the limit; ends the error message."""
-        return f"patch with length={tokens}, and train the rest of the table"
-
     def covers(self, tokens: int, rope: Rope) -> None:
         limit = self.limit(rope)
         if limit is not None and tokens > limit:
             raise OptionError(
                 f"{self.name}: a sequence of {tokens} tokens goes beyond its {limit} positions; "
-                f"{self.cure(tokens, rope)}"
+                f"patch with {self.extension}length={tokens} (replace=True keeps the table), and "
+                f"train the rest"
             )
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:

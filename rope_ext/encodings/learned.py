@@ -6,7 +6,6 @@ import torch
 from rope_ext.encodings.base import InputEncoding, Learned
 from rope_ext.methods.checked import Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
-from rope_ext.methods.rope import factor_to
 
 _SHARE = 0.4
 """Weight of the coarse part of a hierarchical position, as published."""
@@ -34,6 +33,7 @@ class LearnedPositions(InputEncoding):
 
     name = "learned"
     summary = "a learned vector for each position; needs training"
+    extension = "extend= and a larger factor, or "
 
     length: Annotated[int, Whole(2)] | None = None
     extend: Literal["hierarchical", "interpolate"] | None = None
@@ -51,15 +51,6 @@ class LearnedPositions(InputEncoding):
         if self.extend == "hierarchical":
             return length**2
         return max(length, self.target_length(rope)) if self.extend else length
-
-    def cure(self, tokens: int, rope: Rope) -> str:
-        if self.extend == "hierarchical":
-            return super().cure(tokens, rope)
-        factor = factor_to(tokens, rope.length)
-        return (
-            f"patch with factor={factor:g} and extend='hierarchical' or extend='interpolate' "
-            f"(replace=True keeps the table), or with length={tokens} and train the rest"
-        )
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": size * torch.randn(not_none(self.length), columns, device="cpu")}

@@ -98,9 +98,6 @@ class SSMax(LogN):
         """What ``s`` multiplies at positions ``t``, float64."""
         return LogN(length=self.length).at(t) - 1
 
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> None:
-        """Scales for other heads cannot be converted; see :meth:`Encoding.grown`."""
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Llama4(Temperature):

@@ -293,21 +293,14 @@ class Earlier:
         parts = [part for module in modules.values() for part in _parts(module)]
         return cls(modules, {p: (dict(p._parameters), dict(p._buffers)) for p in parts})
 
-    def give_back(self, model: nn.Module) -> None:
-        """Restore everything on a model that has the same patch again."""
-        self._put(model, self.held)
-
     def carry(self, model: nn.Module) -> list[str]:
-        """Continue with the earlier parameters in the patch that replaced it.
+        """Continue with the earlier parameters in the same patch, or in one that replaced it.
 
         Tensors of the same shape stay the same parameter objects, so that an optimizer can
-        continue with them. Tables that grow keep their rows.
-
-        Returns:
-            Names of parameters that the new patch does not have: those of another encoding or
-            temperature, or of layers that are no longer patched.
+        continue with them. Tables that grow keep their rows. Returns the names of parameters that
+        the new patch does not have: those of another encoding or temperature, or of other layers.
         """
-        held, dropped = {}, []
+        held, dropped, own = {}, [], vars(nn.Module())
         for path, module in self.modules.items():
             new = _at(model, path)
             for part in _parts(module):
@@ -315,22 +308,16 @@ class Earlier:
                     held[part] = _carried(part.encoding, self.held[part], new)
                 else:
                     dropped += [f"{path}.{name}" for name in self.held[part][0]]
-        self._put(model, held)
-        return dropped
-
-    def _put(self, model: nn.Module, held: dict[Learning, _Tensors]) -> None:
-        own = vars(nn.Module())
-        for path, module in self.modules.items():
+        for path, module in self.modules.items():  # only now, since any of them may be refused
             parts, new = _parts(module), _at(model, path)
             if new is None or not all(part in held for part in parts):
                 continue
             for part in parts:  # becomes like ``new``, with the earlier tensors
                 vars(part).update((k, v) for k, v in vars(new).items() if k not in own)
-                vars(part).update(
-                    zip(("_parameters", "_buffers"), map(dict, held[part]), strict=True)
-                )
+                part._parameters, part._buffers = map(dict, held[part])
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = module
+        return dropped
 
 
 def _parts(module: nn.Module) -> list[Learning]:

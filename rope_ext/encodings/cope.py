@@ -15,8 +15,7 @@ class CoPE(Encoding):
     Every key ``k`` opens a gate, the sigmoid of its logit; ``p_ij`` is the sum of the gates from
     ``j`` to the query, at most ``positions - 1``. ``<q_i, e[p_ij]>`` is added to the logit, without
     the model's scale, as in the paper's listing, and interpolated linearly between integers. Each
-    layer has one table, shared by its heads and initialized to zero. Attention runs in blocks of
-    queries and is several times slower.
+    layer has one table, shared by its heads and initialized to zero.
 
     Args:
         positions: rows of the table (``npos_max``). A larger number with ``replace=True`` keeps a

@@ -23,7 +23,7 @@ class DAPE(Encoding):
     ``f`` maps the ``2H`` numbers of all heads to ``hidden`` units, with a leaky ReLU of slope 0.01,
     and to ``H`` numbers. Without a bias it is ``S + f(S)``. Version 1 uses one key at a time. In
     version 2, both layers are convolutions over ``width`` keys, with zeros for keys that a query
-    does not attend to. Attention runs in blocks of queries and is several times slower.
+    does not attend to.
 
     Args:
         on: the bias ``B``: ``"kerple_log"`` (the authors' best), ``"kerple_power"``, ``"alibi"``,
@@ -32,8 +32,7 @@ class DAPE(Encoding):
         hidden: size of the hidden layer.
         width: keys of each convolution in version 2, an odd number.
 
-    Zheng et al. 2024, arXiv 2405.14722 and, version 2, arXiv 2410.04798. The authors' code masks
-    all keys but the first in a decoding step; here decoding equals recomputation.
+    Zheng et al. 2024, arXiv 2405.14722 and, version 2, arXiv 2410.04798.
     """
 
     name = "dape"

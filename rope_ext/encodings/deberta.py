@@ -20,14 +20,12 @@ class DeBERTa(InputEncoding):
     each layer.
 
     ``absolute_layers`` adds a learned vector for each position to the hidden state that enters the
-    first of the last ``n`` layers, as in the paper's "enhanced mask decoder". There, only queries
-    get it, and one layer runs ``n`` times; here, each layer keeps its weights and computes queries,
-    keys and values from its input.
+    first of the last ``n`` layers, as in the paper's "enhanced mask decoder", where only queries
+    get it, and one layer runs ``n`` times.
 
     Args:
-        clip: tokens; the paper's k. Each distance below it has one vector, as in the half of the
-            released table that a causal model uses. A larger ``clip`` with ``replace=True`` keeps
-            trained vectors.
+        clip: tokens; the paper's k. Each distance below it has one vector. A larger ``clip`` with
+            ``replace=True`` keeps trained vectors.
         absolute_layers: ``n``; 2 in the paper. 0: no absolute positions.
         length: entries of the table of absolute positions, tokens; by default the context length.
 

@@ -5,9 +5,6 @@ from rope_ext.encodings.scores import Block, linear
 from rope_ext.methods.checked import Positive, Tokens
 from rope_ext.methods.kinds import Rope, register
 
-_EPSILON = 1e-6
-"""Added to the denominator in the authors' code."""
-
 
 @register
 class FIRE(Encoding):
@@ -52,7 +49,7 @@ class FIRE(Encoding):
         learned = {name: value.to(block.content) for name, value in learned.items()}
         c, place = learned["c"].abs(), block.query_at.to(block.content)
         reach = learned["multiplier"].abs() * self.threshold
-        far = torch.log1p(c * torch.maximum(place, reach)) + _EPSILON
+        far = torch.log1p(c * torch.maximum(place, reach)) + 1e-6  # as in the authors' code
         numbers = torch.log1p(c * block.distance) / far[:, None]
         weight, bias = learned["first_weight"], learned["first_bias"][:, None]
         inner = torch.addcmul(bias, weight, numbers.flatten()).relu()

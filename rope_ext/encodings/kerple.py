@@ -56,7 +56,7 @@ class KerplePower(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 
     Both parameters are at least 0.01, and ``r2`` is at most 2; ``r1`` is drawn from [0, 1] and
-    ``r2`` from [0, 2]. In the paper, the logarithm (``kerple_log``) is better.
+    ``r2`` from [0, 2].
 
     Chi et al. 2022, arXiv 2205.09921.
     """

@@ -13,8 +13,7 @@ class Multiplicative(InputEncoding):
     """Replaces RoPE with a vector for each position that multiplies the embeddings.
 
     A learned table starts at 1, which changes nothing. The sinusoid is that of ``sinusoidal``: a
-    sine of 0 deletes a column, for the first token half of them. A norm before the first layer
-    cancels common factors, so only differences between columns matter.
+    sine of 0 deletes a column, for the first token half of them.
 
     Args:
         table: ``"learned"`` or ``"sinusoidal"``.

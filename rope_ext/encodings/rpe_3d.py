@@ -22,8 +22,7 @@ class RPE3D(Encoding):
         chunk: tokens; three quarters of the trained length by default, as published.
         base: base of the second angle; the base of the rotation by default, as published.
 
-    Ma et al. 2025, arXiv 2406.09897, definition 1. The authors' code is dual chunk attention with
-    another rotation angle from the third chunk on.
+    Ma et al. 2025, arXiv 2406.09897, definition 1.
     """
 
     name = "3d_rpe"

@@ -12,8 +12,7 @@ class Sandwich(Encoding):
     """Replaces RoPE with a bias: the inner product of two sinusoidal positions.
 
     ``(sum_i cos(d / base^(2i / width)) - width / 2) / (8h / H)`` for head ``h = 1 .. H`` and
-    ``i = 1 .. width / 2``: the first heads have the shortest range. Subtracting ``width / 2`` makes
-    it 0 at distance 0 and does not change attention weights.
+    ``i = 1 .. width / 2``: the first heads have the shortest range.
 
     Args:
         width: width of the sinusoidal positions, an even number; 128 is best in the paper.

@@ -7,9 +7,6 @@ from rope_ext.encodings.scores import STD, Block, by_tables, lengthened, row_of
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import Rope, register
 
-_BASE = 10000.0
-"""Base of NEZHA's sinusoids."""
-
 
 @register
 class Shaw(Encoding):
@@ -55,7 +52,7 @@ class Shaw(Encoding):
         distance = torch.arange(self.p_min, self.clip + 1, dtype=torch.float64, device=device)
         # In the paper's formula the position of the query is subtracted.
         columns = self._columns(heads).items()
-        return {name: sinusoid(-distance, size, _BASE) for name, size in columns}
+        return {name: sinusoid(-distance, size, 10000.0) for name, size in columns}
 
     def _columns(self, heads: Heads) -> dict[str, int]:
         keys = {"key": heads.columns}

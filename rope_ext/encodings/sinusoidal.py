@@ -9,8 +9,8 @@ from rope_ext.methods.kinds import Rope, register
 class Sinusoidal(Sized):
     """Replaces RoPE with sines and cosines of the position, added to the embeddings.
 
-    ``sin(t / base^(2i / d))`` in column ``2i`` and the cosine in column ``2i + 1``, times a scale.
-    The paper multiplies embeddings by ``sqrt(d)`` instead, so that both have a magnitude of 1.
+    ``sin(t / base^(2i / d))`` in column ``2i`` and the cosine in column ``2i + 1``, times a scale,
+    where the paper multiplies embeddings by ``sqrt(d)``.
 
     Args:
         base: wavelengths range from ``2 pi`` to ``2 pi base`` tokens.

@@ -21,8 +21,7 @@ class TransformerXL(Encoding):
             whose keys come from more than one linear layer (Qwen3, Gemma 3, DeepSeek-V3) raise an
             error.
         width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
-            hidden size of the model; attention is slower for larger widths. Only for a learned
-            projection.
+            hidden size of the model, which is slower. Only for a learned projection.
         base: base of the sinusoid's frequencies.
 
     Dai et al. 2019, arXiv 1901.02860, section 3.3; Yang et al. 2019 (XLNet), arXiv 1906.08237.

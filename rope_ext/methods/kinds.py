@@ -25,11 +25,6 @@ from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 Factor = Annotated[float, Number(minimum=1, maximum=MOST_TOKENS)]
 FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
 """First candidates for ``attention_factor`` when the best value is unknown."""
-_QUERIES = 2**16
-"""At most this many query positions of a text are checked."""
-# cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
-# tables in JSON cannot hold the infinity that a frequency of zero would need.
-_NEVER_ROTATES = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +243,8 @@ class PositionMethod(Method):
         return spans(self.resolved(rope).bands(), length)
 
     def check(self, length: int | None = None) -> None:
-        if length is None:
-            super().check()
+        if length is None or self.by_pair:  # which distances were trained depends on the pairs
+            super().check(length)
         else:
             self.reached(Rope.geometric(1e4, 2, length))  # frequencies do not matter here
 
@@ -300,7 +295,7 @@ class PositionMethod(Method):
 
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
     """The largest distance within ``length`` tokens plus one: ``[1]``, or ``[pairs]`` by pair."""
-    step = -math.ceil(length / _QUERIES)
+    step = -math.ceil(length / 2**16)  # at most this many query positions
     m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
@@ -407,7 +402,8 @@ def longrope_table(
 ) -> dict[str, Any]:
     """Any fixed frequencies as transformers' ``longrope``: ``lambda_i = theta_i / h_i``."""
     theta = geometric(rope.base, rope.dim)
-    table = torch.where(inv_freq > 0, theta / inv_freq, _NEVER_ROTATES).tolist()
+    # JSON cannot hold the infinity of a pair that does not rotate.
+    table = torch.where(inv_freq > 0, theta / inv_freq, 1e30).tolist()
     return {
         "rope_type": "longrope",
         "short_factor": table,
@@ -418,7 +414,7 @@ def longrope_table(
     }
 
 
-_REGISTRY: dict[str, type[Method]] = {}
+REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
 _PAPER = re.compile(r"arXiv \d{4}\.\d{5}|kexue\.fm/archives/\d+")
 
@@ -437,19 +433,13 @@ def register(cls: M) -> M:
         cls.paper = found[0] if found else ""
     names = (cls.name, *cls.aliases)
     for name in names:
-        holder = _REGISTRY.get(_key(name), cls)
-        if holder is not cls:
+        holder = REGISTRY.get(_key(name), cls)
+        if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
             raise RopeExtError(
                 f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
             )
-    _REGISTRY.update((_key(name), cls) for name in names)
+    REGISTRY.update((_key(name), cls) for name in names)
     return cls
-
-
-def unregister(cls: type[Method]) -> None:
-    """Remove a method from the registry, for example to redefine its class in a notebook."""
-    for key in [key for key, held in _REGISTRY.items() if held is cls]:
-        del _REGISTRY[key]
 
 
 def all_methods() -> list[type[Method]]:
@@ -463,13 +453,13 @@ def all_encodings() -> list[type[Method]]:
 
 
 def _all() -> list[type[Method]]:
-    return list(dict.fromkeys(_REGISTRY.values()))
+    return list(dict.fromkeys(REGISTRY.values()))
 
 
 def method_class(name: str) -> type[Method]:
     """Look up a method class by name or alias; ignores case, hyphens and underscores."""
     try:
-        return _REGISTRY[_key(name)]
+        return REGISTRY[_key(name)]
     except KeyError:
         names = [cls.name for cls in _all()]
         aliases = [alias for cls in _all() for alias in cls.aliases]

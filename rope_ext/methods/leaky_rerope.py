@@ -10,8 +10,7 @@ from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, regist
 class LeakyReRoPE(LogScaled):
     """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 
-    Like ``rerope``, but distant tokens keep their order. Choose ``factor`` for your longest text:
-    there, the largest distance equals that of the trained length.
+    Choose ``factor`` for your longest text: there, the largest distance is the trained one.
 
     Args:
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).

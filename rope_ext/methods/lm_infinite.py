@@ -10,9 +10,8 @@ from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, r
 class LMInfinite(PositionMethod):
     """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
 
-    For endless text that does not need old tokens, such as a stream. Text of any length stays
-    fluent, but the usable context is not extended: tokens outside the window stay in the cache, but
-    cannot be recalled. Sinks outside the window get a distance of ``window``.
+    The usable context is not extended: tokens outside the window stay in the cache, but cannot be
+    recalled. Sinks outside the window get a distance of ``window``.
 
     Args:
         window: tokens; the trained length by default.

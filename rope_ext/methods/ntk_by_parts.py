@@ -12,8 +12,7 @@ class NTKByParts(FrequencyMethod):
 
     With ``r_i`` rotations of a pair within the trained length,
     ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``. This
-    is YaRN with the ramp of the paper and without the temperature: use it to measure the effect of
-    the temperature.
+    is YaRN with the ramp of the paper and without the temperature.
 
     Args:
         alpha: pairs with fewer rotations are divided by ``factor``.

@@ -9,11 +9,9 @@ from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, regist
 class ReRoPE(LogScaled):
     """Clips distances at ``window``: ``min(m - n, window)``.
 
-    Use it without fine-tuning, for any length. All tokens beyond the window have the same distance:
-    the model finds and uses them, but does not know their order; ``leaky_rerope`` and
-    ``self_extend`` keep the order. For keys beyond the window, the query is rotated to position
-    ``window`` and the key is not rotated. A window as long as the text and ``log_n=False`` give the
-    unpatched model.
+    All tokens beyond the window have the same distance: the model finds and uses them, but does not
+    know their order; ``leaky_rerope`` and ``self_extend`` keep the order. For keys beyond the
+    window, the query is rotated to position ``window`` and the key is not rotated.
 
     Args:
         window: tokens; half of the trained length by default.

@@ -10,9 +10,9 @@ from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, registe
 class SelfExtend(Tempered):
     """Beyond ``window``, groups of tokens share a position.
 
-    The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. Use it without fine-tuning,
-    up to factor 26: beyond that, the default group exceeds the 64 that the authors call reasonable.
-    llama.cpp's ``--grp-attn-n`` is another method, which also changes distances to neighbors.
+    The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. From factor 26 on, the
+    default group exceeds the 64 that the authors call reasonable. llama.cpp's ``--grp-attn-n`` is
+    another method, which also changes distances to neighbors.
 
     Args:
         window: tokens that keep their exact distances; a quarter of the trained length by default.

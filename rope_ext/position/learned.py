@@ -26,8 +26,6 @@ TEMPERATURE = "rope_ext_temperature"
 INPUT = "rope_ext_input"
 POSITIONS = "rope_ext_positions"
 NAMES = (BIAS, TEMPERATURE, INPUT, POSITIONS)
-_HIDES = -1e30
-"""Replaces -inf, which could mask a whole tile for a row, so that kernels divide by zero."""
 _Tensors = tuple[dict[str, Any], dict[str, Any]]  # parameters and buffers of a module
 
 
@@ -179,7 +177,8 @@ class DistanceBias(Learning):
         def make(count: int) -> torch.Tensor | None:
             distance = torch.arange(count, dtype=dtype, device=device)
             made = self.encoding.bias(distance, self.heads.count, self.rope, learned)
-            return None if made is None else made.clamp(min=_HIDES)
+            # With -inf, a tile could be masked for a whole row, and kernels would divide by zero.
+            return None if made is None else made.clamp(min=-1e30)
 
         bias = self.kept((device, dtype), distances, room, make)
         return {"bias": None if bias is None else bias[:, :distances]}
@@ -191,9 +190,8 @@ class HeadScales(Learning):
     scale: nn.Parameter
 
     def __init__(self, temperature: SSMax, heads: int, near: nn.Module) -> None:
-        super().__init__(
-            temperature, {"scale": torch.full((heads,), float(temperature.scale))}, near
-        )
+        initial = torch.full((heads,), float(temperature.scale))
+        super().__init__(temperature, {"scale": initial}, near)
 
     def forward(self, query: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
         """Multiply queries, ``[rows, heads, tokens, columns]``, by ``1 + scale * growth``.
@@ -239,13 +237,11 @@ class InputPositions(Learning):
 
         if encoding.tabled:
             wide = torch.promote_types(dtype, torch.float32)
-            table = self.kept(
-                (device, wide),
-                tokens,
-                2 * tokens,
-                lambda count: make(torch.arange(count, dtype=wide, device=device)),
-            )
-            p = table[t]
+
+            def table(count: int) -> torch.Tensor:
+                return make(torch.arange(count, dtype=wide, device=device))
+
+            p = self.kept((device, wide), tokens, 2 * tokens, table)[t]
         else:
             p = make(t.double())
         if self.factor is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -132,26 +133,27 @@ def _block(
 ) -> torch.Tensor:
     """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
     query = query[:, :, rows]
-    kv_heads, count = key.shape[1], query.shape[2]
+    (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
     to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
     found, scores, block = [], call.scores, None
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
     parts = [x for x in shown if x[1][0].stop > x[1][0].start]
+    parts.sort(key=lambda part: part[1][0].start)
     if not parts:
         columns = key.shape[2] if value is None else value.shape[-1]
         return query.new_zeros(
-            *query.shape[:3], columns, dtype=(key if value is None else value).dtype
+            batch, heads, count, columns, dtype=(key if value is None else value).dtype
         )
     for band, (keys, seen) in parts:
         q = call.pairs.rotate(query, part_of(band.query, rows), to)
         k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
-        q = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # no key is read twice
-        logits = _logits(q, k).unflatten(2, (-1, count)).flatten(1, 2) * call.scale
+        q = q.reshape(batch, kv_heads, -1, q.shape[-1])  # no key is read twice
+        logits = _logits(q, k).view(batch, heads, count, -1) * call.scale
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
         if scores is not None:  # with one band
             scores = replace(scores, learned=dict(zip(names, learned, strict=True)))
-            every = key[:, :, keys].to(wide(key)).repeat_interleave(query.shape[1] // kv_heads, 1)
+            every = key[:, :, keys].to(wide(key)).repeat_interleave(heads // kv_heads, 1)
             at = places.query[rows], places.key[keys]
             visible = logits.new_ones((), dtype=torch.bool) if seen is None else seen
             block = Block(query.to(wide(query)), every, logits, *at, visible, call.scale)
@@ -172,14 +174,17 @@ def _block(
     else:
         column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)
-    outs, sizes = [], [x.shape[-1] for x in found] + [1] * (sinks is not None)
-    for (_, (keys, _)), own in zip(parts, weights.split(sizes, -1), strict=False):
+    outs, spans = [], [keys for _, (keys, _) in parts]
+    if value is not None and all(a.stop == b.start for a, b in pairwise(spans)):  # one product
+        spans = [slice(spans[0].start, spans[-1].stop)]
+    sizes = [keys.stop - keys.start for keys in spans] + [1] * (sinks is not None)
+    for keys, own in zip(spans, weights.split(sizes, -1), strict=False):
         if value is None:
             outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
             continue
-        own = own.to(value.dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        own = _product(own, value[:, :, keys]).unflatten(2, (-1, count)).flatten(1, 2)
-        outs.append(own)
+        own = own.to(value.dtype).reshape(batch, kv_heads, -1, own.shape[-1])
+        own = _product(own, value[:, :, keys])
+        outs.append(own.view(batch, heads, count, -1))
     out = functools.reduce(torch.add, outs)
     if scores is not None and block is not None and value is not None:
         with without_autocast(query):
@@ -210,6 +215,8 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     each of them. With ``beta=0`` the first argument of ``baddbmm`` is never read, but a scalar
     would be expanded to a full tensor first.
     """
+    if not is_compiling():
+        return a @ b
     nothing = a.new_empty(*a.shape[:-1], b.shape[-1])
     parts = (x.flatten(0, 1) for x in (nothing, a, b))
     return torch.baddbmm(*parts, beta=0).view(nothing.shape)

@@ -81,14 +81,15 @@ class Pairs:
         first, second = self.first, self.second
         a, b = x[..., first], x[..., second]
         wide = torch.promote_types(x.dtype, cos.dtype)
-        turned = a * cos - b * sin, b * cos + a * sin
+        turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
         if (
-            torch.compiler.is_compiling()
-            and isinstance(first, slice)
+            isinstance(first, slice)
             and isinstance(second, slice)
             and first.stop == second.start
             and {first.step, second.step} <= {None, 1}
         ):  # two adjacent ranges; inductor turns writes to slices into masks
+            if first.start == 0 and second.stop == x.shape[-1]:
+                return torch.cat(turned, dim=-1).to(to)
             parts = x[..., : first.start], *turned, x[..., second.stop :]
             return torch.cat([part.to(wide) for part in parts], dim=-1).to(to)
         out = x.to(wide, copy=True)

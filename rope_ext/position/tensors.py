@@ -163,6 +163,8 @@ class Step:
     ) -> bool:
         """Whether :mod:`rope_ext.attention.decode` supports a call."""
         forward = self.forward
+        if decode.refusal(query, value, call.pairs) is not None:
+            return False
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
         if call.scores is not None or forward.apart or forward.map.reach is not None:
@@ -170,9 +172,8 @@ class Step:
         if forward.begins:  # positions may jump, but the kernel treats them as slots
             return False
         tensors = (query, key, value, call.sinks, call.bias)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            return False
-        return decode.refusal(query, value, call.pairs) is None
+        learns = any(x is not None and x.requires_grad for x in tensors)
+        return not (torch.is_grad_enabled() and learns)
 
     def _ranges(self) -> decode.Ranges:
         """Return the slots that queries see, and rotations."""

@@ -59,9 +59,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def lock(
-    folder: Path, name: str = "", *, option: str = "--output", required: bool = True
-) -> Iterator[None]:
+def lock(folder: Path, name: str = "", *, option: str = "--output") -> Iterator[None]:
     """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):
@@ -73,18 +71,13 @@ def lock(
                 f"{folder / name} is in use by another run; wait for it, or give another {option}"
             ) from None
         except NotImplementedError:
-            if required:
-                raise MeasureError(
-                    f"{folder} is on a file system without locks; give {option} another one"
-                ) from None
+            raise MeasureError(
+                f"{folder} is on a file system without locks; give {option} another one"
+            ) from None
     try:
         yield
     finally:
         lock.release()
-
-
-def is_log(path: Path) -> bool:
-    return path.is_file() and path.read_bytes()[: len(HEADER)] == HEADER
 
 
 class Folder:
@@ -94,14 +87,14 @@ class Folder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
         return lock(self.path) if first_process() else nullcontext()
 
     @property
     def logs(self) -> list[Path]:
         """Logs of earlier runs; every process except the first has its own."""
-        there = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(path for path in there if _LOGS.fullmatch(path.name) and is_log(path))
+        there = sorted(self.path.iterdir()) if self.path.is_dir() else ()
+        named = [path for path in there if _LOGS.fullmatch(path.name) and path.is_file()]
+        return [path for path in named if path.read_bytes().startswith(HEADER)]
 
     def check(self, names: Iterable[str]) -> None:
         """Check that these files and logs may be written: they are ours, or do not exist."""

@@ -139,6 +139,20 @@ def test_the_best_factor_is_found_also_beyond_the_grid(model, tokenizer, monkeyp
     assert rope_ext.describe(model).target_length == TARGET
 
 
+def test_the_halves_are_of_different_documents(model, tokenizer, monkeypatch) -> None:
+    texts, seen = [written(400, i) for i in range(3)], {}
+
+    def of_text(model, windows, scored, advance):
+        if windows and len(windows[0]) == TARGET:
+            seen[tuple(windows)] = [tokenizer.decode(window[1:-1]) for window in windows]
+        return [1.0] * len(windows)
+
+    monkeypatch.setattr(fitness, "losses_at_end", of_text)
+    found(model, tokenizer, text=texts)
+    one, two = ({t for t in texts for w in half if w in t} for half in seen.values())
+    assert one and two and not one & two
+
+
 def test_what_the_other_half_does_not_confirm_stays_as_it_was_published(
     model, tokenizer, monkeypatch
 ) -> None:
@@ -285,6 +299,7 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
 
 BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 trained tokens"),
+    ({"target_length": 1}, "target_length=1 is not beyond the 128 trained tokens; give a longer"),
     ({"target_length": 4096}, "only 1 windows of 4096 tokens, and samples=4"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated .*at most 20%"),

@@ -107,7 +107,7 @@ class Asked:
 
     def tell_check(self, engine: str | None = None) -> None:
         """Print the command that checks an engine, if it can run a miniature."""
-        from rope_ext.engines.families import miniatures
+        from rope_ext.engines.base import miniatures
         from rope_ext.saving.checkpoints import is_dynamic, load_config
 
         config = load_config(self.model)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
-from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.apply.configuration import SCALING_FIELDS
 from rope_ext.config.record import Record, record_of
 from rope_ext.config.settings import RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import rope_ext
 from rope_ext.apply.configuration import READ, STOP
 from rope_ext.config.record import OLDER
-from rope_ext.engines.families import MLX
+from rope_ext.engines.base import ENGINES
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama, tiny_llava
 from tests.helpers.positions import logits
@@ -73,7 +73,9 @@ def test_families_that_ignore_the_scaling_stop(tmp_path, family: str, ids) -> No
 
 def test_the_families_are_those_that_mlx_was_seen_to_run() -> None:
     for name, kinds in READ.items():
-        assert set(kinds) <= set(MLX[name].kinds) and not MLX[name].inside, name
+        assert set(kinds) <= set(ENGINES["mlx"][name].kinds) and not ENGINES["mlx"][name].inside, (
+            name
+        )
 
 
 @pytest.mark.parametrize("method", ["yarn", "ntk", "mrrope", "dynamic_ntk"])

@@ -294,7 +294,7 @@ def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
     if earlier is not None:
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-        values.give_back(decoder)
+        values.carry(decoder)
 
 
 def current_patch(model: nn.Module) -> Patch | None:

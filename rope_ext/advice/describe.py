@@ -61,7 +61,7 @@ class SiteDescription:
         ]
         if self.inv_freq_after != self.inv_freq_before:
             lines.append("    pair    wavelength before    after (tokens)    theta / new theta")
-            for i in sorted({round(k * (pairs - 1) / 4) for k in range(5)}):
+            for i in sorted(_spread(pairs)):
                 before, after = self.inv_freq_before[i], self.inv_freq_after[i]
                 ratio = before / after if after else (1.0 if before == after else math.inf)
                 old, new = (_text(_wavelength(f)) for f in (before, after))
@@ -91,11 +91,11 @@ class Description:
         given = self.options.items()  # `published` repeats the others
         options = ", ".join(f"{k}={v}" for k, v in given if v is not None and k != "published")
         how = f"{self.length} -> {self.target_length} tokens by {self.method}({options})"
-        if self.method is None:
+        if self.configured is not None:
+            how = f"{self.length} -> {self.target_length} tokens by its configuration, "
+            how += f"{self.configured}; not patched"
+        elif self.method is None:
             how = f"trained for {self.length} tokens, not patched"
-            if self.configured is not None:
-                how = f"{self.length} -> {self.target_length} tokens by its configuration, "
-                how += f"{self.configured}; not patched"
         notes = (f"  {note}" for note in (*self.notes, *(f"serve it: {s}" for s in self.serve)))
         return "\n".join([f"{self.model}: {how}", *map(str, self.sites), *notes])
 
@@ -106,6 +106,10 @@ def _wavelength(inv_freq: float) -> float:
 
 def _text(wavelength: float) -> str:
     return "never rotates" if wavelength == math.inf else f"{wavelength:.5g}"
+
+
+def _spread(pairs: int) -> set[int]:
+    return {round(quarter * (pairs - 1) / 4) for quarter in range(5)}
 
 
 def require_length(name: str, value: Any) -> None:
@@ -131,9 +135,6 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     Args:
         model: a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also of
             an adapter) or Hub ID, which is described as saved. No weights are read for those.
-
-    Returns:
-        A description: lengths, frequencies before and after, and notes; ``print`` it.
 
     Raises:
         MeasureError: the directory has no configuration.
@@ -216,12 +217,6 @@ class PairDiagnosis:
     angle_before: float  # the same, for the largest distance in use at the diagnosed length
     angle_after: float
 
-    def _status(self, angle: float) -> str:
-        # A pair that makes a full rotation within the trained length was trained on every angle;
-        # for other pairs, larger angles are untrained (arXiv 2310.05209, section 3).
-        seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
-        return "in distribution" if seen else "out of distribution"
-
     @property
     def before(self) -> str:
         """``"in distribution"`` or ``"out of distribution"``, unpatched."""
@@ -231,6 +226,12 @@ class PairDiagnosis:
     def after(self) -> str:
         """Like :attr:`before`, with the patch."""
         return self._status(self.angle_after)
+
+    def _status(self, angle: float) -> str:
+        # A pair that makes a full rotation within the trained length was trained on every angle;
+        # for other pairs, larger angles are untrained (arXiv 2310.05209, section 3).
+        seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
+        return "in distribution" if seen else "out of distribution"
 
 
 @dataclass(frozen=True)
@@ -274,22 +275,22 @@ class Diagnosis:
         return "\n".join([line, *tables, *(f"  {note}" for note in self.notes)])
 
     def _table(self, site: SiteDiagnosis) -> list[str]:
-        patched, pairs = self.method is not None, site.pairs
-        count, columns = len(pairs), 1 + patched
-        states = [(pair.before, pair.after)[:columns] for pair in pairs]
-        new = [sum(state[i].startswith("out") for state in states) for i in range(columns)]
+        pairs, count, patched = site.pairs, len(site.pairs), self.method is not None
+        states = [(pair.before, pair.after if patched else "") for pair in pairs]
+        new = [sum(state[i].startswith("out") for state in states) for i in (0, 1)]
+        title = f"    pair {'wavelength':>12} {'rotations':>9} {'trained angle':>14} {'angle':>10}"
+        said, title = f"at {site.distances_before:g} distances", f"{title}  status"
+        if patched:
+            said += f" before the patch, {new[1]} at {site.distances_after:g} after"
+            title += f"{'':>13} {'patched':>12} {'angle':>10}  status"
         lines = [
             f"  {site.name} [{site.layer_type}] {count} pairs, base {site.base:g}, critical "
             f"dimension {site.critical_dimension} of {2 * count}",
-            f"    {new[0]} pairs out of distribution at {site.distances_before:g} distances",
-            f"    pair {'wavelength':>12} {'rotations':>9} {'trained angle':>14} {'angle':>10}"
-            f"  status",
+            f"    {new[0]} pairs out of distribution {said}",
+            title,
         ]
-        if patched:
-            lines[1] += f" before the patch, {new[1]} at {site.distances_after:g} after"
-            lines[2] += f"{'':>13} {'patched':>12} {'angle':>10}  status"
         borders = {i + j for i in range(count - 1) for j in (0, 1) if states[i] != states[i + 1]}
-        for i in sorted(borders | {round(k * (count - 1) / 4) for k in range(5)}):
+        for i in sorted(borders | _spread(count)):
             pair = pairs[i]
             line = (
                 f"    {i:>4} {_text(pair.wavelength_before):>12} {pair.rotations:>9.4g} "
@@ -297,8 +298,7 @@ class Diagnosis:
             )
             if patched:
                 line += f" {_text(pair.wavelength_after):>12} {pair.angle_after:>10.5g}"
-                line += f"  {pair.after}"
-            lines.append(line.rstrip())
+            lines.append(f"{line}  {states[i][1]}".rstrip())
         return lines
 
 
@@ -306,8 +306,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     """Show which rotary pairs reach untrained angles at ``length`` tokens.
 
     Args:
-        model: a loaded model, patched or not; or a configuration, directory or Hub ID, which
-            is diagnosed as saved. No weights are read for those.
+        model: as for :func:`describe`.
         length: tokens; below the trained length nothing is out of distribution.
 
     Returns:
@@ -315,8 +314,7 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
     Raises:
         OptionError: the length is not a positive number.
-        MeasureError: the directory has no configuration.
-        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
+        MeasureError, NoRopeError, UnsupportedModelError, RecordError: as :func:`describe`.
     """
     require_length("length", length)
     if not isinstance(model, nn.Module):
@@ -341,8 +339,8 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
     if active is not None and active.frequencies is not None:
         frequencies = active.frequencies.frequencies(rope, length)
     columns = (
-        [_wavelength(f) for f in rope.inv_freq.tolist()],
-        [_wavelength(f) for f in frequencies.tolist()],
+        map(_wavelength, rope.inv_freq.tolist()),
+        map(_wavelength, frequencies.tolist()),
         rope.rotations.tolist(),
         (rope.length * rope.inv_freq).tolist(),
         (before * rope.inv_freq).tolist(),

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig
 
 from rope_ext.advice.describe import call_text, require_length
 from rope_ext.advice.sources import (
-    Calibrated,
-    Recipe,
+    PUBLISHED,
     calibration_for,
     ranked,
     recipe_for,
@@ -27,7 +26,7 @@ from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.recommendation import Recommendation
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import AlreadyScaledError, OptionError, RopeExtError, UnsupportedModelError
-from rope_ext.methods import ABF, NTK, PI, Method, Rope, YaRN, build_method
+from rope_ext.methods import Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
@@ -41,20 +40,6 @@ _TRAINED_FACTOR = 32
 """Largest factor with published results for YaRN with fine-tuning, arXiv 2309.00071."""
 _LARGEST_GROUP = 64
 """Largest group size that the authors of Self-Extend recommend, from their repository."""
-_FINETUNED = (
-    (
-        YaRN,
-        "99.4 % of passkeys at 131072 tokens, of 4096 (arXiv 2309.00071, section 4); 400 steps of "
-        "64 rows, learning rate 2e-5 (section 4.1).",
-    ),
-    (ABF, "for long continued training: nothing but a larger base (arXiv 2309.16039)."),
-    (PI, "the simplest; published after 1000 steps of fine-tuning (arXiv 2306.15595)."),
-)
-_SERVED = (
-    (YaRN, "every engine runs it; slightly worse on short prompts (arXiv 2309.00071)."),
-    (NTK, "nothing but a larger base, for an engine that takes nothing else (bloc97 2023)."),
-    (PI, "linear scaling, for an engine that takes nothing else (arXiv 2306.15595)."),
-)
 _RAISED = (
     "the scaling that the checkpoint was trained with, with a larger factor: 11.8 % less "
     "perplexity than YaRN on top of YaRN (docs/using.md)."
@@ -71,7 +56,7 @@ class _Case:
     finetune: bool
     engine: str | None  # the engine that has to run it
     scaled: str | None  # the checkpoint's own RoPE scaling, as text
-    recipe: Recipe | None
+    recipe: Any  # the vendor's, or None
     length: int | None  # trained length to pass to `patch`; None: that of the configuration
     raised: Method | None  # the checkpoint's own scaling with a larger factor
 
@@ -139,7 +124,8 @@ def recommend(
     name, trained = type(text_decoder(model)).__name__, case.rope.length
     candidates = [*_candidates(case)]
     if found is not None and not finetune:
-        if found[:2] == (name, trained) and found.target_length >= target_length:
+        same = (found.model, found.trained_length) == (name, trained)
+        if same and found.target_length >= target_length:
             why = f"calibrated on a text: {found.sentence}"
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif calibration is not None:
@@ -185,14 +171,13 @@ def _without_patch(
     if state is None:
         return saved.model, gguf_source.scaling_notes(saved.config)
     own = saved.source == "rope_parameters"  # plain transformers loads it
-    tables, beyond = own and state.method.is_dynamic, target > state.target_length
-    if beyond and not tables:
-        if own:
-            return model_of(given), ()
-        return model_of(given), (
+    beyond = target > state.target_length
+    if beyond and not (own and state.method.is_dynamic):
+        note = (
             f"It was saved under {state.record.call()}; this is about the model without that. For "
-            f"the other, load it with rope_ext.from_pretrained and pass the model.",
+            f"the other, load it with rope_ext.from_pretrained and pass the model."
         )
+        return model_of(given), () if own else (note,)
     commands = serving_commands(saved)
     loader = "AutoModelForCausalLM" if own else "rope_ext"
     next_step = f"serve it: {commands[0]}" if commands else f"load it with {loader}.from_pretrained"
@@ -237,20 +222,20 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Yield methods, the best first, and the reason to choose each."""
-    factor, recipe = case.factor, case.recipe
+    factor, recipe, published = case.factor, case.recipe, case.finetune or case.engine is not None
     raised = [] if case.raised is None else [(case.raised, _RAISED)]
-    if case.finetune or case.engine is not None:
+    if published:
         yield from raised
-    if recipe is not None and not case.finetune:
+    if recipe is not None:  # never for fine-tuning
         yield (
             YaRN(factor=factor),
             f"the vendor of {recipe.models} publishes YaRN up to factor {recipe.factor:g} on "
             f"{recipe.trained} tokens ({recipe.source}). {recipe.note}".rstrip(),
         )
-    if case.finetune or case.engine is not None:
-        for cls, why in _FINETUNED if case.finetune else _SERVED:
-            if recipe is None or cls is not YaRN:
-                yield cls(factor=factor), why
+    if published:
+        for name, why in PUBLISHED["finetuned" if case.finetune else "served"].items():
+            if recipe is None or name != "yarn":
+                yield build_method(name, factor=factor), why
         return
     names = [name for name in ranked() if recipe is None or name != "yarn"]
     methods = [build_method(name, factor=factor).resolved(case.rope) for name in names]
@@ -283,7 +268,7 @@ def _unproven(case: _Case, trial: _Trial) -> bool:
     return on_meta and refused and trial.method.replaces_attention
 
 
-def _more(case: _Case, chosen: _Trial, found: Calibrated | None) -> Iterator[str]:
+def _more(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
     """Yield further reasons and warnings, one per line."""
     method, factor, raises = chosen.method, case.factor, chosen.method == case.raised
     if case.finetune and factor > _TRAINED_FACTOR:

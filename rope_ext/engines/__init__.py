@@ -24,8 +24,8 @@ _ENGINES: dict[str, tuple[str, Callable[..., Export]]] = {
     "transformers": ("transformers", configs.transformers),
     "mlx": ("mlx-lm", configs.mlx),
 }
-"""Engines by name: the official spelling, and a function of a model, its patch, and the folder that
-already contains the patch, if any; otherwise the engine loads the unpatched model."""
+"""Engines by name: the official spelling, and a function of a patch and the folder that already
+contains it, if any; otherwise the engine loads the unpatched model."""
 
 
 def titles() -> dict[str, str]:
@@ -37,7 +37,7 @@ def check_engine(name: str, **options: Any) -> None:
     if not isinstance(name, str) or name not in _ENGINES:
         known, near = ", ".join(map(repr, _ENGINES)), nearest(str(name), _ENGINES)
         raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
-    known = [*inspect.signature(_ENGINES[name][1]).parameters][3:]
+    known = [*inspect.signature(_ENGINES[name][1]).parameters][2:]
     for option in options.keys() - known:
         valid = f"its options are {', '.join(known)}" if known else "it has none"
         raise ExportError(f"{name} has no option {option!r}; {valid}")
@@ -52,8 +52,8 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: engine options. For ``"transformers"``, ``legacy=True`` adds the field names of
-            older readers. For ``"vllm"``, ``dual_chunk=True`` is for versions with Dual Chunk, and
-            ``plugin=True`` for a folder with a position method, which 0.32 serves on CPUs.
+            older readers. For ``"vllm"``, ``plugin=True`` is for a folder with a position method,
+            which 0.32 serves on CPUs.
 
     Returns:
         Settings with which the engine computes the same frequencies and attention scaling from the
@@ -67,28 +67,26 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
     """
     check_engine(engine, **options)
     if isinstance(model, nn.Module) and (state := current_patch(model)) is not None:
-        return _export(engine, model, state, None, **options)
+        return _export(engine, state, None, **options)
     saved = read_saved(config_of(model) if isinstance(model, nn.Module) else model)
     state = current_patch(saved.model)
     return _unread(engine, saved) if state is None else _of_saved(engine, state, saved, **options)
 
 
-def _export(
-    engine: str, model: nn.Module, state: Patch, saved: Saved | None, **options: Any
-) -> Export:
+def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
     try:
-        return _ENGINES[engine][1](model, state, saved, **options)
+        return _ENGINES[engine][1](state, saved, **options)
     except Refusal as refusal:
-        others = [repr(e) for e in _ENGINES if e != engine and _runs(e, model, state, saved)]
+        others = [repr(e) for e in _ENGINES if e != engine and _runs(e, state, saved)]
         raise ExportError(
             f"{engine} cannot run {state.method.name}: {refusal}; "
             f"{' and '.join(others) or 'no supported engine'} can run this patch"
         ) from None
 
 
-def _runs(engine: str, model: nn.Module, state: Patch, saved: Saved | None = None) -> bool:
+def _runs(engine: str, state: Patch, saved: Saved | None = None) -> bool:
     try:
-        _ENGINES[engine][1](model, state, saved)
+        _ENGINES[engine][1](state, saved)
     except Refusal:
         return False
     return True
@@ -96,16 +94,16 @@ def _runs(engine: str, model: nn.Module, state: Patch, saved: Saved | None = Non
 
 def _of_saved(engine: str, state: Patch, saved: Saved, **options: Any) -> Export:
     if saved.source != "adapter":
-        return _export(engine, saved.model, state, saved, **options)
-    made = _export(engine, saved.model, state, None, **options)  # the base model is unextended
+        return _export(engine, state, saved, **options)
+    made = _export(engine, state, None, **options)  # the base model is unextended
     note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
     return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
 
 
 def _unread(engine: str, saved: Saved) -> Export:
     """Return the error for an unpatched model; its RoPE scaling may have no equivalent method."""
-    text = saved.config.get_text_config(decoder=True)
-    kinds = {one.rope_type for one in all_settings(text).values()} - {"default"}
+    settings = all_settings(saved.config.get_text_config(decoder=True))
+    kinds = {one.rope_type for one in settings.values()} - {"default"}
     if not kinds:
         raise NotPatchedError(
             "this model is not patched, and its configuration does not scale it, so there is "
@@ -124,11 +122,11 @@ def serving_commands(saved: Saved) -> tuple[str, ...]:
     """Return commands that serve a saved, extended folder, for vLLM or the first engine."""
     state = current_patch(saved.model)
     for engine in _ENGINES:
-        if state and engine != "transformers" and _runs(engine, saved.model, state, saved):
+        if state and engine != "transformers" and _runs(engine, state, saved):
             return (_of_saved(engine, state, saved).command,)
     return ()
 
 
 def engines_for(model: nn.Module) -> tuple[str, ...]:
     state = current_patch(model)
-    return () if state is None else tuple(n for n in _ENGINES if _runs(n, model, state))
+    return () if state is None else tuple(n for n in _ENGINES if _runs(n, state))

@@ -16,7 +16,6 @@ from torch import nn
 from typing_extensions import Self
 
 from rope_ext.apply.configuration import part_of
-from rope_ext.engines.families import ENGINES, Family
 from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
@@ -29,9 +28,58 @@ from rope_ext.saving.folder import Saved
 DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
 DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 """Families whose checkpoints have a head for speculative decoding (MTP), which uses RoPE, too."""
-
-
 _MODELFILE = re.compile(r"FROM \./\S+\.gguf\nPARAMETER num_ctx \d+\n")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an engine interprets a family's RoPE parameters."""
+
+    kinds: tuple[str, ...] = ("default", "linear", "yarn", "llama3", "longrope")
+    """Values of ``rope_type`` that the engine computes like transformers; ``"default"`` means that
+    the base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
+    reason: str = ""  # why the other values are not supported
+    mla: bool = False  # its YaRN is DeepSeek's, with other option names
+    usual: bool = False  # vLLM: its YaRN supports the default temperature only
+    stretched: int = 1  # vLLM: its YaRN computes the ramp for this multiple of the trained length
+    own_share: bool = False  # SGLang: it reads partial_rotary_factor outside rope_parameters
+    unrun: str = ""  # vLLM: why only its rotary classes are tested
+    inside: bool = False  # mlx-lm: it reads rope_parameters instead of the older fields
+    name: str = ""  # llama.cpp: name of the architecture
+    interleaved: bool = False
+    """llama.cpp: it rotates neighboring columns, and transformers the halves of a head, so
+    converters reorder the rows of query and key weights."""
+    by_file: bool = False  # llama.cpp: sliding layers follow keys, but ignore flags
+    centered: bool = False  # llama.cpp: norm weights are stored minus 1
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """llama.cpp: further GGUF keys; a string names a configuration field."""
+    sliding_base: float | None = None  # llama.cpp: fixed base of sliding layers
+
+
+def _read(rows: list[dict[str, Any]]) -> dict[str, Family]:
+    found = {}
+    for row in rows:
+        options = {k: v for k, v in row.items() if k not in ("families", "note")}
+        if "kinds" in options:
+            options["kinds"] = tuple(options["kinds"].split())
+        found |= dict.fromkeys(row["families"].split(), Family(**options))
+    return found
+
+
+_DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+ENGINES = {name: _read(table["rows"]) for name, table in _DATA.items()}
+"""What each engine supports for each ``model_type``."""
+ENGINES["ollama"] = ENGINES["llama.cpp"]
+_NO_MINIATURE = (
+    *("falcon_h1", "gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "qwen4_exp_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+)
+
+
+def miniatures() -> list[str]:
+    """Families that ``verify`` supports: those with a single, flat set of RoPE parameters."""
+    found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
+    return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
 
 
 class Refusal(Exception):
@@ -183,24 +231,20 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
         raise Refusal(f"it has no setting that adds a bias ({options.bias.name}) to logits")
     if options.layers is not None:
         raise Refusal("it rotates all layers with the same frequencies; patch without layers=")
-    refuse_tempered(state)
-    if method.is_dynamic and not dynamic:
-        raise Refusal(
-            "it uses one set of frequencies for all sequences, but this method chooses them for "
-            "each; no supported engine follows the length of each request: patch with "
-            "length=TOKENS to fix them"
-        )
-
-
-def refuse_tempered(state: Patch) -> None:
-    temperature = state.method.tempered(state.scaled[0].rope)
+    temperature = method.tempered(state.scaled[0].rope)
     if temperature is not None:
         instead = "use attention_factor instead, whose square multiplies the logits that rotate"
         if isinstance(temperature, SSMax):
             instead = "run the model with transformers (rope_ext.from_pretrained)"
         raise Refusal(
-            f"it has no setting that multiplies queries (temperature={state.method.temperature!r});"
-            f" {instead}"
+            f"it has no setting that multiplies queries (temperature={method.temperature!r}); "
+            f"{instead}"
+        )
+    if method.is_dynamic and not dynamic:
+        raise Refusal(
+            "it uses one set of frequencies for all sequences, but this method chooses them for "
+            "each; no supported engine follows the length of each request: patch with "
+            "length=TOKENS to fix them"
         )
 
 
@@ -229,8 +273,12 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, dict) for value in parameters.values())
 
 
-def model_name(model: nn.Module) -> str:
-    return getattr(config_of(model), "_name_or_path", "") or "MODEL"
+def model_name(state: Patch) -> str:
+    return getattr(state.outermost, "_name_or_path", "") or "MODEL"
+
+
+def folder_of(saved: Saved | None) -> str:
+    return saved.name if saved is not None and saved.name else "FOLDER"
 
 
 def served_config(own: Any) -> Any:

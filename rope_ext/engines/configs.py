@@ -5,8 +5,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from rope_ext.apply.configuration import SCALING_FIELDS
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Refusal
@@ -18,9 +16,7 @@ _NEEDED = dict.fromkeys(("partial_rotary_factor", "num_experts"))
 """Fields that released checkpoints have, but transformers does not save."""
 
 
-def transformers(
-    model: nn.Module, state: Patch, saved: Saved | None, legacy: bool = False
-) -> Export:
+def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Export:
     """Return the ``config.json`` from which plain transformers builds the patch.
 
     ``legacy``: write ``rope_theta`` and ``rope_scaling`` for every family and type. Otherwise they
@@ -32,12 +28,12 @@ def transformers(
         base.refuse_positions(state, dynamic=True)
         if not state.native:
             raise Refusal("it has no rope_type that builds these frequencies")
-        text = base.config_of(model).get_text_config(decoder=True)
+        text = state.outermost.get_text_config(decoder=True)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
     whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
     if saved is not None and whole and not (legacy and settings):
         return as_it_is(saved, settings)
-    config = base.config_of(model)
+    config = state.outermost
     written, parameters = config.to_json_string(), settings["rope_parameters"]
     if legacy:
         if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
@@ -51,12 +47,12 @@ def transformers(
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
-    command = shlex.join(["hf", "upload", "USER/NAME", saved.name or "FOLDER"])
+    command = shlex.join(["hf", "upload", "USER/NAME", base.folder_of(saved)])
     note = "config.json holds the settings: plain from_pretrained loads the folder"
     return Export("transformers", settings or {}, command, notes=(note,))
 
 
-def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def mlx(state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
     A saved folder either runs as patched or raises an error (``apply/configuration.py``).
@@ -69,7 +65,7 @@ def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     parameters = _parameters(base.Scaling.from_patch(state))
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-    own = base.config_of(model)
+    own = state.outermost
     head = own.hidden_size // own.num_attention_heads
     for name, value in (_NEEDED | {"head_dim": head}).items():
         value = parameters.get(name, getattr(own, name, value))
@@ -78,8 +74,7 @@ def mlx(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
     config = _with_fields(own.to_json_string(), fields)
     where = "FOLDER: written by model.save_pretrained, with this config.json in it"
     where = where if saved is None else "put this config.json into the folder"
-    folder = saved.name if saved is not None and saved.name else "FOLDER"
-    command = shlex.join(["mlx_lm.generate", "--model", folder, "--prompt", "..."])
+    command = shlex.join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
     notes = ("as mlx-lm 0.32.2 computes it", where, *base.precise_note(state))
     return Export("mlx", fields, command, {"config.json": config}, notes)
 

@@ -1,29 +1,47 @@
-"""Writes patches into GGUF files for llama.cpp; needs the ``gguf`` library."""
+"""Writes GGUF files for llama.cpp: patches into files, and small models; needs ``gguf``.
 
+Details of each family follow llama.cpp's ``conversion/*.py`` and ``src/models/*.cpp``. Names of
+fields and tensors are in ``gguf.json``.
+"""
+
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from torch import nn
 from transformers import LlamaConfig
 from typing_extensions import Self
 
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
-from rope_ext.engines.base import Refusal, config_of
-from rope_ext.engines.families import LLAMA_CPP
-from rope_ext.engines.gguf_model import require_gguf
+from rope_ext.engines.base import ENGINES, Family, Refusal, config_of
 from rope_ext.engines.llama_cpp import Plan, planned
 from rope_ext.errors import ExportError, LoadError
 from rope_ext.methods import Method
 from rope_ext.patching import Patch, current_patch
-from rope_ext.rotary.sites import text_config
+from rope_ext.rotary.sites import text_config, unwrap
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import built_on_meta, patch_without_weights, read_saved
 
 _MARK = "rope_ext.gguf"
 """Key that marks files written by this module, which may be overwritten."""
+_TABLES = json.loads(Path(__file__).with_name("gguf.json").read_text(encoding="utf-8"))
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ExportError(
+            "GGUF files need the gguf library, which is not installed; install it with: "
+            'pip install "rope-ext[engines]"'
+        ) from None
+    return gguf
 
 
 @dataclass(frozen=True)
@@ -41,7 +59,7 @@ class GGUFFile:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a file's header, without the weights."""
-        path, gguf = Path(path), require_gguf()
+        path, gguf = Path(path), _gguf()
         try:
             keys, tables = gguf_source.read(path)
             reader = gguf.GGUFReader(path)
@@ -64,7 +82,7 @@ class GGUFFile:
 
     def write(self, output: str | Path, made: Plan) -> Plan:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
-        keys, table, output, gguf = made.keys, made.table, Path(output), require_gguf()
+        output, gguf = Path(output), _gguf()
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
         if not may_replace(output, _MARK):
@@ -73,8 +91,7 @@ class GGUFFile:
                 f"--output another name"
             )
         prefix = f"{self.architecture}.rope.scaling."
-        own = ("general.architecture", _MARK, *keys)  # set by the writer
-        tensors = [tensor for tensor in self.reader.tensors if tensor.name != TABLE]
+        own = ("general.architecture", _MARK, *made.keys)  # set by the writer
         try:
             with draft_of(output) as draft:
                 writer = gguf.GGUFWriter(draft, self.architecture)
@@ -84,23 +101,16 @@ class GGUFFile:
                     if not (name in own or name.startswith(("GGUF.", prefix))):
                         part = field.types[-1] if len(field.types) > 1 else None
                         writer.add_key_value(name, field.contents(), field.types[0], part)
-                for name, value in keys.items():
+                for name, value in made.keys.items():
                     kind = gguf.GGUFValueType.get_type(value)
                     whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
                     writer.add_key_value(name, value, whole)
-                arrays = [tensor.data for tensor in tensors]
-                for one, data in zip(tensors, arrays, strict=True):
-                    kind = data.dtype, data.nbytes, one.tensor_type
-                    writer.add_tensor_info(one.name, data.shape, *kind)
-                if table is not None:
-                    arrays.append(numpy.array(table, dtype=numpy.float32))
-                    writer.add_tensor_info(TABLE, [len(table)], arrays[-1].dtype, 4 * len(table))
-                writer.write_header_to_file()
-                writer.write_kv_data_to_file()
-                writer.write_ti_data_to_file()
-                for data in arrays:
-                    writer.write_tensor_data(data)
-                writer.close()
+                for tensor in self.reader.tensors:
+                    if tensor.name != TABLE:
+                        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+                if made.table is not None:
+                    writer.add_tensor(TABLE, numpy.array(made.table, dtype=numpy.float32))
+                _write_out(writer)
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
         return made
@@ -116,7 +126,9 @@ def extended(
             f"{path} already scales its rotary embedding; convert the unscaled model, or give the "
             f"folder of a model that was patched with compose=True before the file"
         )
-    known = list(dict.fromkeys(family.name for family in LLAMA_CPP.values() if family.kinds))
+    known = list(
+        dict.fromkeys(family.name for family in ENGINES["llama.cpp"].values() if family.kinds)
+    )
     if file.architecture not in known:
         raise ExportError(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "
@@ -144,7 +156,7 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
             "llama.cpp cannot run the patch of this model: there is none; patch it, or give a "
             "folder that save_pretrained of a patched model wrote"
         )
-    family = LLAMA_CPP.get(text_config(state.decoder).model_type)
+    family = ENGINES["llama.cpp"].get(text_config(state.decoder).model_type)
     architecture, dim = family.name if family else None, state.scaled[0].rope.dim
     if (file.dim, file.architecture) != (dim, architecture):
         raise ExportError(
@@ -159,3 +171,133 @@ def plan(state: Patch, in_file: bool = True, architecture: str | None = None) ->
         return planned(state, in_file, architecture)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run {state.method.name}: {refusal}") from None
+
+
+def _write_out(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_model(model: nn.Module, path: str | Path) -> None:
+    """Write a small model as a GGUF file in float32, with an unscaled rotary embedding.
+
+    The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
+
+    Args:
+        model: a model whose family in ``ENGINES`` has an architecture.
+        path: the output file.
+    """
+    gguf, model = _gguf(), unwrap(model)
+    config = text_config(model)
+    family = ENGINES["llama.cpp"][config.model_type]
+    writer = gguf.GGUFWriter(path, family.name)
+    _write_values(writer, config)
+    for key, value in family.keys.items():
+        value = getattr(config, value) if isinstance(value, str) else value
+        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+        add(f"{family.name}.{key}", value)
+    _write_vocabulary(gguf, writer, config.vocab_size)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        values = tensor.detach().float().cpu()
+        for part, piece in _parts(name, values, config, family):
+            if part == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            written = names.get_name(part, (".weight", ".bias"))
+            if written is None:
+                raise ExportError(f"the gguf library has no name for {part} of {family.name}")
+            writer.add_tensor(written, piece.contiguous().numpy())
+    _write_out(writer)
+
+
+def _write_values(writer: Any, config: Any) -> None:
+    for name, method in _TABLES["values"].items():
+        if getattr(config, name, None) is not None:
+            getattr(writer, method)(getattr(config, name))
+    width = getattr(config, "intermediate_size", 0)
+    writer.add_feed_forward_length(width)
+    experts = next((getattr(config, n) for n in _EXPERTS if getattr(config, n, None)), None)
+    if experts is not None:
+        writer.add_expert_count(experts)
+        if getattr(config, "moe_intermediate_size", None) is None:
+            writer.add_expert_feed_forward_length(width)
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    parameters, kinds = config.rope_parameters, getattr(config, "layer_types", None) or ()
+    rotary = int(dim * parameters.get("partial_rotary_factor", 1.0))
+    keys, values = dim, dim
+    if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
+        keys, values, shared = config.kv_lora_rank + dim, config.kv_lora_rank, 1
+    if "conv" in kinds:
+        shared = [0 if kind == "conv" else shared for kind in kinds]
+    if "linear_attention" in kinds:
+        linear = [kind == "linear_attention" for kind in kinds]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", linear)
+        width = config.linear_num_value_heads * config.linear_value_head_dim
+        writer.add_ssm_inner_size(width)
+        # Sections of the three position axes; text has the same position on each.
+        axes = [(rotary // 2 + more) // 3 for more in (2, 1, 0)]
+        writer.add_rope_dimension_sections([*parameters.get("mrope_section", axes), 0])
+    if "llama_4_scaling_beta" in parameters:
+        writer.add_attn_temperature_scale(parameters["llama_4_scaling_beta"])
+    writer.add_head_count_kv(shared)
+    writer.add_key_length(keys)
+    writer.add_value_length(values)
+    writer.add_rope_dimension_count(rotary)
+    writer.add_rope_freq_base(parameters["rope_theta"])
+
+
+def _write_vocabulary(gguf: Any, writer: Any, size: int) -> None:
+    kinds = gguf.TokenType
+    special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*special, "<0x0A>", *(f"t{i}" for i in range(4, size))])
+    writer.add_token_types([*special.values(), kinds.BYTE] + [kinds.NORMAL] * (size - 4))
+    writer.add_token_scores([0.0] * size)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+
+
+def _parts(
+    name: str, values: torch.Tensor, config: Any, family: Family
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Convert a transformers tensor to GGUF tensors, with names that the gguf library knows."""
+    for part, known in _TABLES["names"].items():
+        name = name.replace(part, known)
+    if config.model_type == "gpt_oss" and ".experts." in name:  # split interleaved gates
+        values = values.transpose(-1, -2) if values.ndim == 3 else values
+        if ".gate_up_proj" in name:
+            values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
+    if ".experts." in name and not name.endswith(".bias"):
+        name += ".weight"
+    if ".experts.gate_up_proj" in name:
+        gate, up = values.chunk(2, 1)
+        yield name.replace("gate_up_proj", "gate_proj"), gate
+        yield name.replace("gate_up_proj", "up_proj"), up
+    elif "kv_b_proj" in name:
+        heads = values.unflatten(0, (config.num_attention_heads, -1))
+        nope, value = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+        yield name.replace("kv_b_proj", "k_b_proj"), nope.transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), value
+    elif "in_proj_qkvz" in name:
+        heads = values.unflatten(0, (config.linear_num_key_heads, -1))
+        key = config.linear_key_head_dim
+        *rest, gate = heads.split((key, key, *[(heads.shape[1] - 2 * key) // 2] * 2), 1)
+        yield name.replace("qkvz", "qkv"), torch.cat([part.flatten(0, 1) for part in rest])
+        yield name.replace("qkvz", "z"), gate.flatten(0, 1)
+    elif name.endswith(".A_log"):
+        yield name, -values.exp()
+    elif ".conv" in name and values.ndim == 3:
+        yield name, values.squeeze(1)
+    elif family.centered and name.endswith("norm.weight") and "linear_attn" not in name:
+        yield name, values + 1
+    else:
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        rows = next((n for part, n in heads.items() if f".{part}." in name), None)
+        if family.interleaved and rows:
+            values = values.unflatten(0, (rows, 2, -1)).transpose(1, 2).flatten(0, 2)
+        yield name, values

@@ -4,7 +4,6 @@ Follows the source at commit 0c1e57098, tested with llama.cpp in xllamacpp 2026.
 """
 
 import dataclasses
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -13,23 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.command.arguments import command_words
 from rope_ext.engines import base
-from rope_ext.engines.base import Export, Refusal
-from rope_ext.engines.families import LLAMA_CPP
+from rope_ext.engines.base import ENGINES, Export, Refusal
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
-READS_TABLE = tuple(dict.fromkeys(f.name for f in LLAMA_CPP.values() if "longrope" in f.kinds))
+_FAMILIES = ENGINES["llama.cpp"].values()
+READS_TABLE = tuple(dict.fromkeys(f.name for f in _FAMILIES if "longrope" in f.kinds))
 """Architectures that read this tensor."""
-_KINDS = {int: "int", float: "float", str: "str"}  # types of --override-kv
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,11 @@ class Plan:
         kept = {f: v for f, v in self.flags.items() if f == "--ctx-size" or "-beta-" in f}
         return Plan({}, kept).words()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        tensors = {} if self.table is None else {"tensors": {TABLE: self.table}}
+        return {"flags": dict(self.flags), "gguf": dict(self.keys), **tensors}
+
 
 def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Plan:
     """Return keys and flags with which llama.cpp computes a patch, and a table if needed.
@@ -80,7 +82,7 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
         base.refuse_unproven(state, family.sliding_base)
         architecture = family.name
     else:
-        family = next(f for f in LLAMA_CPP.values() if f.name == architecture)
+        family = next(f for f in _FAMILIES if f.name == architecture)
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
@@ -105,7 +107,7 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
         if flag is not None and not family.by_file:
             flags[flag] = value if given is None else given
         else:
-            overrides.append(f"{name}={_KINDS[type(value)]}:{value}")
+            overrides.append(f"{name}={type(value).__name__}:{value}")
 
     yarn = parameters["rope_type"] == "yarn" and parameters.get("truncate", True)
     betas = {name: parameters[name] for name in ("beta_fast", "beta_slow") if yarn}
@@ -169,33 +171,31 @@ def _reaching(factor: float, length: int) -> float:
     return factor if tried == given else float(f"{float(tried):.9g}")
 
 
-def llama_cpp(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     """Return flags of ``llama-server``, or the command that writes a file for it."""
-    made = planned(state, in_file=False)
-    source, long, named = _files(model, saved)
+    made = planned(state, in_file=saved is not None)
+    source, output, named = _files(state, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
-    before, served, words, files = [], source, made.words(), {}
-    if saved is not None:
-        before, served = _following(saved, source, long), long
-        words, notes = planned(state, in_file=True).in_file, [*named, *notes]
-    elif made.table is not None:
-        (before, files), served = _writing(state, source, long), long
-        notes += [
-            *named,
-            f"there is no flag for a table, so the first command writes {long} with the tensor "
-            f"{TABLE}",
-        ]
+    notes += named
+    if saved is None and made.table is None:
+        command = shlex.join(["llama-server", "--model", source, *made.words()])
+        notes.append("to write the settings into the file instead, use rope-ext gguf")
+        return Export("llama.cpp", made.settings, command, notes=tuple(notes))
+    before = _writing(state, saved, source, output)
+    if saved is None:
+        notes.append(
+            f"there is no flag for a table, so the first command writes {output} with the tensor "
+            f"{TABLE}"
+        )
         notes += ["FOLDER: written by model.save_pretrained"] * ("FOLDER" in before)
-    else:
-        notes += [*named, "to write the settings into the file instead, use rope-ext gguf"]
-    command = ["llama-server", "--model", served, *words]
-    text = " && ".join(shlex.join(words) for words in (before, command) if words)
-    return Export("llama.cpp", _settings(made), text, files, tuple(notes))
+    command = shlex.join(["llama-server", "--model", output, *made.in_file])
+    command = f"{shlex.join(before)} && {command}"
+    return Export("llama.cpp", made.settings, command, notes=tuple(notes))
 
 
-def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def ollama(state: Patch, saved: Saved | None) -> Export:
     """Return a Modelfile, and the command that writes its GGUF file."""
     made = planned(state, in_file=True)
     if any("-beta-" in flag for flag in made.flags):
@@ -203,39 +203,28 @@ def ollama(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
             "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
             "accepts no flags"
         )
-    source, long, named = _files(model, saved)
-    before, files = _writing(state, source, long)
-    if saved is not None:
-        before, files = _following(saved, source, long), {}
-    files |= {"Modelfile": f"FROM ./{long}\nPARAMETER num_ctx {state.target_length}\n"}
+    source, output, named = _files(state, saved)
+    file = f"FROM ./{output}\nPARAMETER num_ctx {state.target_length}\n"
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
     notes = (*named, note, *base.precise_note(state))
-    command = f"{shlex.join(before)} && ollama create NAME --file Modelfile"
-    return Export("ollama", _settings(made), command, files, notes)
+    before = shlex.join(_writing(state, saved, source, output))
+    command = f"{before} && ollama create NAME --file Modelfile"
+    return Export("ollama", made.settings, command, {"Modelfile": file}, notes)
 
 
-def _files(model: nn.Module, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
+def _files(state: Patch, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
     """Return names for a model's unpatched and patched GGUF files, and a note on the first."""
-    file = gguf_source.file_of(base.config_of(model))
+    file = gguf_source.file_of(state.outermost)
     if file is not None and saved is None:
         return file, f"{Path(file).stem}-long.gguf", ()
-    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(model)}"
+    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}"
     if saved is not None:  # the patch is written after conversion
-        note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {saved.name or 'FOLDER'}"
+        note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}"
     return "MODEL.gguf", "MODEL-long.gguf", (note,)
 
 
-def _settings(made: Plan) -> dict[str, Any]:
-    tensors = {} if made.table is None else {"tensors": {TABLE: made.table}}
-    return {"flags": dict(made.flags), "gguf": dict(made.keys), **tensors}
-
-
-def _following(saved: Saved, source: str, output: str) -> list[str]:
-    return ["rope-ext", "gguf", saved.name or "FOLDER", source, "--output", output]
-
-
-def _writing(state: Patch, source: str, output: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command that writes a patched file, and its options file, if any."""
+def _writing(state: Patch, saved: Saved | None, source: str, output: str) -> list[str]:
+    """Return the command that writes a patched file."""
     method, site = state.record.method, state.scaled[0]
     defaults = {f.name: f.default for f in dataclasses.fields(method)}
     options = {
@@ -245,12 +234,8 @@ def _writing(state: Patch, source: str, output: str) -> tuple[list[str], dict[st
     }
     again = build_method(method.name, factor=method.factor, **options)
     # Otherwise only the saved patch describes it.
-    if again != method or site.scaled or site.raised is not None:
-        return ["rope-ext", "gguf", "FOLDER", source, "--output", output], {}
-    given, files = [f"{method.name}.{name}={value}" for name, value in options.items()], {}
-    if any(isinstance(value, tuple) for value in options.values()):
-        files[f"{method.name}.json"] = json.dumps(options) + "\n"
-        given = [f"{method.name}={method.name}.json"]
+    if saved is not None or again != method or site.scaled or site.raised is not None:
+        return ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
+    given = [f"{method.name}.{name}={value}" for name, value in options.items()]
     patch = {"method": method.name, "factor": repr(method.factor), "option": given}
-    more = {"trained_length": state.length, "output": output}
-    return command_words("gguf", source, **patch, **more), files
+    return command_words("gguf", source, **patch, trained_length=state.length, output=output)

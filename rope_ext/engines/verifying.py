@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
-from rope_ext.engines import export, gguf_file, gguf_model, running
-from rope_ext.engines.base import Refusal, Scaling, config_of, refuse_unproven
-from rope_ext.engines.families import miniatures
+from rope_ext.engines import export, gguf_file, running
+from rope_ext.engines.base import Refusal, Scaling, config_of, miniatures, refuse_unproven
 from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.errors import ExportError, RopeExtError
 from rope_ext.methods import FrequencyMethod, Rope
@@ -43,7 +42,7 @@ _SHORT = 9216  # up to this length, prompts beyond the trained length take a min
 FACTOR_ERROR = 0.01  # smallest relative error of the factor to detect
 _VOCABULARY = 128
 _TOP = 20  # number of log-probabilities that servers return
-_TAILS = 8  # prompts per length, which differ only in the last token
+_AT_ONCE = 8  # consecutive prompt lengths at each of the four places
 _APART = 2.0  # a ruled-out rival is this many times as far from the nearest as the engine is
 _FLOOR = 1e-4  # float32 computations closer than this count as equal
 _ROUNDED = 3.0  # a server may err by this multiple of transformers' bfloat16 rounding
@@ -70,7 +69,8 @@ _IF_THERE = {
 _RESIDUAL = 0.2  # standard deviation of embeddings; that of attention outputs is 1
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
-"""Maps prompts to next-token log-probabilities, ``[prompts, vocabulary]``; NaN: not returned."""
+"""Maps prompts, each of which begins the last one, to next-token log-probabilities, float32,
+``[prompts, vocabulary]``; NaN: not returned."""
 
 
 @dataclass(frozen=True)
@@ -196,28 +196,25 @@ class Miniature:
         arguments = {**self.state.record.arguments, **changes}
         return patch(model.to(dtype), self.state.record.method, **arguments)
 
-    def lengths(self, longest: int | None = None) -> tuple[int, ...]:
-        """Return prompt lengths in tokens, up to the context length or ``longest``.
-
-        Default: 2048, or an eighth beyond the trained length if that is at most 9216.
-        """
-        beyond = self.beyond if self.beyond <= _SHORT else 0
-        last = min(self.state.target_length - 1, longest or max(LENGTH, beyond))
-        return tuple(sorted({max(2, last * eighths // 8) for eighths in (1, 4, 6, 8)}))
-
     @property
     def beyond(self) -> int:
         """A length beyond the trained one, tokens."""
         return self.state.length * 9 // 8
 
     def prompts(self, longest: int | None = None) -> list[list[int]]:
-        """Return deterministic token IDs; prompts of one length differ only in the last token."""
-        seeded, prompts = torch.Generator().manual_seed(0), []
-        for length in self.lengths(longest):
-            start = torch.randint(4, _VOCABULARY, (length - 1,), generator=seeded).tolist()
-            tails = torch.randperm(_VOCABULARY - 4, generator=seeded)[:_TAILS] + 4
-            prompts += [[*start, tail] for tail in tails.tolist()]
-        return prompts
+        """Return deterministic token IDs up to the context length or ``longest``.
+
+        Each prompt begins the next. Default: 2048 tokens, or an eighth beyond the trained length if
+        that is at most 9216.
+        """
+        beyond = self.beyond if self.beyond <= _SHORT else 0
+        last = min(self.state.target_length - 1, longest or max(LENGTH, beyond))
+        seeded = torch.Generator().manual_seed(0)
+        tokens = torch.randint(4, _VOCABULARY, (last,), generator=seeded).tolist()
+        places = (
+            last * eighths // 8 - back for eighths in (1, 4, 6, 8) for back in range(_AT_ONCE)
+        )
+        return [tokens[:length] for length in sorted({max(2, length) for length in places})]
 
     def expected(
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
@@ -328,19 +325,10 @@ def _small(config: Any) -> PreTrainedModel:
 
 @torch.no_grad()
 def log_probs_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return next-token log-probabilities of a loaded model, float32, ``[prompts, vocabulary]``."""
-    rows: list[torch.Tensor] = []
-    for start, tails in running.by_start(prompts):
-        given: dict[str, Any] = {"input_ids": torch.tensor(tails)[:, None]}
-        if len(tails) == 1:
-            given["input_ids"] = torch.tensor([[*start, *tails]])
-        elif start:
-            cache = DynamicCache(config=config_of(model))
-            model(torch.tensor([start]), past_key_values=cache, logits_to_keep=1)
-            cache.reorder_cache(torch.LongTensor([0] * len(tails)))
-            given["past_key_values"] = cache
-        rows.append(model(**given, logits_to_keep=1).logits[:, -1].float().log_softmax(-1))
-    return torch.cat(rows)
+    """Return next-token log-probabilities of a loaded model; see :data:`Run`."""
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    logits = model(torch.tensor([prompts[-1]]), logits_to_keep=last, use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 def verify(
@@ -368,7 +356,8 @@ def verify(
         tolerance = max(TOLERANCE, _ROUNDED * float(rounded.square().mean().sqrt()))
     returned, trained = float(known.sum(-1).float().mean()), miniature.state.length
     judged = judge(got, rows, tolerance)
-    lengths, notes = tuple(dict.fromkeys(map(len, prompts))), []
+    sizes, notes = [*map(len, prompts)], []
+    lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if judged[0] == "cannot tell":
         notes.append(
             f"either the engine's rounding errors are too large to tell them apart: serve the "
@@ -405,7 +394,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
         inside = engine == "llama.cpp"
         try:
             if inside:
-                gguf_model.write_model(miniature.plain, folder / "MODEL.gguf")
+                gguf_file.write_model(miniature.plain, folder / "MODEL.gguf")
             where = folder.absolute() if inside else folder
             options = {"plugin": True} if by_plugin else {}
             made = export(where if whole else miniature.model, engine, **options)
@@ -441,13 +430,13 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
             f"--engine vllm --write FOLDER"
         )
     if engine == "llama.cpp":
-        gguf_model.write_model(miniature.plain, file := folder / "MODEL.gguf")
+        gguf_file.write_model(miniature.plain, file := folder / "MODEL.gguf")
         if flags is None:
             made = gguf_file.plan(miniature.state, in_file=False)
             flags = shlex.join(made.words())
             if made.table is not None:
-                read, file = gguf_file.GGUFFile.read(file), file.with_name("MODEL-long.gguf")
-                read.write(file, made)
+                plain, file = file, folder / "MODEL-long.gguf"
+                gguf_file.following(miniature.model, plain, file)
         try:
             words = ["--model", str(file), *shlex.split(flags)]
         except ValueError as error:

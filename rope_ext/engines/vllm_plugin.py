@@ -22,12 +22,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.version import __version__ as version
 
 from rope_ext.attention import dispatch as attention
-from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
+from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.config.record import record_of
 from rope_ext.encodings import Encoding
 from rope_ext.engines.servers import PLUGIN_FAMILIES
 from rope_ext.errors import CURE, ExportError
-from rope_ext.methods import Map, PositionMethod, Rope
+from rope_ext.methods import PositionMethod, Rope
 from rope_ext.methods.temperature import SSMax
 from rope_ext.patching import current_patch
 from rope_ext.position.map import RotationTable
@@ -72,9 +72,8 @@ class Served:
 
     method: PositionMethod  # with every option filled in
     rope: Rope  # the trained embedding
-    stored: RotationTable  # first rotation of queries and keys, as in the patched model
     bands: list[tuple[Any, RotationTable, RotationTable]]
-    """For each band, the visible keys, and further rotations of queries and keys."""
+    """For each band, the visible keys, and the rotations of queries and keys."""
     columns: int  # rotary columns of a head
     scaling: float  # factor of the logits
 
@@ -82,20 +81,17 @@ class Served:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Compute attention, ``[1, heads, queries, columns]``; the queries are the last keys."""
-        last, half, device, dtype = key.shape[2], self.columns // 2, key.device, torch.float32
+        last, half, at = key.shape[2], self.columns // 2, (key.device, torch.float32)
         first = last - query.shape[2]
-        pairs = Pairs(slice(0, half), slice(half, self.columns))
-
-        def rotation(by: RotationTable, start: int) -> Rotation:
-            return by.between(start, last, device, dtype)
-
-        query = pairs.rotate(query, rotation(self.stored, first))
-        key = pairs.rotate(key, rotation(self.stored, 0))
-        bands = [RotatedBand(seen, rotation(q, first), rotation(k, 0)) for seen, q, k in self.bands]
-        at = torch.arange(first, last, dtype=torch.float64)
-        temperature = self.method.query_scaling(at, self.rope)
+        bands = [
+            RotatedBand(seen, of_query.between(first, last, *at), of_key.between(0, last, *at))
+            for seen, of_query, of_key in self.bands
+        ]
+        places = torch.arange(first, last, dtype=torch.float64)
+        temperature = self.method.query_scaling(places, self.rope)
         if temperature is not None:
-            temperature = temperature.to(dtype)
+            temperature = temperature.float()
+        pairs = Pairs(slice(0, half), slice(half, self.columns))
         call = Call(bands, pairs, scale * self.scaling, temperature=temperature)
         return attention.attend(query, key, value, call)
 
@@ -130,16 +126,12 @@ def _read(config: str) -> Served | None:
             f"rope_ext serves {name} in vLLM for {', '.join(PLUGIN_FAMILIES)}, not for {family}; "
             f"load it with rope_ext.from_pretrained"
         )
-    rope = state.options.rope(site.rope)
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
-
-    def table(to: Map, stored: Map) -> RotationTable:
-        return RotationTable(to, stored, made)
-
-    bands = method.bands()
-    stored = bands[-1].key
-    rotations = [(b.geometry, table(b.query, stored), table(b.key, stored)) for b in bands]
-    return Served(method, rope, table(stored, 0), rotations, 2 * len(made), number**2)
+    bands = [
+        (band.geometry, RotationTable(band.query, 0, made), RotationTable(band.key, 0, made))
+        for band in method.bands()
+    ]
+    return Served(method, state.options.rope(site.rope), bands, 2 * len(made), number**2)
 
 
 class Backend(CPUAttentionBackend):

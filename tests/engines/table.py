@@ -1,4 +1,4 @@
-"""Writes the page of families and engines from the tables in ``rope_ext.engines.families``.
+"""Writes the page of families and engines from the tables in ``rope_ext.engines.base``.
 
 python -m tests.engines.table > docs/engines/families.md
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rope_ext.engines.families import ENGINES, Family
+from rope_ext.engines.base import ENGINES, Family
 
 METHODS = {
     "default": "base",

@@ -21,7 +21,7 @@ from rope_ext.cli import app
 from rope_ext.patching import current_patch
 from tests.families.zoo import tiny_model
 from tests.helpers.engines import TABLE, built
-from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.models import tiny_llama
 
 FIXED: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("yarn", {}),
@@ -283,32 +283,3 @@ def test_the_draft_of_a_checkpoint_is_not_forgotten(family: str) -> None:
     model = rope_ext.patch(tiny_model(family), "yarn", factor=4)
     for engine in ("vllm", "sglang", "llama.cpp"):
         assert ("MTP head" in str(rope_ext.export(model, engine))) == (family != "llama")
-
-
-def by_dual_chunk(given: dict[str, int], i: int, j: int) -> int:
-    """The distance that vLLM 0.10 rotates query ``i`` and key ``j`` by."""
-    chunk = given["chunk_size"] - given["local_size"]
-    key, apart = j % chunk, i // chunk - j // chunk
-    if apart == 0:
-        return i % chunk - key
-    if apart == 1:
-        return min(i % chunk + chunk, given["chunk_size"]) - key
-    return min(2 * chunk - 1, given["chunk_size"]) - key
-
-
-def test_dual_chunk_is_exported_to_the_versions_that_run_it() -> None:
-    model = rope_ext.patch(built("qwen2"), "dual_chunk", factor=4, attention_factor=1)
-    made = rope_ext.export(model, "vllm", dual_chunk=True)
-    given = made.settings["hf_overrides"]["dual_chunk_attention_config"]
-    at = torch.arange(4 * LENGTH, dtype=torch.float64)
-    bands = [b.distances(at[:, None], at)[..., 0] for b in current_patch(model).method.bands()]
-    ours = torch.stack(bands).nan_to_num(0).sum(0)
-    for i in range(0, 4 * LENGTH, 7):
-        assert ours[i, : i + 1].tolist() == [by_dual_chunk(given, i, j) for j in range(i + 1)]
-    assert made.command.startswith("VLLM_ATTENTION_BACKEND=DUAL_CHUNK_FLASH_ATTN ")
-    with pytest.raises(rope_ext.ExportError, match="but has dropped the attention"):
-        rope_ext.export(model, "vllm")
-    for options in ({}, {"attention_factor": 1, "chunk": 48, "local": 32}):
-        rope_ext.patch(model, "dual_chunk", factor=4, replace=True, **options)
-        with pytest.raises(rope_ext.ExportError, match="local of at most half of chunk"):
-            rope_ext.export(model, "vllm", dual_chunk=True)

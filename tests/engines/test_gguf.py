@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import gguf_file, gguf_model
+from rope_ext.engines import gguf_file
 from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")
@@ -34,7 +34,7 @@ def tensors(path: Path) -> dict[str, tuple[Any, ...]]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Of a tiny llama, in part quantised, with keys of every kind and an alignment of its own."""
-    gguf_model.write_model(tiny_llama(), tmp_path / "plain.gguf")
+    gguf_file.write_model(tiny_llama(), tmp_path / "plain.gguf")
     old, path = gguf.GGUFReader(tmp_path / "plain.gguf"), tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
@@ -169,7 +169,7 @@ def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path:
     (tmp_path / "soft.gguf").symlink_to(file)
     (tmp_path / "hard.gguf").hardlink_to(file)
     (tmp_path / "folder").mkdir()
-    gguf_model.write_model(tiny_llama(), tmp_path / "theirs.gguf")
+    gguf_file.write_model(tiny_llama(), tmp_path / "theirs.gguf")
     for output in ("soft.gguf", "hard.gguf", "folder", "theirs.gguf"):
         result = run(file, "--method", "yarn", "--output", tmp_path / output)
         assert result.exit_code == 2 and "give --output another name" in result.stderr

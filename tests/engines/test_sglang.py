@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import rope_ext
-from rope_ext.engines.families import SGLANG
+from rope_ext.engines.base import ENGINES
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_decoder
 from tests.families.zoo import tiny_model
@@ -77,7 +77,9 @@ def asked(family: str, method: str, options: dict[str, Any]) -> list[Case]:
             "head_dim": dim,
             "neox": family not in LATENT,
             # Where it reads it for this family: not in rope_parameters.
-            "share": made.get("partial_rotary_factor", 1.0 if SGLANG[family].own_share else None),
+            "share": made.get(
+                "partial_rotary_factor", 1.0 if ENGINES["sglang"][family].own_share else None
+            ),
             "positions": POSITIONS,
         }
         inv_freq = site.module._buffers[site.buffer].double()
@@ -110,6 +112,8 @@ def test_its_classes_compute_every_method() -> None:
 
 @pytest.mark.slow
 def test_its_classes_compute_all_that_is_claimed() -> None:
-    claimed = [(n, OF_KIND[k]) for n, f in SGLANG.items() if n not in SAME for k in f.kinds]
+    claimed = [
+        (n, OF_KIND[k]) for n, f in ENGINES["sglang"].items() if n not in SAME for k in f.kinds
+    ]
     claimed.append(("deepseek_v3", ("yarn", {"attention_factor": 1.3})))
     compare([one for name, case in claimed for one in asked(name, *case)])

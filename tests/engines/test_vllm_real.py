@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines.families import VLLM
+from rope_ext.engines.base import ENGINES
 from rope_ext.engines.servers import PLUGIN_METHODS
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 from tests.helpers import pretrained
@@ -147,7 +147,7 @@ def tiny(family: str) -> Any:
 def claimed() -> Iterator[Any]:
     """Every family with YaRN, and every third or one without it with another kind, in turn."""
     turns = {kind: itertools.cycle(methods) for kind, methods in OF_KIND.items()}
-    run = [(name, family.kinds) for name, family in VLLM.items() if not family.unrun]
+    run = [(name, family.kinds) for name, family in ENGINES["vllm"].items() if not family.unrun]
     for index, (name, kinds) in enumerate(run):
         others = [kind for kind in kinds if kind != "yarn"]
         asked = {"yarn"} & set(kinds)

@@ -170,7 +170,7 @@ def test_llama_cpp_runs_the_original_file(name: str, method: str) -> None:
 
 def engine(words: list[str], prompts: list[list[int]], vocabulary: int) -> torch.Tensor:
     """The most likely tokens of llama.cpp after each prompt, NaN for the others."""
-    with running.serving([*words, *running.EXACT, "--parallel", "1", "--threads", "1"]) as address:
+    with running.serving(words) as address:
         rows = [running.completed(address, prompt, vocabulary, top=1000) for prompt in prompts]
     return torch.stack(rows)
 

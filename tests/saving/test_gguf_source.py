@@ -20,7 +20,7 @@ from rope_ext.saving import checkpoints
 from tests.helpers.models import LENGTH, tiny_llama
 
 pytest.importorskip("gguf")
-from rope_ext.engines import gguf_file, gguf_model
+from rope_ext.engines import gguf_file
 
 TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
 
@@ -28,7 +28,7 @@ TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    gguf_model.write_model(tiny_llama(), path)
+    gguf_file.write_model(tiny_llama(), path)
     return path
 
 

@@ -13,9 +13,8 @@ from typing import Any, BinaryIO
 
 from rope_eval.folder import writing
 from rope_eval.plots import style
-from rope_ext.advice.sources import FORMAT, NAME, parsed, read, unreadable
+from rope_ext.advice.sources import FORMAT, NAME, calibration_in
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
-from rope_ext.errors import MeasureError
 from rope_ext.methods import Method
 
 SCALAR = "attention_factor"
@@ -205,16 +204,12 @@ class Calibration:
         Raises:
             MeasureError: it does not exist, or this version's calibration did not write it.
         """
-        text = read(path)
-        try:
-            data = parsed(text)
+        with calibration_in(path) as data:
             given = {field.name: data[field.name] for field in fields(cls)}
             choices = tuple(map(_choice, given["choices"]))
             made = cls(**{**given, "choices": choices, "notes": tuple(given["notes"])})
             str(made)  # check that numbers are numbers
             return made
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise MeasureError(f"{path}: {unreadable(error)}") from None
 
 
 def _choice(data: Mapping[str, Any]) -> Choice:

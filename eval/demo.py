@@ -65,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\nperplexity by position, in windows of {WINDOW} tokens up to")
     print(f"{'':11}" + "".join(f"{min(end, len(ids)):>7}" for end in ends) + "  pass key")
     axes = (figure := style.figure_of(7, 3.4)).subplots()
-    numbers = []
     for index, method in enumerate(("unpatched", *args.methods.split(","))):
         patch: Any = rope_ext.patched(model, method, factor=FACTOR) if index else nullcontext()
         with patch:
@@ -74,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = bool(hits[0, -answer:].all())
         shown = "".join(f"{value:7.1f}" for value in windows)
         print(f"{method:11}{shown}  {'found' if found else 'not found'}", flush=True)
-        numbers.append({"method": method, "perplexity": windows, "found": found})
         look = style.style_of(index - 1) if index else style.UNPATCHED_STYLE
         axes.plot(ends[: len(windows)], windows, label=method, **look)
     axes.set_yscale("log")
@@ -84,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     style.mark_trained(axes, [TRAINED], ends[-1])
     axes.legend(frameon=False)
     path = args.output / "demo.png"
-    style.save(figure, path, numbers)
+    figure.savefig(path, dpi=style.DPI)
     print(
-        f"\nThe line: rope_ext.patch(model, method={numbers[-1]['method']!r}, factor={FACTOR})"
+        f"\nThe line: rope_ext.patch(model, method={method!r}, factor={FACTOR})"
         f"\nThe picture: {path} ({time.monotonic() - start:.0f} s)"
     )
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_eval.evidence import pages, questions
 from rope_eval.evidence.measure import Measurement
 from rope_eval.evidence.sliding import in_blocks
+from rope_ext.apply import gguf_source
 from rope_ext.methods import all_methods
 
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = CHECKPOINTS[args.checkpoint]
     until = time.monotonic() + 60 * args.minutes
     folder = Path("runs/evidence")
-    folder_of, weights = _weights(args.model or _downloaded(args.checkpoint))
+    folder_of, weights = gguf_source.split(args.model or _downloaded(args.checkpoint))
     texts = [manual.read(folder / "manuals") for manual in questions.MANUALS]
     if args.prepare:
         return
@@ -74,10 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = (chosen.name, model, read, chosen.trained, output, until, args.methods)
     finished = Measurement(*measured).run()
     print(f"{output}: {'nothing is left to measure' if finished else 'run it again to go on'}")
-
-
-def _weights(path: Path) -> tuple[Path, dict[str, str]]:
-    return (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
 
 
 def _downloaded(checkpoint: str) -> Path:

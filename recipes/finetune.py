@@ -259,8 +259,7 @@ def _without_weights(config: Any, **options: Any) -> Any:
     record = saved_under(config)
     if record is None:
         return AutoModelForCausalLM.from_config(config, **options)
-    record.restore(config.get_text_config(decoder=True))
-    model = AutoModelForCausalLM.from_config(config, **options)
+    model = AutoModelForCausalLM.from_config(record.restored(config), **options)
     return patch_without_weights(model, record.method, record.arguments)
 
 

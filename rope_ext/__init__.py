@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import rope_ext.requirements  # noqa: F401 - checks versions before others fail
-from rope_ext.command.arguments import require_evaluators as _require
 from rope_ext.version import __version__ as __version__
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -30,9 +29,7 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name, f"rope_ext.{name}")
-    if home.startswith("rope_eval."):
-        value = getattr(_require(home.removeprefix("rope_eval.")), name)
-    elif name in _HOMES:
+    if name in _HOMES:
         value = getattr(importlib.import_module(home), name)
     elif not name.startswith("_") and importlib.util.find_spec(home) is not None:
         value = importlib.import_module(home)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,21 +23,15 @@ EngineName = Literal["vllm", "sglang", "llama.cpp", "ollama", "mlx", "transforme
 app = typer.Typer(cls=Commands, rich_markup_mode=None)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"rope-ext {__version__}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    version: Annotated[  # the callback prints it
-        bool,
-        typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """Extend the context length of RoPE models in Hugging Face transformers."""
+    if version:
+        print(f"rope-ext {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -88,24 +83,21 @@ def recommend(
 
     found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
     print(found.full() if everything else found)
-    name, factor, compose = found.method.name, found.method.factor, found.compose
+    best, served = found.method, found.serve or found.method
     trained = found.original_max_position_embeddings
-    serving: str | None = engine
-    if calibration is not None and not (finetune or engine):  # otherwise compare first
-        if found.serve != found.method:
-            tell(f"done: use it in Python: {found.call}")
-            return
-        serving = found.engines[0]
-    if serving is not None:
-        texts = [one for one in option_texts(found.method) if not one.startswith("factor=")]
-        asked = Asked(model, name, factor, [f"{name}.{one}" for one in texts], compose, trained)
-        tell_next(asked.words("export", engine=serving))
-        return
-    served = found.serve or found.method
-    apart = served in (found.raised, found.method)  # its factor may differ
-    names = name if apart else f"{name},{served.name}"
-    asked = Asked(model, names, factor, None, compose, trained)
-    asked.tell_compare(found.trained_length, found.target_length, finetune=finetune, text=text)
+    asked = Asked(model, best.name, best.factor, None, found.compose, trained)
+    calibrated = calibration is not None and not (finetune or engine)  # otherwise compare first
+    if calibrated and found.serve != best:
+        tell(f"done: use it in Python: {found.call}")
+    elif calibrated or engine is not None:
+        texts = [one for one in option_texts(best) if not one.startswith("factor=")]
+        asked = replace(asked, option=[f"{best.name}.{one}" for one in texts])
+        tell_next(asked.words("export", engine=engine or found.engines[0]))
+    else:
+        if served not in (found.raised, best):  # their factor may differ
+            asked = replace(asked, method=f"{best.name},{served.name}")
+        lengths = (found.trained_length, found.target_length)
+        asked.tell_compare(*lengths, finetune=finetune, text=text)
 
 
 @command(app)

@@ -1,8 +1,9 @@
 """All errors that rope_ext raises. Each message ends with how to fix the problem."""
 
 import difflib
+import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,16 +68,11 @@ class MeasureError(RopeExtError):
 
 
 class SeveralErrors(RopeExtError):
-    """Several errors, reported together.
+    """Several errors, reported together."""
 
-    Args:
-        errors: two or more errors.
-    """
-
-    def __init__(self, errors: Iterable[RopeExtError]) -> None:
-        self.errors = tuple(errors)
-        listed = "".join(f"\n  - {error}" for error in self.errors)
-        super().__init__(f"{len(self.errors)} mistakes:{listed}")
+    def __init__(self, errors: Sequence[RopeExtError]) -> None:
+        self.errors = errors
+        super().__init__("\n  - ".join([f"{len(errors)} mistakes:", *map(str, errors)]))
 
 
 class Mistakes:
@@ -117,6 +113,14 @@ class Mistakes:
     def report(self) -> None:
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
+
+
+def optional(package: str, needs: str, extra: str, kind: type[RopeExtError] = MeasureError) -> Any:
+    """Import an optional package; raise an error of this kind that says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise kind(f'{needs} {package}; install it with: pip install "{extra}"') from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

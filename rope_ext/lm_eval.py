@@ -30,7 +30,6 @@ from rope_ext.methods import method_class
 from rope_ext.patching import patch
 from rope_ext.saving.load import from_pretrained
 
-_NONE = (None, "none")
 _HFLM: Any = HFLM  # lm-eval's decorator hides its type
 
 
@@ -52,16 +51,15 @@ class PatchedLM(_HFLM):
         trained_length: int | None = None,
         **kwargs: Any,
     ) -> None:
-        names = {"factor", "compose", *ARGUMENTS}
-        if method not in _NONE:
+        names, method = {"factor", "compose", *ARGUMENTS}, None if method == "none" else method
+        if method is not None:
             names |= {field.name for field in dataclasses.fields(method_class(method))}
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if trained_length is not None:
             options["original_max_position_embeddings"] = trained_length
-        peft = kwargs.get("peft")
-        if method in _NONE and options:
+        if method is None and options:
             raise OptionError(f"{', '.join(sorted(options))} given without a method; add method=")
-        if method not in _NONE and peft is not None:
+        if method is not None and (peft := kwargs.get("peft")) is not None:
             raise OptionError(f"the adapter {peft} brings its patch along; leave method= out")
         self._method, self._options = method, options
         super().__init__(pretrained, **kwargs)
@@ -76,7 +74,7 @@ class PatchedLM(_HFLM):
         self.AUTO_MODEL_CLASS = types.SimpleNamespace(from_pretrained=load)
         super()._create_model(pretrained, **kwargs)
         self.AUTO_MODEL_CLASS = usual
-        if self._method not in _NONE:
+        if self._method is not None:
             patch(self._model, self._method, tokenizer=self.tokenizer, **self._options)
 
 

@@ -43,17 +43,17 @@ class Options(Checked):
         for wrong, why in self._faults(method):
             if wrong:
                 raise OptionError(why)
-        if not method.is_dynamic or not isinstance(method, FrequencyMethod):
-            return
-        made = method.chosen_temperature
-        for given, there in (
-            ("bias=", self.bias is not None),
-            ("layers=", self.layers is not None),
-            ("start_tokens=", bool(method.start_tokens)),
-            ("a temperature by position", made is not None and made.filled(2, 2).constant is None),
-        ):
-            if there:
-                refuse_moving(method, given)
+        if method.is_dynamic and isinstance(method, FrequencyMethod):
+            given = {
+                "bias=": self.bias,
+                "layers=": self.layers,
+                "start_tokens=": method.start_tokens,
+            }
+            made = method.chosen_temperature
+            if made is not None and made.filled(2, 2).constant is None:
+                given["a temperature by position"] = made
+            for option in filter(given.get, given):
+                refuse_moving(method, option)
 
     def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
         """Yield conflicts with ``method``: whether each exists, and why."""
@@ -69,15 +69,14 @@ class Options(Checked):
             f"{name} leaves the rotation as trained, and no other change was requested; pass "
             f"bias='alibi' or temperature='log_n', or use a method such as 'yarn'",
         )
-        encoding = method if layers is not None and isinstance(method, Encoding) else None
-        own = encoding is not None and encoding.by_layer
-        yield (
-            own or (encoding is not None and bool(encoding.entered)),
-            f"{name} {'chooses its layers itself' if own else 'acts in front of the layers'}, so "
-            f"layers={layers!r} has no effect; leave layers out"
-            + (f", and set the options every and start of {name}" if own else ""),
-        )
-
+        if layers is not None and isinstance(method, Encoding):
+            told = f"so layers={layers!r} has no effect; leave layers out"
+            yield (
+                method.by_layer,
+                f"{name} chooses its layers itself, {told}, and set the options every and start of "
+                f"{name}",
+            )
+            yield bool(method.entered), f"{name} acts in front of the layers, {told}"
         if under is None:
             return
         yield (

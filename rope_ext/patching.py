@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.apply.method import Applied, apply_frequency, apply_position
-from rope_ext.apply.raising import raise_factor
-from rope_ext.apply.rebuild import REFUSED, UNPATCHED, UNSAVED, Written
+from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
+from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.recommendation import Recommendation
 from rope_ext.config.record import FIELD, Record
 from rope_ext.encodings import Encoding
@@ -30,8 +29,7 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary import buffers
-from rope_ext.rotary.limits import warn_beyond, warn_of_adapters
+from rope_ext.rotary.limits import add_warnings
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -41,7 +39,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, set_attribute, undo
+from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
@@ -59,22 +57,17 @@ def _one_at_a_time() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Patch:
-    """An active patch: what was requested, what was changed, and how to undo it.
-
-    ``target_length`` is the extended context in tokens. ``native`` is True if plain transformers
-    reloads the patch from the configuration. ``outermost`` is the top-level configuration, which
-    may nest the text model's.
-    """
+    """An active patch: what was requested, what was changed, and how to undo it."""
 
     method: Method
     options: Options
     decoder: nn.Module
-    outermost: Any
+    outermost: Any  # the top-level configuration, which may nest the text model's
     sites: list[RotarySite]
     scaled: list[RotarySite]
-    target_length: int
+    target_length: int  # tokens
     precise: bool
-    native: bool
+    native: bool  # whether plain transformers reloads the patch from the configuration
     notes: tuple[str, ...]
     record: Record
     changes: Changes
@@ -85,11 +78,6 @@ class Patch:
         return self.method if isinstance(self.method, FrequencyMethod) else self.options.frequency
 
     @property
-    def encoding(self) -> str | None:
-        """Name of the encoding that adds to the logits, if any."""
-        return None if self.record.encoding is None else self.record.encoding.name
-
-    @property
     def length(self) -> int:
         """Trained length, tokens."""
         return self.scaled[0].rope.length
@@ -98,11 +86,10 @@ class Patch:
         """Frequencies in force (float64, ``[pairs]``) and scaling; if dynamic, at target length."""
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
-        if isinstance(self.method, FrequencyMethod):
-            return site.under(self.method)
-        if self.frequencies is None:
-            return site.rope.inv_freq, site.factors(self.method)[0]
-        return site.under(self.frequencies)[0], site.factors(self.frequencies, self.method)[0]
+        under = self.frequencies
+        methods = [self.method] if under in (None, self.method) else [under, self.method]
+        inv_freq = site.rope.inv_freq if under is None else site.under(under)[0]
+        return inv_freq, site.factors(*methods)[0]
 
 
 @_one_at_a_time()
@@ -124,10 +111,8 @@ def patch(
 ) -> Model:
     """Extend the context of ``model``, in place.
 
-    If a cast such as ``model.bfloat16()`` rounded the rotary frequencies, they are first rebuilt
-    from the configuration; ``describe`` reports it.
-
-    Let forwards of this model in other threads finish first.
+    Frequencies that a cast such as ``model.bfloat16()`` has rounded are rebuilt first. Let forwards
+    of this model in other threads finish before.
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
@@ -135,27 +120,23 @@ def patch(
         method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
             result of :func:`rope_ext.recommend`.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
-            The position method then treats the length it extends to as the trained length.
+            The position method then extends the length that it reaches.
         bias: an encoding that adds to the logits by distance while the rotation stays in place:
-            its name, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``. To keep the
-            rotation as trained, patch with ``"rope"``.
-        layers: which of the rotating layers to patch: indices counted from 0, or
-            ``"every 4th"``, which means 3, 7, 11 and so on. The others keep the trained rotation.
+            its name, such as ``"alibi"``, or an object such as ``T5(num_buckets=16)``.
+        layers: which of the rotating layers to patch: indices counted from 0, or ``"every 4th"``,
+            which means 3, 7, 11 and so on. The others keep the trained rotation.
         kernel: attention kernel of position methods, and of other methods with ``bias`` or
             ``layers``: ``"flash"``, ``"flex"`` (FlexAttention, for GPUs) or ``"reference"`` (dense
             logits). ``"auto"`` takes the first of these that supports the call (docs/speed.md).
         replace: undo an earlier patch first instead of raising. The same encoding keeps its
-            learned parameters, and longer tables keep their trained rows. If they cannot be kept,
-            this raises an OptionError; call :func:`unpatch` first to start from new parameters.
+            learned parameters, or raises an OptionError where it cannot.
         compose: patch on top of the checkpoint's existing RoPE scaling, multiplying it.
             ``"raise"`` raises the factor of that scaling instead: pass the method of its type
-            (``"yarn"``, ``"llama3"``, ``"pi"`` or ``"dynamic_ntk"``) and the new factor, which
-            counts from ``original_max_position_embeddings`` of the checkpoint, as its own does.
-            All other options stay those of the checkpoint.
-        sliding_layers: sliding-window layers gain nothing from scaling. ``"auto"`` keeps those
-            that have their own rotary embedding and scales those that share one, as transformers
-            does; ``"keep"`` never scales them; ``"scale"`` always does. Position methods leave
-            them unchanged unless ``"scale"`` is given.
+            (``"yarn"``, ``"llama3"``, ``"pi"`` or ``"dynamic_ntk"``) and the new factor, relative
+            to ``original_max_position_embeddings``. The checkpoint's other options stay.
+        sliding_layers: whether sliding-window layers are patched, which gain nothing from it:
+            ``"scale"``, ``"keep"``, or with ``"auto"``, only under a frequency method, those that
+            share their rotary embedding with other layers, as in transformers.
         precise: compute angles in float64. ``"auto"``: if the target length exceeds 131072 tokens.
         original_max_position_embeddings: trained context in tokens; overrides
             ``max_position_embeddings`` of the configuration.
@@ -193,7 +174,7 @@ def patch(
     )
     keywords.check(method)
     decoder = text_decoder(model)
-    earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
+    earlier, values = current_patch(model), Earlier.from_model(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
@@ -213,15 +194,14 @@ def patch(
         _logger.warning(
             "rope_ext: %s replaces %s; %d learned parameters are no longer in the model, such as "
             "%s",
-            *(method.name, earlier.encoding or earlier.method.name, len(dropped), dropped[0]),
+            *(method.name, _encoding(earlier) or earlier.method.name, len(dropped), dropped[0]),
         )
-    state = decoder.__dict__[_STATE]
-    encoding = state.record.encoding
-    if encoding is not None and (earlier is None or earlier.encoding != encoding.name):
+    state, family = decoder.__dict__[_STATE], type(decoder).__name__
+    if _encoding(state) not in (None, _encoding(earlier)):
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
             "(lab/surgery.py)",
-            *(method.name, type(decoder).__name__, encoding.name),
+            *(method.name, family, _encoding(state)),
         )
     folder = getattr(unwrap(model).config, "name_or_path", None)
     loaded = folder and not next(decoder.parameters()).is_meta
@@ -235,15 +215,13 @@ def patch(
     prefix = "sequences: " if state.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
-        _logger.log(level, "rope_ext: %s on %s: %s", method.name, type(decoder).__name__, note)
+        _logger.log(level, "rope_ext: %s on %s: %s", method.name, family, note)
     return model
 
 
 @_one_at_a_time()
 def unpatch(model: Model) -> Model:
-    """Undo a patch and restore every buffer, scalar and configuration value bit for bit.
-
-    Frequencies that a cast had rounded before the patch are restored as rounded.
+    """Undo a patch, restore every buffer, scalar and configuration value bit for bit.
 
     Args:
         model: the model that was passed to :func:`rope_ext.patch`, or any wrapper of it.
@@ -254,11 +232,10 @@ def unpatch(model: Model) -> Model:
     Raises:
         NotPatchedError: the model is not patched.
     """
-    decoder = text_decoder(model)
-    state = decoder.__dict__.get(_STATE)
+    state = current_patch(model)
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
-    del decoder.__dict__[_STATE]
+    del text_decoder(model).__dict__[_STATE]
     with torch.inference_mode(False):
         undo(state.changes)
     return model
@@ -272,16 +249,7 @@ def patched(
 
     With ``replace=True``, the earlier patch becomes active again afterwards.
 
-    Args:
-        model: see :func:`patch`.
-        method: see :func:`patch`.
-        **kwargs: all other arguments of :func:`patch`, including the method's options.
-
-    Yields:
-        ``model`` itself.
-
-    Raises:
-        RopeExtError: as :func:`patch`.
+    Takes the arguments of :func:`patch`, raises its errors, and yields ``model`` itself.
     """
     with _returning(model, functools.partial(patch, model, method, **kwargs)):
         yield model
@@ -293,16 +261,7 @@ def unpatched(model: Model) -> Iterator[Model]:
 
     Use it to compare with the original model, or to train against it. The patch becomes active
     again afterwards, with its learned parameters. A model that is not patched is unchanged.
-    Caches and compiled graphs of the patched model do not carry over.
-
-    Args:
-        model: see :func:`unpatch`.
-
-    Yields:
-        ``model`` itself.
-
-    Raises:
-        RopeExtError: ``model`` is not a supported model.
+    Caches and compiled graphs of the patched model do not carry over. Yields ``model`` itself.
     """
     with _returning(model, functools.partial(_leave_off, model)):
         yield model
@@ -314,7 +273,7 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     decoder = text_decoder(model)
     quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
-        earlier, values = decoder.__dict__.get(_STATE), Earlier.from_model(decoder)
+        earlier, values = current_patch(model), Earlier.from_model(decoder)
         change()
     try:
         yield
@@ -335,12 +294,17 @@ def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
     if earlier is not None:
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
             _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-        values.give_back(decoder)
+        values.carry(decoder)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
     """The active patch of ``model``; None if it is not patched."""
     return text_decoder(model).__dict__.get(_STATE)
+
+
+def _encoding(state: Patch | None) -> str | None:
+    """Name of the encoding that adds to the logits under a patch, if any."""
+    return None if state is None or state.record.encoding is None else state.record.encoding.name
 
 
 def _method(method: str | Method, options: dict[str, Any]) -> Method:
@@ -378,10 +342,10 @@ def _patch(
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
-            buffers.guard(site, changes)
-        used = method
+            guard_buffers(site, changes)
+        used, raised = method, []
         if options.compose == "raise":
-            place, used = raise_factor(place, method, options)
+            place, used, raised = raise_factor(place, method, options, changes)
             sites, scaled = place.sites, place.scaled
         if apply is None:
             apply = apply_frequency if used.kind == "frequency" else apply_position
@@ -397,7 +361,7 @@ def _patch(
             plain=applied.plain,
             config=configuration.before(config, saved.values),
         )
-        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes]
+        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
         if rounded:
             notes.append(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
@@ -405,17 +369,16 @@ def _patch(
             )
         if not record.plain or not configuration.reports_scaling(values, scaled):
             values[FIELD] = record.to_json()
-        earlier = configuration.earlier_record(config)
+        earlier = configuration.saved_record(config, native=False)
         if earlier is not None:
             notes.append(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        configuration.write(place, values, record.native, record.resolved.is_dynamic, changes)
+        configuration.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
-        warn_beyond(place, applied.method, applied.target_length, changes)
-        warn_of_adapters(place, record, changes)
+        add_warnings(place, record, changes)
     except BaseException:
         undo(changes)
         raise
@@ -440,12 +403,7 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """Record a method on a model without weights, for ``describe``, ``diagnose`` and ``export``.
 
     Whether a family supports a method that changes attention can only be checked with weights, so
-    this neither checks nor changes the model's computation.
-
-    Args:
-        model: on the meta device.
-        method: of a kind that attends, or with ``bias`` or ``layers``.
-        **keywords: the keyword arguments of :func:`patch`.
+    this neither checks nor changes the model's computation. ``keywords`` are those of ``patch``.
     """
     options = Options(**keywords)
     options.check(method)
@@ -480,14 +438,7 @@ def first_site(
 ) -> RotarySite:
     """The rotary site that ``patch`` would scale; the first if there are several.
 
-    Args:
-        model: not patched.
-        sliding_layers: see :func:`patch`.
-        length: trained context in tokens; None reads it from the configuration.
-
-    Raises:
-        AlreadyPatchedError: the model is patched.
-        NoRopeError, UnsupportedModelError: see :func:`patch`.
+    ``length`` is the trained context in tokens; None reads it from the configuration.
     """
     there = current_patch(model)
     if there is not None:

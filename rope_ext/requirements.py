@@ -16,24 +16,18 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def check() -> None:
-    """Raise ImportError unless the required versions of the packages are installed."""
-    faults = []
-    for name, least in MINIMUM.items():
-        try:  # importing torch takes seconds, and `rope-ext --help` does not need it
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found = "no version"
-        if _release(found) < _release(least):
-            faults.append(f"{name} {least} or later, but {found} is installed")
-    if not faults:
-        return
-    packages = " ".join(f"'{name}>={version}'" for name, version in MINIMUM.items())
+_faults = []
+for _name, _least in MINIMUM.items():
+    try:  # importing torch takes seconds, and `rope-ext --help` does not need it
+        _found = importlib.metadata.version(_name)
+    except importlib.metadata.PackageNotFoundError:
+        _found = "no version"
+    if _release(_found) < _release(_least):
+        _faults.append(f"{_name} {_least} or later, but {_found} is installed")
+if _faults:
+    _packages = " ".join(f"'{name}>={version}'" for name, version in MINIMUM.items())
     raise ImportError(
-        f"rope_ext {__version__} needs {' and '.join(faults)}. Install with: pip install -U "
-        f"{packages}. If another package requires an older version (optimum installs an older "
+        f"rope_ext {__version__} needs {' and '.join(_faults)}. Install with: pip install -U "
+        f"{_packages}. If another package requires an older version (optimum installs an older "
         f"transformers), use rope_ext in an environment without that package"
     )
-
-
-check()

@@ -6,7 +6,7 @@ import gc
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,14 +75,11 @@ def ids(request: pytest.FixtureRequest) -> torch.Tensor:
 
 
 @pytest.fixture
-def own_registry() -> Iterator[None]:
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods that the test registers are unknown after it."""
-    from rope_ext.methods import all_encodings, all_methods, kinds
+    from rope_ext.methods import kinds
 
-    before = {*all_methods(), *all_encodings()}
-    yield
-    for cls in {*all_methods(), *all_encodings()} - before:
-        kinds.unregister(cls)
+    monkeypatch.setattr(kinds, "REGISTRY", {**kinds.REGISTRY})
 
 
 @pytest.fixture

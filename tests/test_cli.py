@@ -16,7 +16,6 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rope_ext
-from rope_eval.run import runner as run
 from rope_ext.cli import app
 from rope_ext.command.arguments import parse_compose
 from rope_ext.errors import OptionError
@@ -25,15 +24,8 @@ from tests.helpers.checkpoint import save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama
 
 PICTURES = ["passkey.png", "perplexity.png", "rates.png"]
-FILES = [
-    ".rope-ext",
-    "cases.jsonl",
-    "cells.csv",
-    *PICTURES,
-    "report.html",
-    "results.json",
-    "table.md",
-]
+FILES = [".rope-ext", "cases.jsonl", "cells.csv", *PICTURES]
+FILES += ["report.html", "results.json", "table.md"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +66,7 @@ def instead(words: list[object], change: list[str]) -> list[object]:
 
 
 def test_compare_writes_everything(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     texts = save_texts(tmp_path / "texts.jsonl")
     words = [*arguments(checkpoint, tmp_path / "out"), "--text", texts]
@@ -92,23 +84,9 @@ def test_compare_writes_everything(
     assert " ".join(result.stdout.split()).endswith(sentence)
     # A second run needs a decision; resumed, it measures nothing and says the same.
     assert "--resume" in call(*words).stderr
-    monkeypatch.setattr(
-        models, "load_model", lambda *args, **options: pytest.fail("the model was loaded")
-    )
+    request.getfixturevalue("loader_fails")
     again = call(*words, "--option", "yarn.beta_fast=16", "--resume")
     assert again.exit_code == 0 and again.stdout == result.stdout
-
-
-def test_interrupted_run_says_how_to_go_on(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "score", interrupted)
-    result = call(*quick(checkpoint, tmp_path / "out"))
-    assert result.exit_code == 130
-    assert result.stderr.endswith("stopped; run the same command with --resume to continue\n")
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,11 @@ OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 BUDGETS = {
-    "rope_ext": (16_000, 19_500),
-    "eval": (10_000, 10_080),
+    "rope_ext": (16_000, 18_450),
+    "eval": (10_000, 10_000),
     "recipes": (4_000, 4_000),
     "lab": (8_000, 8_000),
-    "tests": (22_000, 22_080),
+    "tests": (22_000, 22_000),
     "docs": (45_000, 45_000),
 }
 """Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.

@@ -18,15 +18,13 @@ from rope_eval.options import command_options, option, option_fields, read_optio
 from rope_eval.settings import UNPATCHED, Settings
 from rope_eval.tasks import Task, all_tasks, build, chosen, from_file
 from rope_eval.tasks.harness import Harness
-from rope_ext.command.arguments import parse_options, split, take
+from rope_ext.command.arguments import parse_options, split
 from rope_ext.command.cli_arguments import ModelCommand
 from rope_ext.errors import OptionError
 
 COMPARED = ("perplexity", "passkey")
 """The tasks of `rope-ext compare`, which is `rope-ext eval` with tasks and some defaults chosen."""
 COMPARE = {"output": Path("rope-ext-compare"), "force": True}  # all requested lengths
-
-
 KNOWN = ", ".join(name for name in all_tasks() if name != Harness.name)
 Models = Annotated[
     list[str] | None,
@@ -59,20 +57,6 @@ def call(words: Sequence[str], name: str = "eval") -> None:
             raise
 
 
-class ModelsCommand(ModelCommand):
-    """A command that accepts several models, as arguments or each with ``--model``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Turn every ``--model`` into an argument."""
-        (words, file), models = take("--gguf-file", args), []
-        while (taken := take("--model", words))[1] is not None:
-            words = taken[0]
-            models.append(taken[1])
-        rest = super().parse_args(ctx, [*models, *words])
-        ctx.params["models"] = [f"{m}/{file}" if file else m for m in ctx.params["models"] or ()]
-        return rest
-
-
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
     tasks, more = COMPARED, {}
@@ -92,13 +76,19 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     _refuse_shared(classes)
 
     def run(models: Models = None, **typed: Any) -> None:
+        from rope_eval.evaluate import evaluate
+
         words = [word for word in models or () if name == "compare" or not _names_tasks(word)]
-        main(words, tasks, typed | more, COMPARE if name == "compare" else {})
+        defaults = COMPARE if name == "compare" else {}
+        given, own = settings(words, typed, **defaults), dict[str, Any]()
+        for cls in classes:
+            own = read_options(cls, typed | more) | own
+        evaluate(given, build(tasks, own))
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     about = f"Measure {', '.join(tasks) or 'tasks'} and write one report."
     options = (Settings, *classes) if name == "compare" else (Asked, Settings, *classes)
-    app.command(name, cls=ModelsCommand, help=about)(command_options(*options)(run))
+    app.command(name, cls=ModelCommand, help=about)(command_options(*options)(run))
     made = typer.main.get_command(app)
     assert isinstance(made, TyperCommand)
     return made
@@ -136,23 +126,3 @@ def settings(models: Sequence[str], typed: Mapping[str, Any], **defaults: Any) -
         tokenizer = values.get("tokenizer")
         values |= {"models": (tokenizer,) if tokenizer else (), "methods": (UNPATCHED,)}
     return Settings(**values)
-
-
-def main(
-    models: Sequence[str],
-    tasks: Sequence[str],
-    typed: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-) -> None:
-    """Check, measure, print and write."""
-    from rope_eval.evaluate import evaluate
-
-    given = settings(models, typed, **defaults)
-    evaluate(given, asked(tasks, typed))
-
-
-def asked(tasks: Sequence[str], typed: Mapping[str, Any]) -> list[Task]:
-    given: dict[str, Any] = {}
-    for cls in chosen(tasks):
-        given = read_options(cls, typed) | given
-    return build(tasks, given)

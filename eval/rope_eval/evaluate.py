@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.report import Report
@@ -23,18 +24,13 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
             tell(f"note: {note}", "yellow")
         with plan.folder.lock():
             total = sum(1 for system in plan.systems for _ in plan.cases(system))
-            left = [
-                case for system in plan.systems for batch in plan.left(system) for case in batch
-            ]
+            left = [case for one in plan.systems for batch in plan.left(one) for case in batch]
             known = f" ({total - len(left)} more are known)" if len(left) < total else ""
             tell(f"{len(left)} cases, {sum(case.tokens for case in left):,} tokens{known}")
             with progress() as shown:
                 bar = shown.add_task("", total=None)
-                outcomes = run(
-                    plan,
-                    lambda work: shown.advance(bar, work),
-                    lambda work: shown.update(bar, total=work),
-                )
+                advance = partial(shown.advance, bar)
+                outcomes = run(plan, advance, lambda work: shown.update(bar, total=work))
             if outcomes is None:
                 return None
             report = Report(plan.measured(), outcomes)

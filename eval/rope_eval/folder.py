@@ -83,10 +83,6 @@ def lock(
         lock.release()
 
 
-def is_log(path: Path) -> bool:
-    return path.is_file() and path.read_bytes()[: len(HEADER)] == HEADER
-
-
 class Folder:
     """A results folder, which need not exist."""
 
@@ -94,14 +90,14 @@ class Folder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
         return lock(self.path) if first_process() else nullcontext()
 
     @property
     def logs(self) -> list[Path]:
         """Logs of earlier runs; every process except the first has its own."""
-        there = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(path for path in there if _LOGS.fullmatch(path.name) and is_log(path))
+        there = sorted(self.path.iterdir()) if self.path.is_dir() else ()
+        named = [path for path in there if _LOGS.fullmatch(path.name) and path.is_file()]
+        return [path for path in named if path.read_bytes().startswith(HEADER)]
 
     def check(self, names: Iterable[str]) -> None:
         """Check that these files and logs may be written: they are ours, or do not exist."""

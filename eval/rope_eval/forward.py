@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from rope_ext.rotary.sites import text_config, text_decoder
 
 Advance = Callable[[float], None]
+"""Called with the work (:func:`cost`) of every finished forward."""
 LOGITS = 2**26
 """Maximum number of logits at a time: 256 MiB in float32, 512 positions of a 128k vocabulary."""
 

@@ -72,7 +72,7 @@ def variants(length: int) -> dict[str, Attend]:
     adding = (
         cls.name
         for cls in all_encodings()
-        if cls.bias is not Encoding.bias or cls.scores is not Encoding.scores
+        if cls.bias is not Encoding.bias or cls.scored()
         if cls.name not in BLOCKS or length <= BLOCKS_MOST
     )
     names = [NATIVE, NoPE.name, *adding, MATRIX]

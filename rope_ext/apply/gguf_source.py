@@ -7,11 +7,11 @@ transformers reads a GGUF file's configuration, tokenizer and weights (``gguf_fi
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import os
 import struct
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,9 +32,9 @@ TABLE = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _IN_FORCE = ("gpt-oss", "gemma4")
 """Architectures for which transformers reads the scaling."""
-_NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_STRING, _ARRAY = 8, 9
-_FLOAT32 = 0  # GGUF's float32 type
+_NUMBERS = {n: struct.Struct(f"<{c}") for n, c in enumerate("BbHhIif?__Qqd") if c != "_"}
+_UINT32, _FLOAT, _STRING, _ARRAY, _UINT64 = 4, 6, 8, 9, 10
+_FLOAT32 = 0  # type of a tensor
 _STILL = 1e29  # a pair with a larger divisor does not rotate
 _logger = logging.getLogger("rope_ext")
 
@@ -75,7 +75,7 @@ def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
     return config
 
 
-@functools.lru_cache(maxsize=4)  # the library takes seconds to parse a vocabulary
+@lru_cache(maxsize=4)  # the library takes seconds to parse a vocabulary
 def _config(folder: str, gguf_file: str, changed: int) -> Any:
     found = read_scaling(joined(folder, gguf_file))  # first, since its errors name the file
     config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
@@ -207,22 +207,22 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
                 raise ValueError("it does not begin with GGUF")
-            if _number(file, 4) > 0xFFFF:  # its version
+            number, long = partial(_value, file, _UINT32), partial(_value, file, _UINT64)
+            if number() > 0xFFFF:  # its version
                 raise ValueError("it is big-endian; convert it to little-endian")
-            tensors, count = _number(file, 10), _number(file, 10)
-            keys = {_text(file): _value(file, _number(file, 4)) for _ in range(count)}
+            tensors, count = long(), long()
+            keys = {_value(file, _STRING): _value(file, number()) for _ in range(count)}
             places = {}
             for _ in range(tensors):
-                name = _text(file)
-                shape = [_number(file, 10) for _ in range(_number(file, 4))]
-                places[name] = shape, _number(file, 4), _number(file, 10)
+                name, shape = _value(file, _STRING), [long() for _ in range(number())]
+                places[name] = shape, number(), long()
             alignment = keys.get("general.alignment", 32)
             start, tables = -(-file.tell() // alignment) * alignment, {}
             for name in {TABLE, LONG, SHORT} & places.keys():
                 (size,), kind, offset = places[name]
                 if kind == _FLOAT32:
                     file.seek(start + offset)
-                    tables[name] = list(struct.unpack(f"<{size}f", file.read(4 * size)))
+                    tables[name] = [_value(file, _FLOAT) for _ in range(size)]
     except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
         raise LoadError(f"cannot read {path} as a GGUF file ({first_line(error)})") from error
     if keys.get("split.count", 1) > 1:
@@ -232,25 +232,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
     return keys, tables
 
 
-def _number(file: BinaryIO, kind: int) -> Any:
-    return _numbers(file, kind, 1)[0]
-
-
-def _numbers(file: BinaryIO, kind: int, count: int) -> tuple[Any, ...]:
-    layout = f"<{count}{_NUMBERS[kind]}"
-    return struct.unpack(layout, file.read(struct.calcsize(layout)))
-
-
-def _text(file: BinaryIO) -> str:
-    return file.read(_number(file, 10)).decode(errors="replace")
-
-
 def _value(file: BinaryIO, kind: int) -> Any:
+    """Read the next value of a file, of GGUF's type ``kind``."""
     if kind == _STRING:
-        return _text(file)
-    if kind != _ARRAY:
-        return _number(file, kind)
-    kind, count = _number(file, 4), _number(file, 10)
-    if kind in _NUMBERS:
-        return _numbers(file, kind, count)
-    return [_value(file, kind) for _ in range(count)]
+        return file.read(_value(file, _UINT64)).decode(errors="replace")
+    if kind == _ARRAY:
+        kind, count = _value(file, _UINT32), _value(file, _UINT64)
+        return [_value(file, kind) for _ in range(count)]
+    return _NUMBERS[kind].unpack(file.read(_NUMBERS[kind].size))[0]

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from rope_ext.apply import raising
-from rope_ext.apply.configuration import is_scaled
-from rope_ext.apply.rebuild import Written, unsaved, written
+from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
+from rope_ext.config.settings import METHODS, method_of
 from rope_ext.encodings import Encoding, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
-from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod
+from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope, method_class
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import identity
+from rope_ext.methods.rope import reach
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options, refuse_moving
 from rope_ext.position.layers import find_layouts, ignores_scaling
 from rope_ext.position.map import PositionMap
-from rope_ext.rotary import buffers, hooks
+from rope_ext.rotary import hooks
 from rope_ext.rotary.calls import refuse_continuous_batching, refuse_sharded
-from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import PatchTarget, RotarySite
-from rope_ext.rotary.swapping import Changes, set_attribute
+from rope_ext.rotary.hooks import Sequences
+from rope_ext.rotary.sites import PatchTarget, RotarySite, softmax_scales
+from rope_ext.rotary.swapping import Changes, grow_buffers, set_attribute, write_buffers
+
+TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
+"""Methods whose factor can be raised, by ``rope_type``."""
 
 _logger = logging.getLogger("rope_ext")
 
@@ -43,9 +50,6 @@ class Applied:
     notes: tuple[str, ...]  # sentences for describe
 
 
-_RAISE = "pass method={!r} and compose='raise' to raise the checkpoint's own factor"
-
-
 def refuse_scaled(
     decoder: nn.Module, site: RotarySite, method: FrequencyMethod, compose: bool | str
 ) -> None:
@@ -53,9 +57,10 @@ def refuse_scaled(
     there = is_scaled(decoder, site)
     if there is None or site.raised is not None:
         return
-    raises = raising.TYPES.get(site.rope_type)
-    own = f", or {_RAISE.format(raises)}" if raises else ""
-    if site.rope_type in ("dynamic", "longrope"):
+    raises = TYPES.get(site.rope_type)
+    own = f", or pass method={raises!r} and compose='raise' to raise the checkpoint's own factor"
+    own = own if raises else ""
+    if site.moving:
         raise AlreadyScaledError(
             f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
             f"composed; load it with rope_type 'default' and patch that{own}"
@@ -101,13 +106,12 @@ def scale_softmax(
     for site in sites:
         _, number = site.factors(*methods)
         baked = [module for module in site.baked if only is None or module in only]
-        if not baked or number == 1:
-            continue
-        scale_layers(baked, number**2, changes)
-        notes.append(
-            f"attention_factor: {number:.4g}, by its square in the softmax scale of {len(baked)} "
-            f"layers, where this checkpoint has its own (mscale_all_dim), not on cosine and sine"
-        )
+        if baked and number != 1:
+            scale_layers(baked, number**2, changes)
+            notes.append(
+                f"attention_factor: {number:.4g}, squared in the softmax scale of {len(baked)} "
+                f"layers, where this checkpoint has its own (mscale_all_dim), not on cos and sin"
+            )
     return notes
 
 
@@ -175,14 +179,12 @@ def apply_frequency(
         values = saved.built.get(site, inv_freq.float()), scaling
         if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
             values = site.loaded, site.scaling
-        buffers.write(site, *values)
+        write_buffers(site, *values)
         if precise or sequences is not None:
             hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
     per_sequence = method.is_dynamic and not growing and saved.native
     notes = _notes(place, precise, per_sequence)
     notes += scale_softmax(scaled, (method,), changes)
-    if options.compose == "raise":
-        notes += raising.finish(place, saved.values, changes)
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
         notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")
@@ -204,7 +206,7 @@ def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
             f"{type(site.module).__name__}: transformers cannot build its dynamic type for this "
             f"family; use mode='fixed'"
         )
-    buffers.grow(site, changes)
+    grow_buffers(site, changes)
     refuse = functools.partial(_refuse_sharded, name)
     changes.append(site.module.register_forward_pre_hook(refuse).remove)
 
@@ -289,9 +291,8 @@ def apply_position(
             elif temperature is not None:
                 instead = "give temperature= a number"
         trained = place.scaled[0].rope
-        divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(
-            1.0
-        )  # 0 / 0: no rotation
+        divisors = trained.inv_freq / given.inv_freq(trained)
+        divisors = divisors.nan_to_num(1.0)  # 0 / 0: no rotation
         method: PositionMethod = _Standing(of=given, divisors=divisors, temperature=temperature)
     else:
         method = given
@@ -301,10 +302,10 @@ def apply_position(
         added = " and ".join(f"{option}=" for option in beside)
         label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
         named, instead = f"{named} with {added}", f"{instead} without {added}"
-    for each in (method, under):
-        if each is not None:
-            require_scaling(place, each)
-    table = {site: _write(place, site, method, options) for site in place.scaled}
+    methods = (method,) if under is None else (under, method)
+    for each in methods:
+        require_scaling(place, each)
+    table = {site: _write(place, site, methods, options) for site in place.scaled}
     if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
             f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
@@ -338,7 +339,6 @@ def apply_position(
             f"inputs with images or videos will be refused; for these, {instead}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    methods = (method,) if under is None else (method, under)
     notes += scale_softmax(place.scaled, methods, changes, installed.mapped)
     temperature = method.tempered(rope)
     if temperature is not None:
@@ -359,20 +359,126 @@ def apply_position(
 
 
 def _write(
-    place: PatchTarget, site: RotarySite, method: PositionMethod, options: Options
+    place: PatchTarget, site: RotarySite, methods: tuple[Method, ...], options: Options
 ) -> tuple[torch.Tensor, float]:
-    """Write a position method's frequencies (float64, ``[pairs]``) and scaling to a site."""
-    under, family = options.frequency, type(place.decoder).__name__
-    if under is not None:
-        inv_freq, _ = target(place, site, under, options)
-        scaling, _ = site.factors(under, method)
-        buffers.write(site, inv_freq.float(), scaling)
-        return inv_freq, scaling
-    if site.rope_type in ("dynamic", "longrope"):
+    """Write a site's frequencies (float64, ``[pairs]``) and scaling under ``methods``."""
+    inv_freq = site.loaded.double()
+    if options.frequency is not None:
+        inv_freq, _ = target(place, site, options.frequency, options)
+    elif site.moving:
         raise AlreadyScaledError(
-            f"{family} has rope_type {site.rope_type!r}, whose frequencies change with the "
-            f"sequence, so {method.name} cannot go on top of it; load it with rope_type 'default'"
+            f"{type(place.decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
+            f"change with the sequence, so {methods[-1].name} cannot go on top of it; load it with "
+            f"rope_type 'default'"
         )
-    scaling, _ = site.factors(method)
-    buffers.write(site, site.loaded, scaling)
-    return site.loaded.double(), scaling
+    scaling, _ = site.factors(*methods)
+    write_buffers(site, inv_freq.float(), scaling)
+    return inv_freq, scaling
+
+
+def raise_factor(
+    place: PatchTarget, method: Method, options: Options, changes: Changes
+) -> tuple[PatchTarget, FrequencyMethod, list[str]]:
+    """Return the unscaled sites, the checkpoint's own method with a larger factor, and notes.
+
+    YaRN on top of YaRN is not YaRN with a larger factor: the second ramp starts from the pairs that
+    the first one left. So ``compose="raise"`` replaces the checkpoint's own scaling by the same
+    type with the same options and a larger factor.
+
+    Only the factor of ``method`` counts, which is named after the scaling of the checkpoint.
+    ``changes`` receive what else depends on that scaling.
+    """
+    family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
+    if not scaled:
+        raise UnsupportedModelError(
+            f"{family} ships without RoPE scaling, so compose='raise' has no factor to raise; "
+            f"leave compose out"
+        )
+    kind = scaled[0].rope_type
+    if kind not in TYPES:
+        raise AlreadyScaledError(
+            f"the checkpoint is scaled by {kind!r}, a table that was searched for one length: no "
+            f"factor stretches it. Load it with rope_type 'default' and patch that, or search for "
+            f"a table of the new length with rope_ext.search"
+        )
+    name = TYPES[kind]
+    if method.name != name:
+        raise OptionError(
+            f"compose='raise' raises the factor of the checkpoint's own {kind!r}, not of "
+            f"{method.name!r}; pass method={name!r}, or compose=True to put {method.name!r} on top"
+        )
+    plain = method_class(name)(factor=method.factor)
+    given = [k for k, v in method.options().items() if v != getattr(plain, k)]
+    own = ("bias", "layers", "original_max_position_embeddings")
+    given += [f"{option}=" for option in own if getattr(options, option) is not None]
+    if given:
+        raise OptionError(
+            f"compose='raise' takes everything but the factor from the checkpoint; leave "
+            f"{', '.join(given)} out"
+        )
+    found = {site: _raised(family, site, method.factor) for site in scaled}
+    methods = {made for _, made in found.values()}
+    if len(methods) > 1:
+        raise UnsupportedModelError(
+            f"{family} scales its kinds of layers by different options, and compose='raise' "
+            f"raises one set; pass compose=True to extend all of them further"
+        )
+    notes = []
+    for site in scaled:
+        if kind == "dynamic":  # transformers changes these frequencies in every forward
+            set_attribute(site.module, "rope_type", "default", changes)
+        if site.baked:
+            scales = softmax_scales(place.decoder, factor=float(method.factor))
+            for module, scale in scales.items():
+                set_attribute(module, "scaling", scale, changes)
+            notes.append(
+                f"softmax scale: that of the raised factor (mscale_all_dim) in {len(scales)} layers"
+            )
+    sites = [found[site][0] if site in found else site for site in place.sites]
+    place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
+    return place, methods.pop(), notes
+
+
+def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, FrequencyMethod]:
+    own, kind, settings = site.settings.parameters, site.rope_type, site.settings
+    old, length = not_none(settings.factor), not_none(settings.length)
+    if factor <= old:
+        raise OptionError(
+            f"factor={factor!r} does not raise the checkpoint's own factor, which is {old!r}; pass "
+            f"a larger one"
+        )
+    rope = Rope.geometric(site.rope.base, site.rope.dim, length)
+    made, raised = (_method(own, old, number) for number in (old, float(factor)))
+    target, loaded = reach(factor, length), site.loaded
+    if kind == "llama3":  # its context does not grow by exactly the factor
+        target = reach(factor / old, not_none(settings.target))
+    if kind == "dynamic":  # the buffer may have grown with a sequence
+        loaded = rope.inv_freq.float()
+    elif not (
+        torch.allclose(made.inv_freq(rope), loaded.double(), rtol=1e-5, atol=0)
+        and math.isclose(made.attention_scaling(rope), site.scaling, rel_tol=1e-6)
+    ):
+        raise UnsupportedModelError(
+            f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration, "
+            f"so its factor cannot be raised; pass compose=True to extend them further"
+        )
+    entry = {**copy.deepcopy(dict(own)), **raised.rope_parameters(rope)}
+    if _has_own_ratio(own):
+        del entry["attention_factor"]  # transformers computes it from the factor
+    unscaled = {"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()}
+    return replace(site, **unscaled, raised=(entry, target)), raised
+
+
+def _has_own_ratio(entry: Mapping[str, Any]) -> bool:
+    """Whether transformers computes the attention factor from ``mscale`` and the factor."""
+    own = entry.get("mscale") and entry.get("mscale_all_dim")
+    return bool(own) and entry.get("attention_factor") is None
+
+
+def _method(entry: Mapping[str, Any], old: float, factor: float) -> FrequencyMethod:
+    """Return the method that computes an entry of ``rope_parameters``, with another factor."""
+    made, grown = not_none(method_of(entry, old)), yarn_factor(factor) - 1
+    if _has_own_ratio(entry):
+        ratio = (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
+        made = replace(made, attention_factor=ratio)
+    return replace(made, factor=factor)

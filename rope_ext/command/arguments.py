@@ -1,36 +1,13 @@
-"""Parses command-line values (lists, lengths such as 4k, method options) and finds `rope_eval`."""
+"""Parses command-line values: lists, lengths such as 4k, and method options."""
 
 import ast
-import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from rope_ext.errors import MeasureError, OptionError, first_line
-
-_EVALUATORS = "rope_eval"  # it depends on this package, so it is imported on demand
-
-
-def find_evaluators(module: str) -> ModuleType | None:
-    """Import a module of ``rope_eval``; None if that package is not installed."""
-    if importlib.util.find_spec(_EVALUATORS) is None:
-        return None
-    return importlib.import_module(f"{_EVALUATORS}.{module}")
-
-
-def require_evaluators(module: str) -> ModuleType:
-    """Import a module of ``rope_eval``; raises MeasureError if that package is not installed."""
-    found = find_evaluators(module)
-    if found is None:
-        raise MeasureError(
-            f"{_EVALUATORS}, which holds the evaluators, is not installed; it comes with rope-ext: "
-            f'pip install "rope-ext[eval]"'
-        )
-    return found
+from rope_ext.errors import OptionError, first_line
 
 
 def split(names: str | Iterable[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Arguments shared by several commands, and typer's group and command classes."""
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -10,13 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rope_ext.command.arguments import (
-    command_words,
-    find_evaluators,
-    parse_compose,
-    parse_options,
-    take,
-)
+from rope_ext.command.arguments import command_words, parse_compose, parse_options, take
 from rope_ext.command.terminal import clean_errors, quiet, tell, tell_next, unused
 from rope_ext.errors import OptionError
 
@@ -26,7 +21,6 @@ Model = Annotated[
         help="Model directory, Hub ID or .gguf file (or DIRECTORY --gguf-file FILE); or --model."
     ),
 ]
-Factor = Annotated[float, typer.Option(help="Extension factor: target length / trained length.")]
 Option = Annotated[
     list[str] | None,
     typer.Option(
@@ -35,17 +29,7 @@ Option = Annotated[
         "longrope=found.json. Repeatable.",
     ),
 ]
-Dtype = Annotated[
-    str, typer.Option(help="Dtype: auto (float32 on CPU), float32, bfloat16 or float16.")
-]
-_TEXT = "Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard library"
-Text = Annotated[list[str] | None, typer.Option(help=f"{_TEXT}.")]
-TrainText = Annotated[
-    list[str] | None,
-    typer.Option(help=f"{_TEXT}, without the files that evaluation uses by default."),
-]
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k or 1m.")]
-Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, mps ...")]
 Compose = Annotated[
     Any,  # bool or "raise", as for `patch`
     typer.Option(
@@ -57,6 +41,7 @@ Compose = Annotated[
 ]
 
 
+_EVALUATORS = "rope_eval"  # it depends on this package, so it is imported on demand
 RUN_HERE = ("llama.cpp", "mlx", "transformers")
 """Engines that `verify` can start by itself."""
 
@@ -174,19 +159,17 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 class Commands(TyperGroup):
     """All commands, including the evaluators'; invalid options are reported in one line."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        self._add_evaluators()
-        return super().list_commands(ctx)
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command; the evaluators are imported only for their own commands."""
         if cmd_name not in self.commands:
-            self._add_evaluators()
+            self.list_commands(ctx)
         return super().get_command(ctx, cmd_name)
 
-    def _add_evaluators(self) -> None:
-        if (evaluators := find_evaluators("cli")) is not None:
-            self.commands.update(typer.main.get_group(evaluators.app).commands)
+    def list_commands(self, ctx: Any) -> list[str]:
+        if importlib.util.find_spec(_EVALUATORS):  # not where rope_ext is not installed
+            evaluators = importlib.import_module(f"{_EVALUATORS}.cli").app
+            self.commands.update(typer.main.get_group(evaluators).commands)
+        return super().list_commands(ctx)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:
         """Run and exit; without ``standalone_mode``, return the status or raise."""
@@ -206,7 +189,7 @@ class Commands(TyperGroup):
 
 
 class ModelCommand(TyperCommand):
-    """A command that takes its model as an argument or, like `compare`, as ``--model``."""
+    """A command that takes its models as arguments or, like `compare`, each as ``--model``."""
 
     def invoke(self, ctx: Any) -> Any:
         quiet()
@@ -215,16 +198,19 @@ class ModelCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Turn ``--model`` into an argument, and add the default value to a bare ``--compose``."""
         words, file = take("--gguf-file", args)
-        words, model = take("--model", words)
+        models = []
+        while (taken := take("--model", words))[1] is not None:
+            words = taken[0]
+            models.append(taken[1])
         if any(one.name == "compose" and not getattr(one, "is_flag", False) for one in self.params):
             for place, word in enumerate(words):
                 valued = words[place + 1 : place + 2] in (["stack"], ["raise"])
                 if word == "--compose" and not valued:
                     words[place] = "--compose=stack"
-        if model is not None:  # the first argument, or after the kind of a plot
-            last = any(one.name == "kind" for one in self.params)
-            words = [*words, model] if last else [model, *words]
-        rest = super().parse_args(ctx, words)
+        last = any(one.name == "kind" for one in self.params)  # of a plot, which comes first
+        rest = super().parse_args(ctx, [*words, *models] if last else [*models, *words])
         if file is not None and ctx.params.get("model") is not None:
             ctx.params["model"] = f"{ctx.params['model']}/{file}"
+        if file is not None and ctx.params.get("models"):
+            ctx.params["models"] = [f"{model}/{file}" for model in ctx.params["models"]]
         return rest

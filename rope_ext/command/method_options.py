@@ -9,7 +9,8 @@ from typing import Any
 from rope_ext.config.record import ARGUMENTS, SIDECAR, Record, option_texts
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import Method, build_method, method_class
-from rope_ext.saving import checkpoints
+from rope_ext.saving.adapters import read_sidecar
+from rope_ext.saving.checkpoints import saved_under
 
 UNPATCHED = "none"
 """Used instead of a method name: the model without a patch."""
@@ -43,7 +44,8 @@ def checked_methods(
     known = {name: mistakes.check(method_class, name) for name in asked}
     given = {known[name].name: dict(values) for name, values in options.items() if known.get(name)}
     wrong = bool(mistakes)
-    record = None if adapter is None else mistakes.check(checkpoints.adapter_record, adapter)
+    sidecar = None if adapter is None else mistakes.check(read_sidecar, adapter)
+    record = sidecar and sidecar.record
     methods: dict[str, dict[str, Any]] = {}
     if ADAPTER in names and not wrong:
         methods |= mistakes.check(_of_adapter, adapter, record, default={})
@@ -125,7 +127,7 @@ def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[st
 def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each model whose saved patch is removed."""
     for model, config in configs.items():
-        record = checkpoints.saved_under(config)
+        record = saved_under(config)
         if record is not None:
             yield (
                 f"{model} was saved with {record.call()}, which {UNPATCHED} removes: to measure "

@@ -137,11 +137,9 @@ class _Lines(Progress):
         if time.monotonic() - self._told < self._every or not (task.total and task.completed):
             return
         self._told = time.monotonic()
-        left = task.time_remaining
-        if left is None and task.elapsed is not None:
-            left = task.elapsed / task.completed * (task.total - task.completed)
-        rest = "" if left is None else f", {timedelta(seconds=round(left))} left"
-        tell(f"{task.description} {task.percentage:.0f} %{rest}".lstrip())
+        share = (task.remaining or 0) / task.completed  # before there is an estimate
+        left = timedelta(seconds=round(task.time_remaining or (task.elapsed or 0) * share))
+        tell(f"{task.description} {task.percentage:.0f} %, {left} left".lstrip())
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)

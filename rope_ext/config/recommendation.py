@@ -9,40 +9,24 @@ from rope_ext.methods import Method
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recommended patch for a model and a length; ``print`` it, or pass it to ``rope_ext.patch``.
+    """A recommended patch; ``print`` it, or pass it to :func:`rope_ext.patch`."""
 
-    Args:
-        model: class of the decoder.
-        method: with every option that matters filled in.
-        factor: ``target_length`` divided by ``trained_length``, rounded up to hundredths.
-        target_length: tokens.
-        trained_length: tokens.
-        finetune: whether the model will be fine-tuned.
-        engine: the engine that has to run it; None: this process.
-        compose: ``compose`` of ``patch`` for ``method``: True or ``"raise"`` if the checkpoint is
-            already scaled.
-        original_max_position_embeddings: trained length, if the configuration's is wrong.
-        reasons: sentences, each with its source.
-        alternatives: further methods that the model accepts, and when to choose each.
-        serve: the first method that other engines can run; None: none, or ``engine`` was set.
-        engines: the engines that can run ``serve``.
-        raised: the checkpoint's own scaling with a larger factor, which needs ``compose="raise"``;
-            None: it has none that can be raised.
-    """
-
-    model: str
-    method: Method
-    factor: float
-    target_length: int
+    model: str  # class of the decoder
+    method: Method  # with every option that matters filled in
+    factor: float  # target_length / trained_length, rounded up to hundredths
+    target_length: int  # target_length, trained_length: tokens
     trained_length: int
-    finetune: bool
-    engine: str | None
-    compose: bool | Literal["raise"]
-    original_max_position_embeddings: int | None
-    reasons: tuple[str, ...]
+    finetune: bool  # whether the model will be fine-tuned
+    engine: str | None  # the engine that has to run it; None: this process
+    compose: bool | Literal["raise"]  # for ``patch``, if the checkpoint is already scaled
+    original_max_position_embeddings: int | None  # if the configuration's is wrong
+    reasons: tuple[str, ...]  # sentences, each with its source
+    # further methods that the model accepts, and when to choose each
     alternatives: tuple[tuple[Method, str], ...]
+    # the first method that other engines can run; None: none, or ``engine`` was set
     serve: Method | None = None
-    engines: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()  # the engines that can run ``serve``
+    # the checkpoint's own scaling with a larger factor, which needs compose="raise", if any
     raised: Method | None = None
 
     @property
@@ -56,10 +40,8 @@ class Recommendation:
             words.append("compose='raise'")
         elif self.compose and method.kind == "frequency":
             words.append("compose=True")
-        if self.original_max_position_embeddings is not None:
-            words.append(
-                f"original_max_position_embeddings={self.original_max_position_embeddings}"
-            )
+        if (length := self.original_max_position_embeddings) is not None:
+            words.append(f"original_max_position_embeddings={length}")
         return f"rope_ext.patch({', '.join(words)})"
 
     def __str__(self) -> str:
@@ -70,10 +52,8 @@ class Recommendation:
 
     def full(self) -> str:
         """Return the recommendation as text, with all alternatives."""
-        lines = self._answers()
-        for method, why in self.alternatives:
-            lines += [f"or {self._call(method)}", f"  - {why}"]
-        return "\n".join(lines)
+        others = (f"or {self._call(method)}\n  - {why}" for method, why in self.alternatives)
+        return "\n".join([*self._answers(), *others])
 
     def _answers(self) -> list[str]:
         tuned = "with" if self.finetune else "without"

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method, build_method, method_class
-from rope_ext.methods.rope import MOST_TOKENS
+from rope_ext.methods.rope import whole_number
 from rope_ext.methods.temperature import Constant, SSMax, Temperature
 from rope_ext.options import Options
 
@@ -36,9 +36,8 @@ ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
 
 
 _KINDS = {
-    "rope_parameters": dict,
+    **dict.fromkeys(("rope_parameters", FIELD), dict),
     **dict.fromkeys((HEAD, *LENGTHS), int),
-    FIELD: dict,
     EXPERTS: str,
 }
 
@@ -67,17 +66,9 @@ class Record:
         return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "method": method_to_json(self.method),
-            "resolved": method_to_json(self.resolved),
-            "arguments": {name: method_to_json(value) for name, value in self.arguments.items()},
-            "trained_length": self.trained_length,
-            "target_length": self.target_length,
-            "native": self.native,
-            "plain": self.plain,
-            "config": copy.deepcopy(dict(self.config)),
-        }
+        plain = {name: method_to_json(value) for name, value in vars(self).items()}
+        plain["arguments"] = {name: method_to_json(x) for name, x in self.arguments.items()}
+        return {"version": VERSION, **plain, "config": copy.deepcopy(dict(self.config))}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
@@ -88,17 +79,15 @@ class Record:
                 f"up to {VERSION}; install a newer rope_ext"
             )
         try:
-            if version == 1:
-                data = _with_numbers(data)
-            elif version not in (2, VERSION):
+            if version not in (1, 2, VERSION):
                 raise ValueError(f"its version is {version!r}, not {VERSION}")
             if version == VERSION and data["arguments"].keys() != ARGUMENTS.keys():
                 raise ValueError(f"its arguments are {sorted(data['arguments'])}")
-            method = method_from_json(data["method"])
+            method, resolved = (method_from_json(data[x], version) for x in ("method", "resolved"))
             options = Options(**{name: _from_json(x) for name, x in data["arguments"].items()})
             record = cls(
                 method=method,
-                resolved=method_from_json(data["resolved"]),
+                resolved=resolved,
                 arguments=options.recorded(),
                 trained_length=data["trained_length"],
                 target_length=data["target_length"],
@@ -121,8 +110,7 @@ class Record:
 
     def _check(self) -> None:
         for name in ("trained_length", "target_length"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+            if whole_number(value := getattr(self, name)) is None:
                 raise ValueError(f"{name}={value!r} is not a number of tokens")
         if not isinstance(self.native, bool) or not isinstance(self.plain, bool):
             raise ValueError(f"plain={self.plain!r} or native={self.native!r} is not True or False")
@@ -132,8 +120,9 @@ class Record:
             if value is not None and type(value) is not _KINDS[name]:
                 raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
 
-    def restore(self, config: Any) -> None:
-        """Restore, in a ``config`` saved under the patch, the values from before it."""
+    def restored(self, config: Any) -> Any:
+        """Return a copy of a configuration saved under the patch, as it was before."""
+        config = copy.deepcopy(config)
         text = config.get_text_config(decoder=True)
         delattr(text, FIELD)
         for name in OLDER:  # most classes drop them when they read config.json
@@ -146,6 +135,7 @@ class Record:
                 setattr(text, name, copy.deepcopy(value))
             elif hasattr(text, name):
                 delattr(text, name)
+        return config
 
     def same(self, other: Self) -> bool:
         """Whether both have the same effect on the same model."""
@@ -192,21 +182,13 @@ def _from_json(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _with_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade a version 1 record, from before these methods had an ``attention_factor``."""
-    before = {"attention_factor": 1.0}
-    return dict(data) | {
-        part: {**before, **data[part]}
-        for part in ("method", "resolved")
-        if data[part]["name"] in ("dual_chunk", "string")
-    }
-
-
-def method_from_json(data: Any) -> Method:
+def method_from_json(data: Any, version: int = VERSION) -> Method:
     """Inverse of :func:`method_to_json`; AttributeError, KeyError, TypeError or ValueError."""
     options = {name: _from_json(value) for name, value in data.items() if name != "name"}
     if "published" in method_class(data["name"]).__dataclass_fields__:
         options.setdefault("published", True)  # saved when that was the only default
+    if version == 1 and data["name"] in ("dual_chunk", "string"):
+        options.setdefault("attention_factor", 1.0)  # they had none
     return build_method(data["name"], **options)
 
 

@@ -88,14 +88,10 @@ def trained_length(config: Any) -> int | None:
 def path_to_text(config: Any) -> tuple[str, ...]:
     """Path of sub-configuration names to the text model's configuration; empty if not nested."""
     text = config.get_text_config(decoder=True)
-
-    def path(part: Any) -> tuple[str, ...] | None:
-        if part is text:
-            return ()
-        inner = {name: path(x) for name, x in vars(part).items() if hasattr(x, "get_text_config")}
-        return next(((name, *rest) for name, rest in inner.items() if rest is not None), None)
-
-    return path(config) or ()
+    for name, part in vars(config).items() if text is not config else ():
+        if hasattr(part, "get_text_config") and part.get_text_config(decoder=True) is text:
+            return (name, *path_to_text(part))
+    return ()
 
 
 def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None:

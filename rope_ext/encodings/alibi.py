@@ -1,5 +1,3 @@
-"""ALiBi."""
-
 import math
 
 import torch
@@ -23,16 +21,12 @@ class ALiBi(Encoding):
     """
 
     name = "alibi"
-    paper = "arXiv 2108.12409"
     summary = "a penalty that grows with the distance; needs training"
 
     learned: bool = False
 
     def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
         return {"slope": slopes(heads.count).float()} if self.learned else {}
-
-    def saturates_at(self, rope: Rope) -> None:
-        return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from rope_ext.encodings.scores import Scores
+from rope_ext.encodings.scores import Block, Scores, lengthened
 from rope_ext.errors import OptionError
 from rope_ext.methods.checked import Positive
 from rope_ext.methods.geometry import Distance
@@ -45,7 +45,7 @@ class Encoding(PositionMethod):
     allows_factor_one: ClassVar[bool] = True
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
-    projected: ClassVar[bool] = False  # :meth:`scores` gets the ``key_projection`` of its layer
+    projected: ClassVar[bool] = False  # :meth:`logits` gets the ``key_projection`` of its layer
     by_layer: ClassVar[bool] = False  # its options choose its layers, and ``layers=`` cannot
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
     # Layers whose input it changes: the first, every, or the first of the last n.
@@ -64,7 +64,7 @@ class Encoding(PositionMethod):
     @classmethod
     def scored(cls) -> bool:
         """Whether it changes the logits by more than a bias by distance."""
-        return cls.scores is not Encoding.scores
+        return cls.logits is not Encoding.logits
 
     @classmethod
     def changes_logits(cls) -> bool:
@@ -119,14 +119,14 @@ class Encoding(PositionMethod):
         return {}
 
     def constants(self, heads: Heads, device: torch.device) -> dict[str, torch.Tensor]:
-        """Fixed tensors that :meth:`scores` gets with the learned parameters, by name: float32."""
+        """Fixed tensors that :meth:`logits` gets with the learned parameters, by name: float32."""
         return {}
 
     @property
     def bounds(self) -> Bounds:
         """The smallest and largest value of bounded parameters, by name.
 
-        They are applied to the stored parameters, and before :meth:`bias` and :meth:`scores`.
+        They are applied to the stored parameters, and before :meth:`bias` and :meth:`logits`.
         """
         return {}
 
@@ -139,7 +139,7 @@ class Encoding(PositionMethod):
 
     def saturates_at(self, rope: Rope) -> int | None:
         """Distance (tokens) from which on the bias is constant; None: it never is."""
-        return 0
+        return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
@@ -152,13 +152,28 @@ class Encoding(PositionMethod):
         return None
 
     def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores | None:
-        """Changes to the logits beyond a bias by distance, or None.
+        """The :meth:`logits` of a layer; None: only a :meth:`bias`."""
+        return Scores(self, heads, rope, learned) if self.scored() else None
 
-        The arguments are those of :meth:`bias`, which is not called in this case; ``learned`` also
-        has the :meth:`constants` and, if ``projected``, ``key_projection``: the weight with which
-        the layer makes the keys of every query head, ``[heads, columns, hidden size]``.
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
+
+        ``learned`` also has the :meth:`constants` and, if ``projected``, ``key_projection``: the
+        weight with which the layer makes the keys of every query head, ``[heads, columns, hidden
+        size]``.
+        """
+        raise NotImplementedError
+
+    def more(self, weights: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor | None:
+        """A term added to the output, ``[batch, heads, rows, value columns]``, or None.
+
+        ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax.
         """
         return None
+
+    def pair_width(self, heads: int) -> int:
+        """Numbers that :meth:`logits` stores at a time for every pair of query and key."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +181,8 @@ class InputEncoding(Encoding):
     """Base of encodings that add positions, counted from 0, to the input of layers."""
 
     entered: ClassVar[Literal["first", "every"] | int | None] = "first"
-    sized: ClassVar[bool] = False  # ``p`` is of magnitude 1 and has a scale
     tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
+    extension: ClassVar[str] = ""  # what reaches beyond the table, for an error
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         """The initial learned parameters by name, as in :meth:`initial`.
@@ -180,24 +195,24 @@ class InputEncoding(Encoding):
         """Longest sequence that has positions, in tokens; None: no limit."""
         return None
 
-    def cure(self, tokens: int, rope: Rope) -> str:
-        """How to fix a sequence longer than the limit; ends the error message."""
-        return f"patch with length={tokens}, and train the rest of the table"
-
     def covers(self, tokens: int, rope: Rope) -> None:
         limit = self.limit(rope)
         if limit is not None and tokens > limit:
             raise OptionError(
                 f"{self.name}: a sequence of {tokens} tokens goes beyond its {limit} positions; "
-                f"{self.cure(tokens, rope)}"
+                f"patch with {self.extension}length={tokens} (replace=True keeps the table), and "
+                f"train the rest"
             )
+
+    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+        return lengthened(learned, initial, 0, repeat=False) if name == "table" else None
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
 
         If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
         """
-        raise NotImplementedError
+        return learned["table"][t.long()]
 
     def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         return x + p
@@ -211,8 +226,6 @@ class Sized(InputEncoding):
         scale: factor of ``p``. None: the root mean square of the first layer's input for a sample
             of the vocabulary, computed when the model is patched and saved with the weights.
     """
-
-    sized: ClassVar[bool] = True
 
     scale: Positive | None = None
 

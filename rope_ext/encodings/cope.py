@@ -1,12 +1,9 @@
-"""Contextual position encoding."""
-
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, Scores, lengthened
+from rope_ext.encodings.scores import Block, lengthened
 from rope_ext.methods.checked import Whole
 from rope_ext.methods.kinds import Rope, register
 
@@ -18,8 +15,7 @@ class CoPE(Encoding):
     Every key ``k`` opens a gate, the sigmoid of its logit; ``p_ij`` is the sum of the gates from
     ``j`` to the query, at most ``positions - 1``. ``<q_i, e[p_ij]>`` is added to the logit, without
     the model's scale, as in the paper's listing, and interpolated linearly between integers. Each
-    layer has one table, shared by its heads and initialized to zero. Attention runs in blocks of
-    queries and is several times slower.
+    layer has one table, shared by its heads and initialized to zero.
 
     Args:
         positions: rows of the table (``npos_max``). A larger number with ``replace=True`` keeps a
@@ -29,7 +25,6 @@ class CoPE(Encoding):
     """
 
     name = "cope"
-    paper = "arXiv 2405.18719"
     summary = "positions counted by the content; slower; needs training"
 
     positions: Annotated[int, Whole(2)] = 64
@@ -40,25 +35,11 @@ class CoPE(Encoding):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
-    def saturates_at(self, rope: Rope) -> None:
-        return None
+    def pair_width(self, heads: int) -> int:
+        return 8 * heads  # gates, positions, two indices of int64, two logits
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
-        return CoPEScores(learned=learned, heads=heads)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CoPEScores(Scores):
-    """The logits of :class:`CoPE`; ``learned["table"]`` is ``[positions, columns]``."""
-
-    heads: int
-
-    @property
-    def width(self) -> int:
-        return 8 * self.heads  # gates, positions, two indices of int64, two logits
-
-    def logits(self, block: Block) -> torch.Tensor:
-        content, table = block.content, self.learned["table"]
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        content, table = block.content, learned["table"]
         gates = torch.sigmoid(content) * block.visible  # hidden keys do not count
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)
         of_whole = block.query @ table.to(block.query).mT

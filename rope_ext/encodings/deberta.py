@@ -1,5 +1,3 @@
-"""DeBERTa's disentangled attention."""
-
 import math
 from dataclasses import replace
 from typing import Annotated
@@ -7,7 +5,7 @@ from typing import Annotated
 import torch
 
 from rope_ext.encodings.base import Heads, InputEncoding, Learned
-from rope_ext.encodings.scores import STD, ByTables, lengthened
+from rope_ext.encodings.scores import STD, Block, by_tables, lengthened
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 
@@ -22,14 +20,12 @@ class DeBERTa(InputEncoding):
     each layer.
 
     ``absolute_layers`` adds a learned vector for each position to the hidden state that enters the
-    first of the last ``n`` layers, as in the paper's "enhanced mask decoder". There, only queries
-    get it, and one layer runs ``n`` times; here, each layer keeps its weights and computes queries,
-    keys and values from its input.
+    first of the last ``n`` layers, as in the paper's "enhanced mask decoder", where only queries
+    get it, and one layer runs ``n`` times.
 
     Args:
-        clip: tokens; the paper's k. Each distance below it has one vector, as in the half of the
-            released table that a causal model uses. A larger ``clip`` with ``replace=True`` keeps
-            trained vectors.
+        clip: tokens; the paper's k. Each distance below it has one vector. A larger ``clip`` with
+            ``replace=True`` keeps trained vectors.
         absolute_layers: ``n``; 2 in the paper. 0: no absolute positions.
         length: entries of the table of absolute positions, tokens; by default the context length.
 
@@ -37,7 +33,6 @@ class DeBERTa(InputEncoding):
     """
 
     name = "deberta"
-    paper = "arXiv 2006.03654"
     summary = "learned vectors per distance for queries and keys; needs training"
 
     clip: Tokens = 512
@@ -73,13 +68,8 @@ class DeBERTa(InputEncoding):
         return {"table": STD * torch.randn(not_none(self.length), columns, device="cpu")}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        if name == "table":
-            return lengthened(learned, initial, 0, repeat=False)
-        return lengthened(learned, initial, 1, repeat=True)
+        absolute = super().grown(name, learned, initial)
+        return lengthened(learned, initial, 1, repeat=True) if absolute is None else absolute
 
-    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
-        return learned["table"][t.long()]
-
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
-        tables = {"of_query": learned["key"], "of_key": learned["query"]}
-        return ByTables(learned=tables, share=1 / math.sqrt(3))
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        return 1 / math.sqrt(3) * by_tables(block, learned["key"], learned["query"])

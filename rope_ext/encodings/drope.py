@@ -1,13 +1,11 @@
-"""DroPE."""
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.checked import Number, not_none
-from rope_ext.methods.kinds import Self, Temperature, register
+from rope_ext.methods.kinds import Temperature, register
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -18,9 +16,6 @@ class DroPETemperature(Temperature):
 
     c: float
     length: int | None = None
-
-    def filled(self, length: int, factor: float) -> Self:
-        return replace(self, length=self.length or length)
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
         return 1 + self.c * ((t + 1) / not_none(self.length)).log().clamp(min=0)
@@ -41,7 +36,6 @@ class DroPE(Encoding):
     """
 
     name = "drope"
-    paper = "arXiv 2512.12167"
     summary = "removes RoPE from a pretrained model; needs brief training"
 
     c: Annotated[float, Number(minimum=0, maximum=10)] = 0.2

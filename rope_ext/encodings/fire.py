@@ -1,16 +1,9 @@
-"""FIRE."""
-
-from dataclasses import dataclass
-
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, Scores, linear
+from rope_ext.encodings.scores import Block, linear
 from rope_ext.methods.checked import Positive, Tokens
 from rope_ext.methods.kinds import Rope, register
-
-_EPSILON = 1e-6
-"""Added to the denominator in the authors' code."""
 
 
 @register
@@ -31,7 +24,6 @@ class FIRE(Encoding):
     """
 
     name = "fire"
-    paper = "arXiv 2310.04418"
     summary = "a learned bias on the relative distance; needs training"
     additive = True
 
@@ -46,32 +38,18 @@ class FIRE(Encoding):
             **linear("second", heads.count, self.hidden),
         }
 
-    def saturates_at(self, rope: Rope) -> None:
-        return None
-
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores:
-        return FIREScores(learned=learned, threshold=self.threshold, hidden=self.hidden)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FIREScores(Scores):
-    """The logits of :class:`FIRE`."""
-
-    threshold: float
-    hidden: int
-
-    @property
-    def width(self) -> int:
+    def pair_width(self, heads: int) -> int:
         return 2 * self.hidden
 
-    def logits(self, block: Block) -> torch.Tensor:
-        return block.content + self.bias(block)
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        return block.content + self.by_place(block, learned)
 
-    def bias(self, block: Block) -> torch.Tensor:
-        learned = {name: value.to(block.content) for name, value in self.learned.items()}
+    def by_place(self, block: Block, learned: Learned) -> torch.Tensor:
+        """The bias, ``[heads, rows, keys]``."""
+        learned = {name: value.to(block.content) for name, value in learned.items()}
         c, place = learned["c"].abs(), block.query_at.to(block.content)
         reach = learned["multiplier"].abs() * self.threshold
-        far = torch.log1p(c * torch.maximum(place, reach)) + _EPSILON
+        far = torch.log1p(c * torch.maximum(place, reach)) + 1e-6  # as in the authors' code
         numbers = torch.log1p(c * block.distance) / far[:, None]
         weight, bias = learned["first_weight"], learned["first_bias"][:, None]
         inner = torch.addcmul(bias, weight, numbers.flatten()).relu()

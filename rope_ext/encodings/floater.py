@@ -1,5 +1,3 @@
-"""FLOATER."""
-
 from typing import Annotated, Literal
 
 import torch
@@ -32,7 +30,6 @@ class FLOATER(Sized):
     """
 
     name = "floater"
-    paper = "arXiv 2003.09229"
     summary = "positions from a learned differential equation; needs training"
     tabled = True
     redefining = ("flow",)

@@ -1,5 +1,3 @@
-"""KERPLE, logarithmic and power form."""
-
 import math
 from dataclasses import dataclass
 
@@ -25,9 +23,6 @@ class _Kerple(Encoding):
         drawn = (most * torch.rand(heads.count) for most in self.begins)
         return {f"r{i}": value.clamp(min=_LEAST) for i, value in enumerate(drawn, 1)}
 
-    def saturates_at(self, rope: Rope) -> None:
-        return None
-
 
 def _parameters(learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return learned["r1"].to(like)[:, None], learned["r2"].to(like)[:, None]
@@ -46,7 +41,6 @@ class KerpleLog(_Kerple):
 
     name = "kerple_log"
     aliases = ("kerple",)
-    paper = "arXiv 2205.09921"
     summary = "a learned penalty, logarithmic in the distance; needs training"
     begins = 2.0, 1.0
 
@@ -62,13 +56,12 @@ class KerplePower(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 
     Both parameters are at least 0.01, and ``r2`` is at most 2; ``r1`` is drawn from [0, 1] and
-    ``r2`` from [0, 2]. In the paper, the logarithm (``kerple_log``) is better.
+    ``r2`` from [0, 2].
 
     Chi et al. 2022, arXiv 2205.09921.
     """
 
     name = "kerple_power"
-    paper = "arXiv 2205.09921"
     summary = "a learned penalty, a power of the distance; needs training"
     begins = 1.0, 2.0
     most_r2 = 2.0

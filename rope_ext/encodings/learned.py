@@ -1,15 +1,11 @@
-"""Learned absolute positions."""
-
 from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import InputEncoding, Learned
-from rope_ext.encodings.scores import lengthened
 from rope_ext.methods.checked import Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
-from rope_ext.methods.rope import factor_to
 
 _SHARE = 0.4
 """Weight of the coarse part of a hierarchical position, as published."""
@@ -36,8 +32,8 @@ class LearnedPositions(InputEncoding):
     """
 
     name = "learned"
-    paper = "arXiv 1706.03762"
     summary = "a learned vector for each position; needs training"
+    extension = "extend= and a larger factor, or "
 
     length: Annotated[int, Whole(2)] | None = None
     extend: Literal["hierarchical", "interpolate"] | None = None
@@ -56,20 +52,8 @@ class LearnedPositions(InputEncoding):
             return length**2
         return max(length, self.target_length(rope)) if self.extend else length
 
-    def cure(self, tokens: int, rope: Rope) -> str:
-        if self.extend == "hierarchical":
-            return super().cure(tokens, rope)
-        factor = factor_to(tokens, rope.length)
-        return (
-            f"patch with factor={factor:g} and extend='hierarchical' or extend='interpolate' "
-            f"(replace=True keeps the table), or with length={tokens} and train the rest"
-        )
-
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": size * torch.randn(not_none(self.length), columns, device="cpu")}
-
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        return lengthened(learned, initial, 0, repeat=False)
 
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         length = not_none(self.length)
@@ -86,4 +70,4 @@ class LearnedPositions(InputEncoding):
             coarse, fine = rows(t // length), rows(t % length)
             # a u_i + (1 - a) u_j, which is p_j if i is 0
             return fine + _SHARE / (1 - _SHARE) * (coarse - rows(torch.zeros_like(t)))
-        return learned["table"][t.long()]
+        return super().p(t, columns, rope, learned)

@@ -1,12 +1,9 @@
-"""Multiplicative absolute positions."""
-
 from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import InputEncoding, Learned, sinusoid
-from rope_ext.encodings.scores import lengthened
 from rope_ext.methods.checked import Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 
@@ -16,8 +13,7 @@ class Multiplicative(InputEncoding):
     """Replaces RoPE with a vector for each position that multiplies the embeddings.
 
     A learned table starts at 1, which changes nothing. The sinusoid is that of ``sinusoidal``: a
-    sine of 0 deletes a column, for the first token half of them. A norm before the first layer
-    cancels common factors, so only differences between columns matter.
+    sine of 0 deletes a column, for the first token half of them.
 
     Args:
         table: ``"learned"`` or ``"sinusoidal"``.
@@ -27,7 +23,6 @@ class Multiplicative(InputEncoding):
     """
 
     name = "multiplicative"
-    paper = "kexue.fm/archives/8130"
     summary = "multiplies embeddings by a vector for the position; needs training"
 
     table: Literal["learned", "sinusoidal"] = "learned"
@@ -46,13 +41,10 @@ class Multiplicative(InputEncoding):
             return {}
         return {"table": torch.ones(not_none(self.length), columns, device="cpu")}
 
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        return lengthened(learned, initial, 0, repeat=False)
-
     def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
         if self.table == "sinusoidal":
             return sinusoid(t, columns, 10000.0)
-        return learned["table"][t.long()]
+        return super().p(t, columns, rope, learned)
 
     def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         return x * p

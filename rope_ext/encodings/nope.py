@@ -1,5 +1,3 @@
-"""NoPE."""
-
 from rope_ext.encodings.base import Encoding
 from rope_ext.methods.kinds import register
 

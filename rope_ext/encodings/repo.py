@@ -1,5 +1,3 @@
-"""Context re-positioning."""
-
 from typing import Literal
 
 import torch
@@ -8,9 +6,6 @@ import torch.nn.functional as F
 from rope_ext.encodings.base import Encoding, Learned
 from rope_ext.encodings.scores import STD
 from rope_ext.methods.kinds import Rope, register
-
-_SMALLER = 8
-"""Hidden size divided by the columns of ``r``, in both released models."""
 
 
 @register
@@ -32,7 +27,6 @@ class RePo(Encoding):
     """
 
     name = "repo"
-    paper = "arXiv 2512.14391"
     summary = "RoPE with positions computed from hidden states; needs training"
     redefining = ("positions",)
 
@@ -50,7 +44,7 @@ class RePo(Encoding):
         return tuple(range(5 * count // 16, count))
 
     def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
-        inner = max(1, columns // _SMALLER)
+        inner = max(1, columns // 8)
         shapes = {"gate": (inner, columns), "content": (inner, columns), "position": (heads, inner)}
         weights = {
             name: torch.nn.init.trunc_normal_(torch.empty(shape), std=STD, a=-3 * STD, b=3 * STD)

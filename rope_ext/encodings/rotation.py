@@ -1,5 +1,3 @@
-"""RoPE as trained."""
-
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope, identity, register
 
@@ -18,7 +16,6 @@ class RoPE(PositionMethod):
     """
 
     name = "rope"
-    paper = "arXiv 2104.09864"
     summary = "RoPE as trained, with a bias or a temperature"
 
     kind = "rotation"

@@ -1,5 +1,3 @@
-"""3D-RPE."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -24,12 +22,10 @@ class RPE3D(Encoding):
         chunk: tokens; three quarters of the trained length by default, as published.
         base: base of the second angle; the base of the rotation by default, as published.
 
-    Ma et al. 2025, arXiv 2406.09897, definition 1. The authors' code is dual chunk attention with
-    another rotation angle from the third chunk on.
+    Ma et al. 2025, arXiv 2406.09897, definition 1.
     """
 
     name = "3d_rpe"
-    paper = "arXiv 2406.09897"
     summary = "positions within chunks and one angle per chunk; needs training"
 
     chunk: Tokens | None = None

@@ -1,5 +1,3 @@
-"""Sandwich."""
-
 from typing import Annotated
 
 import torch
@@ -14,8 +12,7 @@ class Sandwich(Encoding):
     """Replaces RoPE with a bias: the inner product of two sinusoidal positions.
 
     ``(sum_i cos(d / base^(2i / width)) - width / 2) / (8h / H)`` for head ``h = 1 .. H`` and
-    ``i = 1 .. width / 2``: the first heads have the shortest range. Subtracting ``width / 2`` makes
-    it 0 at distance 0 and does not change attention weights.
+    ``i = 1 .. width / 2``: the first heads have the shortest range.
 
     Args:
         width: width of the sinusoidal positions, an even number; 128 is best in the paper.
@@ -26,7 +23,6 @@ class Sandwich(Encoding):
     """
 
     name = "sandwich"
-    paper = "arXiv 2212.10356"
     summary = "products of sinusoidal positions as a bias; needs training"
 
     width: Annotated[int, Whole(2)] = 128
@@ -35,9 +31,6 @@ class Sandwich(Encoding):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("width", self.width % 2 == 0, "an even number")
-
-    def saturates_at(self, rope: Rope) -> None:
-        return None
 
     def bias(
         self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from rope_ext.methods.kinds import Rope
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,32 +41,27 @@ class Block:
         return apart.clamp(min=0).to(self.content.dtype)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
-    """How an encoding changes logits; depends only on a block and on ``learned``.
+    """The logits of an encoding in a layer; see the methods of the same names in ``Encoding``.
 
-    Args:
-        learned: by name, in the dtype of the parameters. Kernels replace them by their own copies
-            (:func:`dataclasses.replace`) to get the gradients.
+    Kernels replace ``learned`` by copies (:func:`dataclasses.replace`) to get the gradients.
     """
 
+    encoding: Any
+    heads: int
+    rope: Rope
     learned: Mapping[str, torch.Tensor]
 
     @property
     def width(self) -> int:
-        """Numbers stored at a time for every pair of query and key, for all heads."""
-        return 0
+        return self.encoding.pair_width(self.heads)
 
     def logits(self, block: Block) -> torch.Tensor:
-        """The logits with positions, in the shape of ``block.content``."""
-        return block.content
+        return self.encoding.logits(block, self.rope, self.learned)
 
     def more(self, weights: torch.Tensor, block: Block) -> torch.Tensor | None:
-        """A term added to the output, ``[batch, heads, rows, value columns]``, or None.
-
-        ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax.
-        """
-        return None
+        return self.encoding.more(weights, block, self.learned)
 
 
 def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torch.Tensor]:
@@ -96,42 +94,21 @@ def lengthened(
     return torch.cat((learned, more), dim)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ByTables(Scores):
-    """Scores from tables in ``learned`` with a vector per distance, the last one for all larger.
+def by_tables(
+    block: Block, of_query: torch.Tensor, of_key: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.
 
-    With optional ``of_query`` and ``of_key``, ``[heads or 1, distances, columns]``, and
-    ``of_value``, ``[distances, value_columns]``, for a distance ``d = i - j``:
-
-        logit_ij = share * scale * (<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>)
-        out_i = sum_j w_ij (v_j + of_value[d])
-
-    Args:
-        share: factor of all logits.
+    Tables are ``[heads or 1, distances, columns]``; larger distances share the last row.
     """
-
-    share: float = 1.0
-
-    def logits(self, block: Block) -> torch.Tensor:
-        of_query, of_key = (self.learned.get(name) for name in ("of_query", "of_key"))
-        more = torch.zeros_like(block.content)
-        pairs = more.shape
-        if of_query is not None:
-            found = block.query @ of_query.to(block.query).mT
-            more = more + found.gather(-1, _index(block, of_query).expand(pairs))
-        if of_key is not None:
-            found = of_key.to(block.key) @ block.key.mT
-            more = more + found.gather(-2, _index(block, of_key).expand(pairs))
-        return self.share * (block.content + block.scale * more)
-
-    def more(self, weights: torch.Tensor, block: Block) -> torch.Tensor | None:
-        table = self.learned.get("of_value")
-        if table is None:
-            return None
-        total = weights.new_zeros(*weights.shape[:3], table.shape[0])
-        total = total.scatter_add(-1, _index(block, table).expand(weights.shape), weights)
-        return total @ table.to(weights)
+    found = block.query @ of_query.to(block.query).mT
+    more = found.gather(-1, row_of(block, of_query).expand(block.content.shape))
+    if of_key is not None:
+        found = of_key.to(block.key) @ block.key.mT
+        more = more + found.gather(-2, row_of(block, of_key).expand(more.shape))
+    return block.content + block.scale * more
 
 
-def _index(block: Block, table: torch.Tensor) -> torch.Tensor:
+def row_of(block: Block, table: torch.Tensor) -> torch.Tensor:
+    """The row of each distance in a table, whose last row is for all larger distances."""
     return block.distance.long().clamp(max=table.shape[-2] - 1)

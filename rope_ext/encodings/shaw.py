@@ -1,16 +1,11 @@
-"""Shaw et al.'s relative positions."""
-
 from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned, sinusoid
-from rope_ext.encodings.scores import STD, ByTables, lengthened
+from rope_ext.encodings.scores import STD, Block, by_tables, lengthened, row_of
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import Rope, register
-
-_BASE = 10000.0
-"""Base of NEZHA's sinusoids."""
 
 
 @register
@@ -33,7 +28,6 @@ class Shaw(Encoding):
     """
 
     name = "shaw"
-    paper = "arXiv 1803.02155"
     summary = "learned vectors per distance for keys and values; needs training"
     redefining = ("p_min",)
 
@@ -58,7 +52,7 @@ class Shaw(Encoding):
         distance = torch.arange(self.p_min, self.clip + 1, dtype=torch.float64, device=device)
         # In the paper's formula the position of the query is subtracted.
         columns = self._columns(heads).items()
-        return {name: sinusoid(-distance, size, _BASE) for name, size in columns}
+        return {name: sinusoid(-distance, size, 10000.0) for name, size in columns}
 
     def _columns(self, heads: Heads) -> dict[str, int]:
         keys = {"key": heads.columns}
@@ -67,11 +61,16 @@ class Shaw(Encoding):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> ByTables:
-        tables = {"of_query": self._from_zero(learned["key"])[None]}
-        if self.values:
-            tables["of_value"] = self._from_zero(learned["value"])
-        return ByTables(learned=tables)
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        return by_tables(block, self._from_zero(learned["key"])[None])
+
+    def more(self, weights: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor | None:
+        if not self.values:
+            return None
+        table = self._from_zero(learned["value"])
+        total = weights.new_zeros(*weights.shape[:3], len(table))
+        total = total.scatter_add(-1, row_of(block, table).expand(weights.shape), weights)
+        return total @ table.to(weights)
 
     def _from_zero(self, table: torch.Tensor) -> torch.Tensor:
         """A table with a row for each distance from 0 to ``clip``."""

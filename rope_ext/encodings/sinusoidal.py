@@ -1,5 +1,3 @@
-"""The sinusoidal positions of the original Transformer."""
-
 import torch
 
 from rope_ext.encodings.base import Learned, Sized, sinusoid
@@ -11,8 +9,8 @@ from rope_ext.methods.kinds import Rope, register
 class Sinusoidal(Sized):
     """Replaces RoPE with sines and cosines of the position, added to the embeddings.
 
-    ``sin(t / base^(2i / d))`` in column ``2i`` and the cosine in column ``2i + 1``, times a scale.
-    The paper multiplies embeddings by ``sqrt(d)`` instead, so that both have a magnitude of 1.
+    ``sin(t / base^(2i / d))`` in column ``2i`` and the cosine in column ``2i + 1``, times a scale,
+    where the paper multiplies embeddings by ``sqrt(d)``.
 
     Args:
         base: wavelengths range from ``2 pi`` to ``2 pi base`` tokens.
@@ -21,7 +19,6 @@ class Sinusoidal(Sized):
     """
 
     name = "sinusoidal"
-    paper = "arXiv 1706.03762"
     summary = "adds sines and cosines of the position to embeddings; needs training"
 
     base: Base = 10000.0

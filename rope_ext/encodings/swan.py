@@ -1,5 +1,3 @@
-"""SWAN."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -28,7 +26,6 @@ class SWAN(Encoding):
     """
 
     name = "swan"
-    paper = "arXiv 2504.08719"
     summary = "some layers without positions, a window in the others; needs training"
     by_layer = True
 

@@ -1,5 +1,3 @@
-"""T5's relative position bias."""
-
 import math
 from typing import Annotated, Literal
 
@@ -32,7 +30,6 @@ class T5(Encoding):
     """
 
     name = "t5"
-    paper = "arXiv 1910.10683"
     summary = "a learned bias per bucket of distances; needs training"
     shared = True
     redefining = ("buckets",)

@@ -1,49 +1,11 @@
-"""The relative positions of Transformer-XL and XLNet."""
-
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import STD, Block, Scores
+from rope_ext.encodings.scores import STD, Block
 from rope_ext.methods.checked import Base, Whole
 from rope_ext.methods.kinds import Rope, register
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BySinusoid(Scores):
-    """Scores from the learned ``u``, ``v`` (``[heads, columns]``) and ``r``.
-
-    ``r`` (``[heads, columns, width]``) projects the sinusoid of a distance, ``[sin(d w_0),
-    sin(d w_1), ..., cos(d w_0), ...]``, to a key. Computed as a rotation: the product of a query
-    with ``r``, rotated by the query's position, is multiplied with the sinusoid of the key's
-    position.
-
-    Args:
-        base: base of the sinusoid's frequencies.
-    """
-
-    base: float
-
-    def logits(self, block: Block) -> torch.Tensor:
-        query, key = block.query, block.key
-        r = self.learned["r"].to(query)
-        (sine, cosine), of_key = (self._sinusoid(at, r) for at in (block.query_at, block.key_at))
-        of_sine, of_cosine = ((query + self.learned["v"].to(query)[:, None]) @ r).chunk(2, -1)
-        # sin(i - j) and cos(i - j), split into terms in i and in j.
-        to_sine = of_cosine * sine - of_sine * cosine
-        to_cosine = of_sine * sine + of_cosine * cosine
-        more = torch.cat((to_sine, to_cosine), -1) @ torch.cat(of_key, -1).mT
-        more = more + self.learned["u"].to(key)[:, None] @ key.mT
-        return block.content + block.scale * more
-
-    def _sinusoid(self, at: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sines and cosines of every frequency at positions, ``[tokens, width / 2]`` each."""
-        pairs = r.shape[-1] // 2
-        exponent = torch.arange(pairs, dtype=torch.float64, device=at.device) / pairs
-        angle = at.double()[:, None] * self.base**-exponent
-        return angle.sin().to(r.dtype), angle.cos().to(r.dtype)
 
 
 @register
@@ -59,8 +21,7 @@ class TransformerXL(Encoding):
             whose keys come from more than one linear layer (Qwen3, Gemma 3, DeepSeek-V3) raise an
             error.
         width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
-            hidden size of the model; attention is slower for larger widths. Only for a learned
-            projection.
+            hidden size of the model, which is slower. Only for a learned projection.
         base: base of the sinusoid's frequencies.
 
     Dai et al. 2019, arXiv 1901.02860, section 3.3; Yang et al. 2019 (XLNet), arXiv 1906.08237.
@@ -68,7 +29,6 @@ class TransformerXL(Encoding):
 
     name = "transformer_xl"
     aliases = ("xlnet",)
-    paper = "arXiv 1901.02860"
     summary = "learned projections of sinusoids of the distance; needs training"
 
     projection: Literal["learned", "key"] = "learned"
@@ -93,7 +53,23 @@ class TransformerXL(Encoding):
             for name, more in shapes.items()
         }
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> BySinusoid:
-        if self.projected:
-            learned = {"u": learned["u"], "v": learned["v"], "r": learned["key_projection"]}
-        return BySinusoid(learned=learned, base=self.base)
+    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+        # As a rotation: the product of a query with ``r`` (``[heads, columns, width]``), rotated by
+        # the query's position, is multiplied with the sinusoid of the key's position.
+        query, key = block.query, block.key
+        r = learned["key_projection" if self.projected else "r"].to(query)
+        (sine, cosine), of_key = (self._sinusoid(at, r) for at in (block.query_at, block.key_at))
+        of_sine, of_cosine = ((query + learned["v"].to(query)[:, None]) @ r).chunk(2, -1)
+        # sin(i - j) and cos(i - j), split into terms in i and in j.
+        to_sine = of_cosine * sine - of_sine * cosine
+        to_cosine = of_sine * sine + of_cosine * cosine
+        more = torch.cat((to_sine, to_cosine), -1) @ torch.cat(of_key, -1).mT
+        more = more + learned["u"].to(key)[:, None] @ key.mT
+        return block.content + block.scale * more
+
+    def _sinusoid(self, at: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sines and cosines of every frequency at positions, ``[tokens, width / 2]`` each."""
+        pairs = r.shape[-1] // 2
+        exponent = torch.arange(pairs, dtype=torch.float64, device=at.device) / pairs
+        angle = at.double()[:, None] * self.base**-exponent
+        return angle.sin().to(r.dtype), angle.cos().to(r.dtype)

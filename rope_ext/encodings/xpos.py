@@ -1,5 +1,3 @@
-"""xPos."""
-
 from typing import Annotated
 
 import torch
@@ -15,9 +13,8 @@ class XPos(Encoding):
     """RoPE whose pairs decay with the distance: ``zeta_i ** (d / 512)``.
 
     ``zeta_i = (2 i / D + gamma) / (1 + gamma)`` for pair ``i`` of ``D`` rotary columns, fastest
-    first; the fastest decays most, with the defaults to 0.29 over 512 tokens. Keys are cached
-    without these factors, so no factor overflows at any length. The paper's blockwise attention is
-    not included.
+    first; the fastest decays most, with the defaults to 0.29 over 512 tokens. The paper's blockwise
+    attention is not included.
 
     Args:
         gamma: what the fastest pair keeps over ``scale_base`` tokens, before dividing by
@@ -28,7 +25,6 @@ class XPos(Encoding):
     """
 
     name = "xpos"
-    paper = "arXiv 2212.10554"
     summary = "RoPE whose pairs decay with the distance; needs training"
 
     gamma: Annotated[float, Number(above=0, maximum=1e3)] = 0.4

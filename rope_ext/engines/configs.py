@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.apply.configuration import SCALING_FIELDS
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Refusal
 from rope_ext.methods.temperature import yarn_factor

@@ -11,7 +11,6 @@ from rope_ext.methods.kinds import (
     all_encodings as all_encodings,
     all_methods as all_methods,
     build_method as build_method,
-    spans as spans,
     identity as identity,
     longrope_table as longrope_table,
     method_class as method_class,

@@ -1,5 +1,3 @@
-"""Adjusted base frequency."""
-
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ class ABF(FrequencyMethod):
 
     name = "abf"
     aliases = ("adjusted_base_frequency", "base")
-    paper = "arXiv 2309.16039"
     summary = "long continued training, as for Llama 2 Long and Code Llama"
 
     base: Base | None = None

@@ -1,5 +1,3 @@
-"""Truncated basis."""
-
 import math
 from typing import Annotated, Any
 
@@ -16,8 +14,7 @@ class BaseTruncation(FrequencyMethod):
     """Keeps fast pairs and sets slow ones to a small constant, the slowest to zero.
 
     ``h = theta`` for ``theta >= upper``, ``constant`` between ``lower`` and ``upper``, 0 at or
-    below ``lower``. For fine-tuning studies: few angles are new at any length, so perplexity stays
-    low, but retrieval suffers, because only slow pairs distinguish large distances.
+    below ``lower``. Retrieval suffers, since only slow pairs distinguish large distances.
 
     Args:
         upper: radians per token; None is ``2 pi / length``.
@@ -29,7 +26,6 @@ class BaseTruncation(FrequencyMethod):
 
     name = "base_truncation"
     aliases = ("truncated_basis", "giraffe")
-    paper = "arXiv 2308.10882"
     summary = "fine-tuning studies: good perplexity at any length, but weaker retrieval"
 
     upper: Frequency | None = None

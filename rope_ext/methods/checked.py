@@ -100,12 +100,14 @@ class Checked:
         if hint is bool:
             self.require(option, isinstance(value, bool), "True or False")
         elif get_origin(hint) is Literal:
-            self.require_choice(option, *get_args(hint))
+            choices = get_args(hint)
+            holds = any(type(value) is type(one) and value == one for one in choices)  # no arrays
+            self.require(option, holds, " or ".join(map(repr, choices)))
         for valid in getattr(hint, "__metadata__", ()):
             if isinstance(valid, Number):
-                self.require_number(option, valid.minimum, valid.above, valid.maximum)
+                self._require_number(option, valid)
             elif isinstance(valid, Whole):
-                self.require_tokens(option, valid.minimum, optional)
+                self._require_whole(option, valid.minimum, ", or None" if optional else "")
             elif isinstance(valid, Numbers):
                 self.require_list(option, valid)
 
@@ -118,43 +120,26 @@ class Checked:
             value = getattr(self, option)
             raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
 
-    def require_choice(self, option: str, *choices: Any) -> None:
-        """Raise an OptionError unless the option is one of ``choices``."""
-        value = getattr(self, option)
-        holds = any(type(value) is type(one) and value == one for one in choices)  # refuses arrays
-        self.require(option, holds, " or ".join(map(repr, choices)))
-
-    def require_number(
-        self,
-        option: str,
-        minimum: float | None = None,
-        above: float | str | None = None,
-        maximum: float = LARGEST,
-    ) -> None:
-        """Raise an OptionError unless the option is a finite number in the given range."""
-        value = plain_number(getattr(self, option))
+    def _require_number(self, option: str, valid: Number) -> None:
+        value, above = plain_number(getattr(self, option)), valid.above
         if isinstance(above, str):  # where it is not valid itself, its own error says so
             other = plain_number(getattr(self, above))
             above = other if other is not None and abs(other) <= LARGEST else None
         number = math.nan if value is None else value
-        finite = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
-        valid, holds = "a finite number", finite
-        if minimum is not None:
-            valid, holds = f"{valid} of at least {minimum}", holds and number >= minimum
+        holds = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
+        text = "a finite number"
+        if valid.minimum is not None:
+            text, holds = f"{text} of at least {valid.minimum}", holds and number >= valid.minimum
         if above is not None:
-            valid, holds = f"{valid} greater than {above}", holds and number > above
-        self.require(option, holds, valid)
-        self.require(option, number <= maximum, f"at most {maximum}")
+            text, holds = f"{text} greater than {above}", holds and number > above
+        self.require(option, holds, text)
+        self.require(option, number <= valid.maximum, f"at most {valid.maximum}")
         self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
         self.set(option, number)
 
-    def require_tokens(self, option: str, minimum: int = 1, optional: bool = True) -> None:
-        """Raise an OptionError unless the option is a valid number of tokens, or None."""
+    def _require_whole(self, option: str, minimum: int, more: str) -> None:
         value = getattr(self, option)
-        if optional and value is None:
-            return
-        number = whole_number(value, minimum)
-        valid = f"a whole number of at least {minimum}{', or None' if optional else ''}"
+        number, valid = whole_number(value, minimum), f"a whole number of at least {minimum}{more}"
         if isinstance(plain_number(value), int) and value > MOST_TOKENS:
             valid = f"at most {MOST_TOKENS} tokens"
         self.require(option, number is not None, valid)

@@ -1,5 +1,3 @@
-"""Clipped RoPE."""
-
 import math
 from typing import Any
 
@@ -8,16 +6,13 @@ import torch
 from rope_ext.methods.checked import Tokens
 from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 
-_SHARE = 20 / 64  # of the pairs of Llama-3-8B, as released
-
 
 @register
 class Clipped(FrequencyMethod):
     """Slows down the slowest pairs along a half cosine, down to zero (CoPE in the paper).
 
-    The first of the ``pairs`` slowest keeps its frequency, and the last one does not rotate. For
-    training studies: the authors raise the base of Llama 3 8B to 10,000,000, clip, and train on
-    65,536 tokens. The factor only sets the target length.
+    The first of the ``pairs`` slowest keeps its frequency, and the last one does not rotate. The
+    authors also raise the base, to 10,000,000, and train. The factor only sets the target length.
 
     Args:
         pairs: number of pairs; None is 20 of 64, as released for Llama-3-8B, and at least 2.
@@ -26,7 +21,6 @@ class Clipped(FrequencyMethod):
     """
 
     name = "clipped"
-    paper = "arXiv 2602.05258"
     summary = "training studies: slows the slowest pairs gradually, down to zero"
 
     pairs: Tokens | None = None
@@ -37,7 +31,7 @@ class Clipped(FrequencyMethod):
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         count = rope.dim // 2
-        clipped = max(round(_SHARE * count), 2) if self.pairs is None else self.pairs
+        clipped = max(round(20 / 64 * count), 2) if self.pairs is None else self.pairs
         clipped = min(clipped, count)
         angle = torch.linspace(0, math.pi, clipped, dtype=torch.float64, device="cpu")
         kept = torch.ones(count, dtype=torch.float64, device="cpu")

@@ -1,5 +1,3 @@
-"""Dimension-wise positional embeddings."""
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +7,7 @@ import torch
 
 from rope_ext.methods.checked import Numbers, Tokens, not_none
 from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Method, Rope, Self, Tempered, identity, register
+from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, register
 
 # For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
 # trained length, and the effective length that the authors found, in trained lengths. For 16
@@ -31,11 +29,10 @@ _LIST = Numbers("a list of whole numbers of at least 1, one per group", least=1,
 class DPE(Tempered):
     """Self-Extend with a group size ``S`` for each group of pairs.
 
-    Beyond ``window``, distances are ``floor(m/S) + w - floor(w/S) - floor(n/S)``. Fast pairs have
-    seen every angle in training and need small groups. The authors find the sizes with needles, one
-    group of pairs at a time; the defaults transfer those of Llama-3-8B, and are a guess for any
-    other model. Their selection of the most important pairs in each head is not implemented: all
-    pairs are scaled, as in the released example.
+    Beyond ``window``, distances are ``floor(m/S) + w - floor(w/S) - floor(n/S)``. The authors find
+    the sizes with needles, one group of pairs at a time; the defaults transfer those of Llama-3-8B,
+    and are a guess for any other model. All pairs are scaled, as in the released example, not a
+    selection in each head.
 
     Args:
         window: tokens that keep their exact distances; an eighth of the trained length by default,
@@ -50,12 +47,9 @@ class DPE(Tempered):
     """
 
     name = "dpe"
-    paper = "arXiv 2504.18857"
     summary = "no fine-tuning; like self_extend, with one group size per group of pairs"
     allows_factor_one = True
     candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4)}
-
-    valid_options = "a window below the trained length, and scales of at least 2"
 
     window: Tokens | None = None
     groups: Annotated[Sequence[int], _LIST] | None = None
@@ -70,9 +64,6 @@ class DPE(Tempered):
     @property
     def by_pair(self) -> bool:
         return True
-
-    def check(self, length: int | None = None) -> None:
-        Method.check(self, length)  # which distances were trained depends on the pairs
 
     def resolved(self, rope: Rope) -> Self:
         pairs, groups = rope.dim // 2, self.groups

@@ -1,5 +1,3 @@
-"""Dual chunk attention."""
-
 import math
 from dataclasses import replace
 from typing import Annotated
@@ -15,14 +13,12 @@ from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, register
 class DualChunk(PositionMethod):
     """Restarts positions in every chunk of ``chunk - local`` tokens (DCA, ChunkLlama).
 
-    Use it without fine-tuning for large models and many times the trained length; Qwen2.5-1M is
-    served with it, on top of YaRN (``frequency=``). Within a chunk, keys and queries use their
-    positions in the chunk. For keys of the previous chunk, queries use a position one chunk
-    further, but at most ``chunk``; for all earlier keys, they use ``chunk``. Tokens less than
-    ``local`` apart keep their distance across chunk boundaries. Cosine and sine are multiplied by
-    ``0.05 ln(s) + 1``, as in the authors' code, but with ``s = factor`` for every token, so that
-    cached decoding equals recomputation. The paper's numbers were measured without it:
-    ``attention_factor=1``.
+    Within a chunk, keys and queries use their positions in the chunk. For keys of the previous
+    chunk, queries use a position one chunk further, but at most ``chunk``; for all earlier keys,
+    they use ``chunk``. Tokens less than ``local`` apart keep their distance across chunk
+    boundaries. Cosine and sine are multiplied by ``0.05 ln(s) + 1``, as in the authors' code, but
+    with ``s = factor`` for every token, so that cached decoding equals recomputation. The paper's
+    numbers were measured without it: ``attention_factor=1``.
 
     Args:
         chunk: largest position used, tokens; three quarters of the trained length by default.
@@ -33,11 +29,8 @@ class DualChunk(PositionMethod):
 
     name = "dual_chunk"
     aliases = ("dca", "chunkllama")
-    paper = "arXiv 2402.17463"
     summary = "no fine-tuning, any length; Qwen2.5-1M is served with it"
     candidate_shares = {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}
-
-    valid_options = "a chunk of at most the trained length"
 
     chunk: Annotated[int, Whole(2)] | None = None
     local: Tokens | None = None

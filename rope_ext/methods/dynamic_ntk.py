@@ -1,5 +1,3 @@
-"""Dynamic NTK scaling."""
-
 from typing import Any, Literal
 
 import torch
@@ -11,9 +9,8 @@ from rope_ext.methods.kinds import DynamicMethod, Rope, register
 class DynamicNTK(DynamicMethod):
     """NTK-aware scaling by the sequence length; no scaling within the trained length.
 
-    ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens. Short prompts give the outputs
-    of the unpatched model, and plain transformers loads the saved checkpoint. ``dynamic_yarn`` does
-    the same with YaRN's frequencies.
+    ``b' = b * a ** (d / (d - 2))`` for a sequence of ``l`` tokens. Plain transformers loads the
+    saved checkpoint. ``dynamic_yarn`` does the same with YaRN's frequencies.
 
     Args:
         alpha: ``"transformers"``: ``a = s l / L - (s - 1)``, which grows faster than the sequence

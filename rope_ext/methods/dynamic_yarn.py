@@ -1,5 +1,3 @@
-"""Dynamic YaRN."""
-
 import torch
 
 from rope_ext.methods.checked import Positive
@@ -11,10 +9,8 @@ from rope_ext.methods.yarn import BETAS, BetaFast, YaRN
 class DynamicYaRN(DynamicMethod):
     """YaRN whose factor follows the sequence length: ``s = max(1, l / L)`` for ``l`` tokens.
 
-    Use it without fine-tuning if prompts differ in length: short ones give the outputs of the
-    unpatched model. Every sequence keeps the frequencies it starts with; under ``generate``, these
-    are for the prompt plus ``max_new_tokens``. Other engines use one set for all sequences: pass
-    ``length=``.
+    Every sequence keeps the frequencies it starts with; under ``generate``, these are for the
+    prompt plus ``max_new_tokens``. Other engines use one set for all sequences: pass ``length=``.
 
     Args:
         beta_fast: pairs with more rotations within the trained length keep their frequency.
@@ -25,7 +21,6 @@ class DynamicYaRN(DynamicMethod):
     """
 
     name = "dynamic_yarn"
-    paper = "arXiv 2309.00071"
     summary = "YaRN for mixed lengths; outputs for short prompts do not change"
     candidates = BETAS
 

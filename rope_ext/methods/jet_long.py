@@ -1,5 +1,3 @@
-"""Jet-Long."""
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +16,10 @@ from rope_ext.methods.yarn import YaRN
 class JetLong(PositionMethod):
     """Beyond ``window``, groups of tokens share a position, and groups grow with the text.
 
-    Use it without fine-tuning if most texts are short: up to the trained length, outputs are those
-    of the unpatched model. For the query at ``m`` and a key at ``n``, more than ``window`` tokens
-    earlier, the distance is ``floor(m/G) - floor(n/G)`` with ``G = floor(m/step) + 1``. The
-    authors' code uses the ``G`` of the last token for all queries of a forward, so its cached
-    decoding differs from recomputation after every ``step`` tokens. Here every query has its own
-    ``G``, as if the text ended there; the last token is as published.
+    For the query at ``m`` and a key at ``n``, more than ``window`` tokens earlier, the distance is
+    ``floor(m/G) - floor(n/G)`` with ``G = floor(m/step) + 1``. The authors' code uses the ``G`` of
+    the last token for all queries of a forward, so its cached decoding differs from recomputation.
+    Here every query has its own ``G``, as if the text ended there.
 
     Args:
         window: the largest exact distance, tokens; 2048 by default, as published, and at most a
@@ -39,11 +35,8 @@ class JetLong(PositionMethod):
     """
 
     name = "jet_long"
-    paper = "arXiv 2607.07740"
     summary = "no fine-tuning; short texts as unpatched, growing groups beyond"
     candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)}
-
-    valid_options = "a step of at most the trained length"
 
     window: Tokens | None = None
     step: Tokens | None = None

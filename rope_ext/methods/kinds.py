@@ -8,6 +8,7 @@ does not change stays as in the trained embedding.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -24,11 +25,6 @@ from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 Factor = Annotated[float, Number(minimum=1, maximum=MOST_TOKENS)]
 FACTORS = (1.0, 1.1, 1.2, 1.3, 1.4)
 """First candidates for ``attention_factor`` when the best value is unknown."""
-_QUERIES = 2**16
-"""At most this many query positions of a text are checked."""
-# cos and sin of a pair with this wavelength ratio are 1 and 0 at any reachable position;
-# tables in JSON cannot hold the infinity that a frequency of zero would need.
-_NEVER_ROTATES = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +45,7 @@ class Method(Checked):
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
-    paper: ClassVar[str]
+    paper: ClassVar[str]  # by default, the first one in the last paragraph of the docstring
     summary: ClassVar[str]  # one-line reason to choose it
 
     kind: ClassVar[str]  # what it changes, in one word
@@ -220,7 +216,6 @@ class PositionMethod(Method):
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
-    valid_options: ClassVar[str] = "distances that were trained"  # ends an error: "use ..."
     # Free here; under a frequency method it would need a hook per layer.
     candidate_temperatures = (LogN(),)
 
@@ -248,8 +243,8 @@ class PositionMethod(Method):
         return spans(self.resolved(rope).bands(), length)
 
     def check(self, length: int | None = None) -> None:
-        if length is None:
-            super().check()
+        if length is None or self.by_pair:  # which distances were trained depends on the pairs
+            super().check(length)
         else:
             self.reached(Rope.geometric(1e4, 2, length))  # frequencies do not matter here
 
@@ -266,7 +261,7 @@ class PositionMethod(Method):
         while beyond - reached > 1:  # distances only grow with the length
             # A distance equal to the trained length is one beyond the largest; published caps use
             # it.
-            known = spans(bands, middle) <= length + 1
+            known = spans(bands, middle) <= length + 1 + 1e-6  # divisions round
             if self.by_pair:
                 known = known | (rope.rotations >= 1) | (rope.rotations == 0)
             if known.all():
@@ -289,8 +284,8 @@ class PositionMethod(Method):
         used = spans(bands, max(self.target_length(rope), rope.length + 2)).max() - 1
         raise OptionError(
             f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {rope.length} "
-            f"trained tokens: it still uses distances up to {used:g}; use {self.valid_options}, or "
-            f"leave {', '.join(given) or 'the options'} out"
+            f"trained tokens: it still uses distances up to {used:g}; choose options with "
+            f"distances of at most {rope.length}, or leave {', '.join(given) or 'the options'} out"
         )
 
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
@@ -300,7 +295,7 @@ class PositionMethod(Method):
 
 def spans(bands: tuple[Band, ...], length: int) -> torch.Tensor:
     """The largest distance within ``length`` tokens plus one: ``[1]``, or ``[pairs]`` by pair."""
-    step = -math.ceil(length / _QUERIES)
+    step = -math.ceil(length / 2**16)  # at most this many query positions
     m = torch.arange(length - 1, -1, step, dtype=torch.float64, device="cpu")
     largest = torch.zeros(1, dtype=torch.float64, device="cpu")
     for band in bands:
@@ -407,7 +402,8 @@ def longrope_table(
 ) -> dict[str, Any]:
     """Any fixed frequencies as transformers' ``longrope``: ``lambda_i = theta_i / h_i``."""
     theta = geometric(rope.base, rope.dim)
-    table = torch.where(inv_freq > 0, theta / inv_freq, _NEVER_ROTATES).tolist()
+    # JSON cannot hold the infinity of a pair that does not rotate.
+    table = torch.where(inv_freq > 0, theta / inv_freq, 1e30).tolist()
     return {
         "rope_type": "longrope",
         "short_factor": table,
@@ -418,13 +414,9 @@ def longrope_table(
     }
 
 
-_REGISTRY: dict[str, type[Method]] = {}
+REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
-_OWN = {
-    "attention_scaling": "own_scaling",
-    "attention_scaling_at": "own_scaling_at",
-    "temperature": "own_temperature",
-}
+_PAPER = re.compile(r"arXiv \d{4}\.\d{5}|kexue\.fm/archives/\d+")
 
 
 def _key(name: str) -> str:
@@ -436,28 +428,18 @@ def register(cls: M) -> M:
     """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
     if "__dataclass_fields__" not in vars(cls):
         cls = dataclass(frozen=True, kw_only=True)(cls)
-    for name, own in _OWN.items():
-        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
-        if any(callable(vars(c).get(name)) for c in overridden):
-            raise RopeExtError(
-                f"{cls.__name__} overrides {name}, which the options attention_factor and "
-                f"temperature control; override {own} to set the default"
-            )
+    if not hasattr(cls, "paper"):
+        found = _PAPER.search((cls.__doc__ or "").rpartition("\n\n")[2])
+        cls.paper = found[0] if found else ""
     names = (cls.name, *cls.aliases)
     for name in names:
-        holder = _REGISTRY.get(_key(name), cls)
-        if holder is not cls:
+        holder = REGISTRY.get(_key(name), cls)
+        if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
             raise RopeExtError(
                 f"method name {name!r} is taken by {holder.__name__}; give {cls.__name__} another"
             )
-    _REGISTRY.update((_key(name), cls) for name in names)
+    REGISTRY.update((_key(name), cls) for name in names)
     return cls
-
-
-def unregister(cls: type[Method]) -> None:
-    """Remove a method from the registry, for example to redefine its class in a notebook."""
-    for key in [key for key, held in _REGISTRY.items() if held is cls]:
-        del _REGISTRY[key]
 
 
 def all_methods() -> list[type[Method]]:
@@ -471,13 +453,13 @@ def all_encodings() -> list[type[Method]]:
 
 
 def _all() -> list[type[Method]]:
-    return list(dict.fromkeys(_REGISTRY.values()))
+    return list(dict.fromkeys(REGISTRY.values()))
 
 
 def method_class(name: str) -> type[Method]:
     """Look up a method class by name or alias; ignores case, hyphens and underscores."""
     try:
-        return _REGISTRY[_key(name)]
+        return REGISTRY[_key(name)]
     except KeyError:
         names = [cls.name for cls in _all()]
         aliases = [alias for cls in _all() for alias in cls.aliases]

@@ -1,5 +1,3 @@
-"""Length-aware multi-grained positional encoding."""
-
 import math
 from dataclasses import replace
 from typing import Annotated
@@ -19,32 +17,26 @@ _SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
 class LaMPE(PositionMethod):
     """Keeps the nearest and farthest distances exact and maps those in between to fewer positions.
 
-    For texts of one length: the authors map each text by its length, with a sigmoid fitted to
-    Llama-3-8B. Here ``length`` fixes the map, so that cached keys keep their positions; pass the
-    length of your texts. With ``c = mapped / (length - 1)``, distances from ``head`` on
-    are ``floor(c m) - floor(c n)``, shifted to continue at ``head - 1``, and about the last
-    ``tail`` before ``length`` grow by one per token again. Cosine and sine are multiplied by
-    ``0.1 ln(2) + 1``, as in the authors' code.
+    The authors map each text by its length. Here ``length`` fixes the map, so that cached keys
+    keep their positions; pass the length of your texts. With ``c = mapped / (length - 1)``,
+    distances from ``head`` on are ``floor(c m) - floor(c n)``, shifted to continue at ``head - 1``,
+    and about the last ``tail`` before ``length`` grow by one per token again. Cosine and sine are
+    multiplied by ``0.1 ln(2) + 1``, as in the authors' code.
 
     Args:
         length: text length that the map is made for, tokens; the extended context by default.
         head: tokens that keep their exact distances; an eighth of the trained length by default.
             The paper recommends 1/8 to 1/16.
-        mapped: M, the number of positions for the whole text; by default from the authors' sigmoid,
-            in trained lengths.
+        mapped: M, the number of positions for the whole text; by default from the authors' sigmoid.
         tail: tokens; 200 of 8192 by default. Moved to the end of tokens that share a position.
 
-    Zhang et al. 2025, arXiv 2508.02308. Formulas and defaults from the authors' code, where
-    decoding keeps the map of the prompt.
+    Zhang et al. 2025, arXiv 2508.02308; formulas and defaults from the authors' code.
     """
 
     name = "lampe"
-    paper = "arXiv 2508.02308"
     summary = "no fine-tuning, one text length; exact for nearest and farthest tokens"
     allows_factor_one = True
     candidate_shares = {"head": (1 / 16, 1 / 8, 1 / 4)}
-
-    valid_options = "fewer positions mapped than there are tokens"
 
     length: Annotated[int, Whole(2)] | None = None
     head: Tokens | None = None

@@ -1,5 +1,3 @@
-"""Leaky ReRoPE."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -12,8 +10,7 @@ from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, regist
 class LeakyReRoPE(LogScaled):
     """Beyond ``window``, distances grow ``k`` times more slowly: ``w + (m - n - w) / k``.
 
-    Like ``rerope``, but distant tokens keep their order. Choose ``factor`` for your longest text:
-    there, the largest distance equals that of the trained length.
+    Choose ``factor`` for your longest text: there, the largest distance is the trained one.
 
     Args:
         window: tokens; an eighth of the trained length by default (512 of 4096, as published).
@@ -27,8 +24,6 @@ class LeakyReRoPE(LogScaled):
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "like rerope, but distant tokens keep their order"
     candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2)}
-
-    valid_options = "a window below the trained length, and k above 1"
 
     window: Tokens | None = None
     k: Annotated[float, Number(minimum=1)] | None = None

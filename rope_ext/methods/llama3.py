@@ -1,5 +1,3 @@
-"""Llama 3.1's scaling."""
-
 from typing import Annotated, Any
 
 import torch
@@ -14,8 +12,7 @@ class Llama3(FrequencyMethod):
 
     A pair keeps its frequency if its wavelength is below ``length / high_freq_factor``, and is
     divided by ``factor`` if it is above ``length / low_freq_factor``, with a smooth transition in
-    between. Use it to train like Llama 3.1. For checkpoints that already have it,
-    ``compose="raise"`` raises their factor.
+    between. ``compose="raise"`` raises the factor of checkpoints that have it.
 
     Args:
         low_freq_factor: pairs with fewer rotations within the trained length are divided by

@@ -1,5 +1,3 @@
-"""LM-Infinite."""
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -12,9 +10,8 @@ from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, r
 class LMInfinite(PositionMethod):
     """Attends only to the last ``window`` tokens and the first ``sinks`` tokens.
 
-    For endless text that does not need old tokens, such as a stream. Text of any length stays
-    fluent, but the usable context is not extended: tokens outside the window stay in the cache, but
-    cannot be recalled. Sinks outside the window get a distance of ``window``.
+    The usable context is not extended: tokens outside the window stay in the cache, but cannot be
+    recalled. Sinks outside the window get a distance of ``window``.
 
     Args:
         window: tokens; the trained length by default.
@@ -26,10 +23,7 @@ class LMInfinite(PositionMethod):
 
     name = "lm_infinite"
     aliases = ("streaming",)
-    paper = "arXiv 2308.16137"
     summary = "fluent text of any length; forgets tokens outside the window"
-
-    valid_options = "a window of at most the trained length"
 
     window: Tokens | None = None
     sinks: Annotated[int, Whole(0)] = 10

@@ -1,5 +1,3 @@
-"""LongRoPE tables."""
-
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,8 +15,7 @@ Table = Annotated[Sequence[float], Numbers("a list of positive numbers, one per 
 class LongRoPE(DynamicMethod):
     """Divides each pair by its own number from a table: ``h_i = theta_i / lambda_i``.
 
-    Use it with a published table, or with one that :func:`rope_ext.search` found on your model and
-    text. Any frequency method can be written as a table, and methods that transformers does not
+    :func:`rope_ext.search` finds a table on your model and text. Methods that transformers does not
     know are saved as one. Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``.
 
     Args:
@@ -32,7 +29,6 @@ class LongRoPE(DynamicMethod):
 
     name = "longrope"
     aliases = ("su",)
-    paper = "arXiv 2402.13753"
     summary = "published tables (Phi-3, MiniCPM), or tables that you searched for"
 
     long_factor: Table
@@ -55,18 +51,12 @@ class LongRoPE(DynamicMethod):
         return torch.full_like(lengths, scaling)
 
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
-        if self.length is not None:
-            return super().rope_parameters(rope)
-        long = table_of(self, "long_factor", rope)
-        short = long if self.short_factor is None else table_of(self, "short_factor", rope)
-        return {
-            "rope_type": "longrope",
-            "short_factor": short.tolist(),
-            "long_factor": long.tolist(),
-            "factor": float(self.factor),
-            "attention_factor": self.attention_scaling(rope),
-            "original_max_position_embeddings": rope.length,
-        }
+        made = super().rope_parameters(rope)
+        if self.length is None:
+            long = table_of(self, "long_factor", rope)
+            short = long if self.short_factor is None else table_of(self, "short_factor", rope)
+            made |= {"short_factor": short.tolist(), "long_factor": long.tolist()}
+        return made
 
 
 def table_of(method: Method, option: str, rope: Rope) -> torch.Tensor:

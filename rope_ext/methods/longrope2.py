@@ -1,5 +1,3 @@
-"""LongRoPE2."""
-
 import math
 from typing import Annotated, Any
 
@@ -9,18 +7,15 @@ from rope_ext.methods.checked import Number, Whole
 from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 from rope_ext.methods.longrope import Table, table_of
 
-_EARLIER = 30 / 35  # Llama-3-8B: the critical pair found, over the theoretical one
-
 
 @register
 class LongRoPE2(FrequencyMethod):
     """Divides pairs by ``factor`` or more from a critical pair on, and faster ones as NTK does.
 
     In theory, the critical pair is the first one without a full rotation within the trained
-    length. The authors search for a faster one, because slow pairs saw few rotations in training:
-    30 instead of 35 for Llama-3-8B. Tune ``critical`` and ``stretch`` on your model with
-    :func:`rope_ext.calibrate`. Cosine and sine are multiplied by ``sqrt(1 + ln(s) / ln(length))``,
-    as in LongRoPE's code.
+    length. The authors search for a faster one: 30 instead of 35 for Llama-3-8B. Tune ``critical``
+    and ``stretch`` on your model with :func:`rope_ext.calibrate`. Cosine and sine are multiplied by
+    ``sqrt(1 + ln(s) / ln(length))``, as in LongRoPE's code.
 
     Args:
         critical: index, from 0, of the first pair that is divided by ``stretch * factor``; None is
@@ -33,7 +28,6 @@ class LongRoPE2(FrequencyMethod):
     """
 
     name = "longrope2"
-    paper = "arXiv 2502.20082"
     summary = "NTK up to a critical pair that you search for, or a published table"
 
     critical: Annotated[int, Whole(0)] | None = None
@@ -55,7 +49,7 @@ class LongRoPE2(FrequencyMethod):
     def critical_pair(self, rope: Rope) -> int:
         if self.critical is not None:
             return self.critical
-        return round(_EARLIER * int((rope.rotations >= 1).sum()))
+        return round(30 / 35 * int((rope.rotations >= 1).sum()))
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         if self.long_factor is not None:

@@ -1,5 +1,3 @@
-"""MrRoPE."""
-
 import math
 from typing import Literal
 
@@ -29,7 +27,6 @@ class MrRoPE(FrequencyMethod):
     """
 
     name = "mrrope"
-    paper = "arXiv 2601.22181"
     summary = "no fine-tuning; like YaRN, but slows slow pairs more and fast pairs less"
     candidates = BETAS
 

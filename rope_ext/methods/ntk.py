@@ -1,5 +1,3 @@
-"""NTK-aware scaling."""
-
 from typing import Any
 
 import torch

@@ -1,5 +1,3 @@
-"""NTK-by-parts interpolation."""
-
 from typing import Annotated
 
 import torch
@@ -14,8 +12,7 @@ class NTKByParts(FrequencyMethod):
 
     With ``r_i`` rotations of a pair within the trained length,
     ``g = clip((r_i - alpha) / (beta - alpha), 0, 1)`` and ``h = (1 - g) theta / s + g theta``. This
-    is YaRN with the ramp of the paper and without the temperature: use it to measure the effect of
-    the temperature.
+    is YaRN with the ramp of the paper and without the temperature.
 
     Args:
         alpha: pairs with fewer rotations are divided by ``factor``.
@@ -26,7 +23,6 @@ class NTKByParts(FrequencyMethod):
 
     name = "ntk_by_parts"
     aliases = ("by_parts",)
-    paper = "arXiv 2309.00071"
     summary = "ablations of YaRN: the same ramp without the temperature"
     candidates = {"alpha": (1.0, 2.0, 4.0), "beta": (16.0, 32.0, 64.0)}
 

@@ -1,5 +1,3 @@
-"""p-RoPE."""
-
 from typing import Annotated
 
 import torch
@@ -12,8 +10,7 @@ from rope_ext.methods.kinds import FrequencyMethod, Rope, register
 class PRoPE(FrequencyMethod):
     """Rotates only the fastest fraction ``p`` of the pairs.
 
-    For training from scratch or with extensive fine-tuning: pairs that do not rotate carry meaning
-    at any distance. Without training it does not extend a model.
+    Without extensive training it does not extend a model.
 
     Args:
         p: fraction of pairs that rotate, in (0, 1]; rounded down to whole pairs.
@@ -23,7 +20,6 @@ class PRoPE(FrequencyMethod):
 
     name = "p_rope"
     aliases = ("proportional",)
-    paper = "arXiv 2410.06205"
     summary = "training studies: unrotated pairs carry meaning at any distance"
 
     p: Annotated[float, Number(above=0, maximum=1)] = 0.75

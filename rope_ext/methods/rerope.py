@@ -1,5 +1,3 @@
-"""ReRoPE."""
-
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
@@ -11,11 +9,9 @@ from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, regist
 class ReRoPE(LogScaled):
     """Clips distances at ``window``: ``min(m - n, window)``.
 
-    Use it without fine-tuning, for any length. All tokens beyond the window have the same distance:
-    the model finds and uses them, but does not know their order; ``leaky_rerope`` and
-    ``self_extend`` keep the order. For keys beyond the window, the query is rotated to position
-    ``window`` and the key is not rotated. A window as long as the text and ``log_n=False`` give the
-    unpatched model.
+    All tokens beyond the window have the same distance: the model finds and uses them, but does not
+    know their order; ``leaky_rerope`` and ``self_extend`` keep the order. For keys beyond the
+    window, the query is rotated to position ``window`` and the key is not rotated.
 
     Args:
         window: tokens; half of the trained length by default.
@@ -29,8 +25,6 @@ class ReRoPE(LogScaled):
     paper = "Su 2023, kexue.fm/archives/9708"
     summary = "no fine-tuning, any length; distances are clipped at the window"
     candidate_shares = {"window": (1 / 8, 1 / 4, 1 / 2, 3 / 4)}
-
-    valid_options = "a window of at most the trained length"
 
     window: Tokens | None = None
     published: bool = False

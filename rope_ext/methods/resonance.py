@@ -1,19 +1,10 @@
-"""Resonance RoPE."""
-
 import math
 from typing import cast
 
 import torch
 
 from rope_ext.errors import OptionError
-from rope_ext.methods.kinds import (
-    FrequencyMethod,
-    Rope,
-    Temperature,
-    as_temperature,
-    build_method,
-    register,
-)
+from rope_ext.methods.kinds import FrequencyMethod, Rope, Temperature, build_method, register
 
 
 @register
@@ -21,8 +12,7 @@ class Resonance(FrequencyMethod):
     """Rounds wavelengths to whole tokens, on top of another frequency method, at no cost.
 
     A pair whose wavelength is a whole number of tokens has no new angles beyond the trained
-    length. The fastest pair changes most, by 4.7 % (6.28 tokens become 6), slow pairs by far less
-    than 1 %.
+    length. The fastest pair changes most, by 4.7 %: 6.28 tokens become 6.
 
     Args:
         on: the method whose wavelengths are rounded: the name of a fixed method (built with the
@@ -33,7 +23,6 @@ class Resonance(FrequencyMethod):
 
     name = "resonance"
     aliases = ("resonance_rope",)
-    paper = "arXiv 2403.00071"
     summary = "refines another method (on='yarn') at no cost"
 
     on: str | FrequencyMethod = "yarn"
@@ -68,4 +57,4 @@ class Resonance(FrequencyMethod):
         return self.rounded.attention_scaling(rope)
 
     def own_temperature(self) -> Temperature | None:
-        return as_temperature(self.rounded.temperature) or self.rounded.own_temperature()
+        return self.rounded.chosen_temperature

@@ -1,5 +1,3 @@
-"""Self-Extend."""
-
 import math
 from dataclasses import replace
 
@@ -12,9 +10,9 @@ from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, registe
 class SelfExtend(Tempered):
     """Beyond ``window``, groups of tokens share a position.
 
-    The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. Use it without fine-tuning,
-    up to factor 26: beyond that, the default group exceeds the 64 that the authors call reasonable.
-    llama.cpp's ``--grp-attn-n`` is another method, which also changes distances to neighbors.
+    The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. From factor 26 on, the
+    default group exceeds the 64 that the authors call reasonable. llama.cpp's ``--grp-attn-n`` is
+    another method, which also changes distances to neighbors.
 
     Args:
         window: tokens that keep their exact distances; a quarter of the trained length by default.
@@ -27,11 +25,8 @@ class SelfExtend(Tempered):
 
     name = "self_extend"
     aliases = ("group_attention",)
-    paper = "arXiv 2401.01325"
     summary = "no fine-tuning; exact distances to neighbors, grouped positions beyond"
     candidate_shares = {"window": (1 / 8, 1 / 4, 3 / 8)}
-
-    valid_options = "a window below the trained length, and a group of at least 2"
 
     window: Tokens | None = None
     group: Tokens | None = None

@@ -1,5 +1,3 @@
-"""STRING."""
-
 import math
 from dataclasses import replace
 
@@ -13,11 +11,10 @@ from rope_ext.methods.temperature import yarn_factor
 class STRING(PositionMethod):
     """Distances from ``shift`` on restart at ``window``: ``m - n - shift + window``.
 
-    Large distances are rare in training, so the model knows them least; STRING replaces them with
-    frequent ones. With ``factor=1`` it makes better use of the trained context: Llama 3.1 8B scores
-    80.0 instead of 77.0 on RULER at 128k (Table 2). Distances below ``shift`` do not change, so the
-    context can at most be doubled. Cosine and sine are multiplied by ``0.1 ln(2) + 1`` for any
-    factor, as in the authors' code; ``attention_factor=1`` disables this.
+    Large distances are rare in training; STRING replaces them with frequent ones. Distances below
+    ``shift`` do not change, so the context can at most be doubled. Cosine and sine are multiplied
+    by ``0.1 ln(2) + 1`` for any factor, as in the authors' code; ``attention_factor=1`` disables
+    this.
 
     Args:
         factor: 1 makes better use of the trained context without extending it.
@@ -28,12 +25,9 @@ class STRING(PositionMethod):
     """
 
     name = "string"
-    paper = "arXiv 2410.18745"
     summary = "better use of the trained context (factor=1), or up to twice its length"
     allows_factor_one = True
     candidate_shares = {"window": (1 / 32, 1 / 16, 1 / 8)}
-
-    valid_options = "a shift of at most the trained length, and a smaller window"
 
     factor: Factor = 1.0
     shift: Tokens | None = None

@@ -76,10 +76,9 @@ class SSMax(LogN):
     """``1 + s max(0, ln(i + 1) / ln(length) - 1)`` with a learned ``s`` for every layer and head.
 
     Scalable-Softmax multiplies the logits of every head by ``s ln(n)``, with ``n`` the number of
-    tokens that a query sees, and trains ``s`` with the model. A pretrained model expects a factor
-    of 1 at every ``n`` up to its trained length, so here the factor is 1 there, and continuous.
-    Beyond it, the factor is ``(s / ln(length)) ln(n) + 1 - s``: the published one and that of
-    :class:`LogN` for ``s = 1``, otherwise the published variant with a bias, derived from ``s``.
+    tokens that a query sees. A pretrained model expects a factor of 1 up to its trained length.
+    Beyond it, the factor is ``(s / ln(length)) ln(n) + 1 - s``: that of :class:`LogN` for
+    ``s = 1``, otherwise the published variant with a bias, derived from ``s``.
 
     Args:
         length: tokens; the trained length by default.
@@ -97,9 +96,6 @@ class SSMax(LogN):
     def growth(self, t: torch.Tensor) -> torch.Tensor:
         """What ``s`` multiplies at positions ``t``, float64."""
         return LogN(length=self.length).at(t) - 1
-
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> None:
-        """Scales for other heads cannot be converted; see :meth:`Encoding.grown`."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -127,9 +123,8 @@ class Llama4(Temperature):
 class YaRNTemperature(Temperature):
     """``(0.1 ln(s) + 1) ** 2``, the same at every position.
 
-    YaRN multiplies cosine and sine by ``0.1 ln(s) + 1``, and so queries and keys; logits are
-    multiplied by its square. Here the square multiplies the query. If every column of a head
-    rotates, the result is the same; otherwise this also scales the other columns.
+    YaRN multiplies cosine and sine by ``0.1 ln(s) + 1``, and so queries and keys. Here the square
+    multiplies the query, and so also columns that do not rotate.
 
     Args:
         factor: ``s``; the factor of the method by default.

@@ -1,5 +1,3 @@
-"""YaRN."""
-
 import math
 from typing import Annotated, Any, Literal
 
@@ -17,13 +15,10 @@ BETAS = {"beta_slow": (1.0, 2.0, 4.0), "beta_fast": (16.0, 32.0, 64.0)}
 class YaRN(FrequencyMethod):
     """NTK-by-parts plus a temperature: cos and sin are multiplied by ``0.1 ln(s) + 1``.
 
-    Use it to fine-tune, or to serve with any engine. Without training it works up to factor 4, but
-    also changes short prompts; ``dynamic_yarn`` does not.
-
-    Two ramps are called YaRN. The paper's is linear in the rotations of a pair. The authors' code,
-    transformers and vLLM use one that is linear in the index of the pair; on Llama 2 with factor 4,
-    single frequencies differ by up to 73 %. The default follows the code, so that checkpoints are
-    interchangeable.
+    It also changes short prompts; ``dynamic_yarn`` does not. The ramp is linear in the index of the
+    pair, as in the authors' code, transformers and vLLM, so that checkpoints are interchangeable,
+    or in the rotations of a pair, as in the paper: single frequencies of Llama 2 differ by up to
+    73 %.
 
     Args:
         beta_fast: pairs with more rotations within the trained length keep their frequency.
@@ -37,7 +32,6 @@ class YaRN(FrequencyMethod):
     """
 
     name = "yarn"
-    paper = "arXiv 2309.00071"
     summary = "fine-tuning, and serving with any engine; works untrained up to factor 4"
     candidates = BETAS
 

@@ -30,9 +30,6 @@ from rope_ext.rotary.context import current, run_eagerly
 from rope_ext.rotary.sites import evaluating, input_device, size, vocabulary_of
 from rope_ext.rotary.swapping import Changes
 
-_SAMPLE = 64
-"""Number of vocabulary tokens whose hidden states before the first layer are measured."""
-
 
 def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> str:
     """Install an input encoding on ``decoder``; returns a sentence for ``describe``."""
@@ -120,7 +117,7 @@ def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -
             seen.append(args[0] if args else kwargs.get("hidden_states"))
 
     vocabulary = vocabulary_of(decoder).num_embeddings
-    count = min(_SAMPLE, vocabulary)
+    count = min(64, vocabulary)
     handle = first.register_forward_pre_hook(look, with_kwargs=True)
     try:
         _run(decoder, torch.arange(count, device="cpu") * (vocabulary // count), use_cache=False)

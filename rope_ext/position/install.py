@@ -36,9 +36,9 @@ from rope_ext.rotary.context import (
     run_eagerly,
     shape_of,
 )
+from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
-from rope_ext.rotary.third_party import refuse_presses
 
 
 class Installed:

@@ -11,8 +11,7 @@ and norms in attention layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +23,7 @@ from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.rotary.context import forward_context
+from rope_ext.rotary.probe import replaced
 from rope_ext.rotary.sites import (
     RotarySite,
     evaluating,
@@ -32,13 +32,12 @@ from rope_ext.rotary.sites import (
     text_config,
     vocabulary_of,
 )
-from rope_ext.rotary.third_party import replaced
 
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 17  # odd, to tell dimensions of tokens and rows apart
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative to a column's size
-_EXACT = 1e-4
+_EXACT = dict.fromkeys((torch.float32, torch.float64), 1e-4)
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, **_EXACT}  # relative to a column's size
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +62,7 @@ def find_layouts(
     """
     layouts: dict[nn.Module, Layout | None] = {}
     known: dict[str, Layout] = {}
-    with _refusing(decoder, f"rope_ext's attention cannot be shown to be correct here; {instead}"):
+    try:
         for number, site in enumerate(sites):
             for seen in _run(decoder, site):
                 layout = _read(decoder, site, seen)
@@ -75,6 +74,13 @@ def find_layouts(
                 layouts[seen.module] = before or layout
         if not any(layouts.values()):
             raise _RefusedError("no attention layer takes its queries and keys from it")
+    except _RefusedError as error:
+        there = "; ".join(replaced(decoder))
+        reason = f"there is {there}, and {error}" if there else str(error)
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: {reason}, so rope_ext's attention cannot be shown to be "
+            f"correct here; {instead}"
+        ) from error
     return layouts
 
 
@@ -146,19 +152,6 @@ def find_key_projections(
 
 class _RefusedError(AttributeError):  # so that hasattr is False
     """A decoder cannot be probed; see the message."""
-
-
-@contextmanager
-def _refusing(decoder: nn.Module, consequence: str) -> Iterator[None]:
-    """Convert a probe error into one that names the family and the consequence."""
-    try:
-        yield
-    except _RefusedError as error:
-        there = "; ".join(replaced(decoder))
-        reason = f"there is {there}, and {error}" if there else str(error)
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__}: {reason}, so {consequence}"
-        ) from error
 
 
 def _path(decoder: nn.Module, module: nn.Module) -> str:
@@ -273,7 +266,7 @@ def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
     """Whether the rows of a probe differ in the queries or keys of a layer."""
     if len(x) != 2:
         raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
-    return _differs(x, _tolerance(x))
+    return _differs(x, _TOLERANCE[x.dtype])
 
 
 def _differs(x: torch.Tensor, tolerance: float) -> bool:
@@ -281,10 +274,6 @@ def _differs(x: torch.Tensor, tolerance: float) -> bool:
     columns = x.double().unsqueeze(1).flatten(1, -2)  # [rows, values, columns]
     away = (columns - columns[:1]).abs().amax((0, 1))
     return bool((away > tolerance * columns.abs().amax((0, 1))).any())
-
-
-def _tolerance(x: torch.Tensor) -> float:
-    return _TOLERANCE.get(x.dtype, _EXACT)
 
 
 class _Numbers:
@@ -383,7 +372,7 @@ def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
 
     They are neighbors or halves, at the start or end of a head. None: no rotation.
     """
-    tolerance = _tolerance(x)  # relative to a column's size
+    tolerance = _TOLERANCE[x.dtype]
     still, rotated = x.transpose(1, 3).flatten(2).double()  # [columns, tokens * heads]
     size, away = still.norm(dim=1), (rotated - still).norm(dim=1)
     angles = _angles(count).to(x.device)[:, None, None]

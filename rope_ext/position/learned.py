@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rope_ext.encodings import Encoding, Heads, InputEncoding
+from rope_ext.encodings.base import Sized
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax
@@ -25,8 +26,6 @@ TEMPERATURE = "rope_ext_temperature"
 INPUT = "rope_ext_input"
 POSITIONS = "rope_ext_positions"
 NAMES = (BIAS, TEMPERATURE, INPUT, POSITIONS)
-_HIDES = -1e30
-"""Replaces -inf, which could mask a whole tile for a row, so that kernels divide by zero."""
 _Tensors = tuple[dict[str, Any], dict[str, Any]]  # parameters and buffers of a module
 
 
@@ -178,7 +177,8 @@ class DistanceBias(Learning):
         def make(count: int) -> torch.Tensor | None:
             distance = torch.arange(count, dtype=dtype, device=device)
             made = self.encoding.bias(distance, self.heads.count, self.rope, learned)
-            return None if made is None else made.clamp(min=_HIDES)
+            # With -inf, a tile could be masked for a whole row, and kernels would divide by zero.
+            return None if made is None else made.clamp(min=-1e30)
 
         bias = self.kept((device, dtype), distances, room, make)
         return {"bias": None if bias is None else bias[:, :distances]}
@@ -190,9 +190,8 @@ class HeadScales(Learning):
     scale: nn.Parameter
 
     def __init__(self, temperature: SSMax, heads: int, near: nn.Module) -> None:
-        super().__init__(
-            temperature, {"scale": torch.full((heads,), float(temperature.scale))}, near
-        )
+        initial = torch.full((heads,), float(temperature.scale))
+        super().__init__(temperature, {"scale": initial}, near)
 
     def forward(self, query: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
         """Multiply queries, ``[rows, heads, tokens, columns]``, by ``1 + scale * growth``.
@@ -214,21 +213,16 @@ class InputPositions(Learning):
     """``p`` of an encoding that changes layer inputs, whose root mean square is ``size``."""
 
     encoding: InputEncoding
-    scale: torch.Tensor  # buffer for sized encodings without the option ``scale``
 
     def __init__(
         self, encoding: InputEncoding, columns: int, size: float, rope: Rope, near: nn.Module
     ) -> None:
         super().__init__(encoding, encoding.initial_inputs(columns, size, rope), near)
         self.columns, self.rope = columns, rope
-        self.fixed_scale: float | None = None
-        if encoding.sized:
-            self.fixed_scale = getattr(encoding, "scale", None)
-            if self.fixed_scale is None:
-                with torch.inference_mode(False):  # it outlives the mode
-                    self.register_buffer(
-                        "scale", torch.tensor(size, device=_like(near).device).float()
-                    )
+        if isinstance(encoding, Sized) and encoding.scale is None:
+            with torch.inference_mode(False):  # it outlives the mode
+                measured = torch.tensor(size, device=_like(near).device).float()
+                self.register_buffer("scale", measured)
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return ``[..., columns]`` in ``dtype`` at positions ``t``, int64, ``[...]``."""
@@ -243,13 +237,11 @@ class InputPositions(Learning):
 
         if encoding.tabled:
             wide = torch.promote_types(dtype, torch.float32)
-            table = self.kept(
-                (device, wide),
-                tokens,
-                2 * tokens,
-                lambda count: make(torch.arange(count, dtype=wide, device=device)),
-            )
-            p = table[t]
+
+            def table(count: int) -> torch.Tensor:
+                return make(torch.arange(count, dtype=wide, device=device))
+
+            p = self.kept((device, wide), tokens, 2 * tokens, table)[t]
         else:
             p = make(t.double())
         if self.factor is not None:
@@ -259,7 +251,7 @@ class InputPositions(Learning):
     @property
     def factor(self) -> float | torch.Tensor | None:
         """The scale of ``p``; None if it has none."""
-        return self._buffers.get("scale", self.fixed_scale)
+        return self._buffers.get("scale", getattr(self.encoding, "scale", None))
 
 
 class HeadPositions(Learning):
@@ -297,21 +289,14 @@ class Earlier:
         parts = [part for module in modules.values() for part in _parts(module)]
         return cls(modules, {p: (dict(p._parameters), dict(p._buffers)) for p in parts})
 
-    def give_back(self, model: nn.Module) -> None:
-        """Restore everything on a model that has the same patch again."""
-        self._put(model, self.held)
-
     def carry(self, model: nn.Module) -> list[str]:
-        """Continue with the earlier parameters in the patch that replaced it.
+        """Continue with the earlier parameters in the same patch, or in one that replaced it.
 
         Tensors of the same shape stay the same parameter objects, so that an optimizer can
-        continue with them. Tables that grow keep their rows.
-
-        Returns:
-            Names of parameters that the new patch does not have: those of another encoding or
-            temperature, or of layers that are no longer patched.
+        continue with them. Tables that grow keep their rows. Returns the names of parameters that
+        the new patch does not have: those of another encoding or temperature, or of other layers.
         """
-        held, dropped = {}, []
+        held, dropped, own = {}, [], vars(nn.Module())
         for path, module in self.modules.items():
             new = _at(model, path)
             for part in _parts(module):
@@ -319,22 +304,16 @@ class Earlier:
                     held[part] = _carried(part.encoding, self.held[part], new)
                 else:
                     dropped += [f"{path}.{name}" for name in self.held[part][0]]
-        self._put(model, held)
-        return dropped
-
-    def _put(self, model: nn.Module, held: dict[Learning, _Tensors]) -> None:
-        own = vars(nn.Module())
-        for path, module in self.modules.items():
+        for path, module in self.modules.items():  # only now, since any of them may be refused
             parts, new = _parts(module), _at(model, path)
             if new is None or not all(part in held for part in parts):
                 continue
             for part in parts:  # becomes like ``new``, with the earlier tensors
                 vars(part).update((k, v) for k, v in vars(new).items() if k not in own)
-                vars(part).update(
-                    zip(("_parameters", "_buffers"), map(dict, held[part]), strict=True)
-                )
+                part._parameters, part._buffers = map(dict, held[part])
             parent, _, name = path.rpartition(".")
             model.get_submodule(parent)._modules[name] = module
+        return dropped
 
 
 def _parts(module: nn.Module) -> list[Learning]:

@@ -29,14 +29,13 @@ CHECKED = ("5.17", "5.23")
 """First and last version of transformers that this was tested with."""
 
 _PACKED = "packed_sequence_mask_function."
-_WINDOW = "sliding_window_overlay."
-_BLOCKS = "blockwise_overlay."
 
 
 def is_plain(function: Callable) -> bool:
     """Whether a transformers mask function is causal, possibly with a window or documents."""
     return all(
-        part is causal_mask_function or _is(part, _PACKED, _WINDOW) for part in _parts(function)
+        part is causal_mask_function or _is(part, _PACKED, "sliding_window_overlay.")
+        for part in _parts(function)
     )
 
 
@@ -55,7 +54,7 @@ def _parts(function: Callable) -> list[Callable]:
         if callable(one)
     ]
     if _is(function, "or_masks."):  # without images, no blocks of tokens see later ones
-        inner = [one for one in inner if not _is(one, _BLOCKS) or _blocks(one)]
+        inner = [one for one in inner if not _is(one, "blockwise_overlay.") or _blocks(one)]
         if len(inner) != 1:
             return [function]
     elif not _is(function, "and_masks.", "remap_positions_for_packed_sequence."):

@@ -1,46 +1,69 @@
-"""Hooks that replace the cosines and sines of a rotary module.
+"""Replaces the cosines and sines of rotary modules, and tracks the sequences of dynamic methods.
 
-New values in its buffer are not enough if frequencies differ between the sequences of a batch, or
-if angles need more precision than float32.
+New values in a buffer are not enough if frequencies differ between the sequences of a batch, or if
+angles need more precision than float32.
+
+A row of a batch may start with padding, and may contain several documents. Positions of a sequence
+count from its first token. Its frequencies depend on its length and stay fixed, because the keys
+and values of earlier tokens were computed with them. A request's state is stored on its cache, or
+in its thread while it runs, since several threads may serve one model.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_ext.errors import UnsupportedModelError
-from rope_ext.rotary.calls import cached_on_device
-from rope_ext.rotary.context import run
-from rope_ext.rotary.sequences import Sequences
-from rope_ext.rotary.sites import RotarySite, evaluating, vocabulary_of
-from rope_ext.rotary.swapping import Changes, mark_hooked
-from rope_ext.rotary.third_party import replaced
+from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.methods import FrequencyMethod
+from rope_ext.rotary.calls import (
+    arguments,
+    cached_on_device,
+    is_exporting,
+    is_sharded,
+    refuse_continuous_batching,
+    refuse_sharded,
+    runs_layers_again,
+)
+from rope_ext.rotary.context import (
+    NOTE,
+    UNKNOWN,
+    ForwardContext,
+    cache_among,
+    caches_in,
+    current,
+    forward_context,
+    is_paged,
+    run,
+    run_eagerly,
+    shape_of,
+)
+from rope_ext.rotary.probe import refuse_presses, replaced
+from rope_ext.rotary.sites import PatchTarget, RotarySite, evaluating, vocabulary_of
+from rope_ext.rotary.swapping import Changes, mark_hooked, wrap
+
+_EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
+_FILLED = (
+    "a cache that was reset has no sequence for a compiled step to continue; begin again with a "
+    "forward that is not compiled"
+)
+_logger = logging.getLogger("rope_ext")
 
 
+@dataclass(eq=False)
 class RotaryHook:
-    """Forward hook of a rotary module that replaces cosine and sine, from float64 frequencies.
+    """Forward hook of a rotary module that replaces cosine and sine."""
 
-    Args:
-        site: the rotary site.
-        inv_freq: float64, ``[pairs]``; used unless frequencies depend on the sequence.
-        scaling: factor of cosine and sine; used unless it depends on the sequence.
-        precise: compute angles in float64; else in float32, as transformers does.
-        sequences: the sequences of the batch, under a dynamic method.
-    """
-
-    def __init__(
-        self,
-        site: RotarySite,
-        inv_freq: torch.Tensor,
-        scaling: float,
-        precise: bool,
-        sequences: Sequences | None,
-    ) -> None:
-        self.site, self.inv_freq, self.scaling = site, inv_freq, scaling
-        self.precise, self.sequences = precise, sequences
+    site: RotarySite
+    inv_freq: torch.Tensor  # float64, [pairs]
+    scaling: float
+    precise: bool  # compute angles in float64; else in float32, as transformers does
+    sequences: Sequences | None  # a dynamic method's; they have their own frequencies and scaling
 
     def put(self, changes: Changes) -> None:
         """Hook the module of the site until ``changes`` are undone."""
@@ -54,15 +77,9 @@ class RotaryHook:
         inv_freq = cached_on_device(self, "inv_freq", positions.device)
         used: tuple[Any, Any] = inv_freq, self.scaling
         if self.sequences is not None:
-            used = run(self.sequences, self._follow, self.sequences, positions)
+            dtype = torch.float64 if self.precise else torch.float32
+            used = run(self.sequences, self.sequences.frequencies, self.site, positions, dtype)
         return rotation(self.site, positions, *used, self.precise, output)
-
-    def _follow(
-        self, sequences: Sequences, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return frequencies and scaling of the current sequences."""
-        dtype = torch.float64 if self.precise else torch.float32
-        return sequences.at(positions).frequencies(self.site, positions, dtype)
 
 
 @torch.no_grad()
@@ -78,17 +95,10 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
     tokens = torch.arange(16, device="cpu") * 37 % vocabulary.num_embeddings
     tokens = tokens.unsqueeze(0).to(vocabulary.weight.device)
     reason = "it does not use the output of the rotary module"
-
-    def hidden() -> torch.Tensor:
-        return decoder(input_ids=tokens, use_cache=False)[0].double()
-
-    handles = []
+    handles = [site.module.register_forward_hook(_spoil) for site in sites]
     try:
         with evaluating(decoder):
-            before = hidden()
-            noise = (hidden() - before).abs().max()
-            handles = [s.module.register_forward_hook(_still) for s in sites]
-            used = bool((hidden() - before).abs().max() > 2 * noise)
+            used = bool(decoder(input_ids=tokens, use_cache=False)[0].isnan().any())
     except Exception as error:
         used, reason = False, f"it cannot be run to see whether a patch does anything ({error})"
     finally:
@@ -101,11 +111,10 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
         )
 
 
-def _still(module: nn.Module, args: tuple, output: Any) -> Any:
-    """Forward hook of a rotary module: no token is rotated."""
-    if isinstance(output, torch.Tensor):
-        return torch.ones_like(output)
-    return torch.ones_like(output[0]), torch.zeros_like(output[1])
+def _spoil(module: nn.Module, args: tuple, output: Any) -> Any:
+    """Forward hook of a rotary module, after which whatever uses its output is NaN."""
+    single = isinstance(output, torch.Tensor)
+    return output * math.nan if single else tuple(x * math.nan for x in output)
 
 
 def rotation(
@@ -118,19 +127,12 @@ def rotation(
 ) -> Any:
     """Compute a rotary module's output for other frequencies or positions.
 
-    Args:
-        site: the rotary site.
-        positions: ``[rows, tokens]`` or ``[axes, rows, tokens]``; need not be integers.
-        inv_freq: ``[pairs]``, or ``[rows, tokens or 1, pairs]``.
-        scaling: factor of cosine and sine.
-        precise: compute angles in float64, else in float32, as transformers does.
-        like: the module's own output, for its dtype.
+    ``positions`` are ``[rows, tokens]`` or ``[axes, rows, tokens]`` and need not be integers,
+    ``inv_freq`` is ``[pairs]`` or ``[rows, tokens or 1, pairs]``, ``scaling`` multiplies cosine and
+    sine, and ``like`` is the module's own output, for its dtype.
     """
-    dtype = torch.float64 if precise else torch.float32
-    columns = site.columns
+    dtype, columns = torch.float64 if precise else torch.float32, site.columns
     inv_freq = inv_freq.to(positions.device, dtype)
-    if isinstance(scaling, torch.Tensor):
-        scaling = scaling.to(positions.device, dtype)
     pair = cached_on_device(columns, "pair", positions.device)
     if columns.axis is not None and positions.ndim == 3:
         of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
@@ -142,3 +144,318 @@ def rotation(
     if columns.complex:
         return torch.complex(cos, sin).to(like.dtype)
     return cos.to(like[0].dtype), sin.to(like[1].dtype)
+
+
+@dataclass(frozen=True)
+class Started:
+    """The last sequence in each row of a batch, whose frequencies stay fixed.
+
+    It is stored on the cache, whose rows must keep their order, as in ``generate``.
+    """
+
+    patch: FrequencyMethod  # the method
+    # number of tokens that each row's frequencies are computed for, [rows], on the CPU; 0 for rows
+    # with only padding so far. One row if all are equal
+    lengths: torch.Tensor
+    room: int  # number of tokens in the whole batch including padding, as counted by a cache
+    begun: bool = True  # whether every row has a token
+    # frequencies and scaling, by site, device and dtype
+    made: dict[tuple, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Request:
+    """A call of ``generate`` in progress, on the stack of its thread."""
+
+    patch: object  # ``requests`` of a Sequences
+    room: int | None = None  # planned number of tokens, including padding; None: not known
+    guided: bool = False  # whether guidance runs further forwards
+    # those of its own forwards; a streamer or a criterion may run others
+    caches: list[Any] = field(default_factory=list)
+    exported = False
+
+
+class SequenceForward(ForwardContext):
+    """One forward under a dynamic method; in a graph, ``filled`` is 0.
+
+    ``started`` are the sequences recorded on the cache; None: they start in this forward.
+    """
+
+    started: Started | None = None
+    request: Request | None = None  # the call of generate that runs it
+    mask: Any = None  # the attention mask that the decoder received
+    # as in Started: frequencies, and lengths of documents that start here, [rows, tokens]
+    packed: tuple[dict[tuple, Any], torch.Tensor] | None = None
+
+    def _start(self, positions: torch.Tensor) -> Started:
+        filled, old = self.filled_count, self.started
+        positions = positions.amax(0) if positions.ndim == 3 else positions
+        if positions.shape[-1] != self.tokens:  # positions of compressed keys
+            positions = torch.arange(filled, filled + self.tokens, device=positions.device)
+        positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
+        lengths = documents(positions, *read(self.mask, filled, self.tokens))
+        of_row = lengths[:, -1]
+        if self.traced:
+            self.require((of_row > 0).all(), RuntimeError, _EMPTY)
+            self.packed = {}, lengths
+            return Started(self.patch.method, of_row.cpu(), self.tokens)
+        packed = ((lengths != of_row[:, None]) & (lengths > 0)).any()
+        # Read them once, since it synchronizes with the device.
+        *of_row, packed = torch.cat((of_row, packed.view(1))).tolist()
+        of_row = torch.tensor(of_row, device="cpu")
+        room = max(filled + self.tokens, int(of_row.max()))
+        if self.request is not None and self.request.room is not None:
+            room = self.request.room
+            of_row = torch.where(of_row > 0, of_row + (room - filled - self.tokens), 0)
+        elif old is None and packed:
+            self.packed = {}, lengths
+        if old is not None:  # rows with only padding so far start here
+            of_row = torch.where(old.lengths > 0, old.lengths, of_row)
+            room = max(room, old.room)
+        if bool((of_row == of_row[0]).all()):
+            of_row = of_row[:1]
+        return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
+
+    def frequencies(
+        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
+
+        Rows and tokens are 1 where all are equal. The first call finds the sequences from
+        ``positions``, the model's position ids.
+        """
+        if self.started is None or not self.started.begun:
+            self.started = self._start(positions)
+        key = (site.name, site.layer_type, positions.device, dtype)
+        # If stored on a cache, later forwards of its sequences reuse them, including graphs.
+        tables = [(self.started.made, self.started.lengths[:, None])]
+        if self.packed is not None and self.packed[1].shape[1] == positions.shape[-1]:
+            tables.append(self.packed)
+        for made, lengths in tables:
+            if key not in made:
+                inv_freq, scaling = self.patch.at_lengths(site, lengths.flatten().cpu().double())
+                made[key] = (
+                    inv_freq.unflatten(0, lengths.shape).to(positions.device, dtype),
+                    scaling.view(*lengths.shape, 1).to(positions.device, dtype),
+                )
+        return tables[-1][0][key]
+
+
+def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return masks of real tokens and of sequence starts; bool, ``[rows, tokens]``, or None."""
+    if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if not isinstance(mask, torch.Tensor):
+        return None, None
+    if mask.ndim == 2:
+        mask = mask[:, filled : filled + tokens]
+        return (mask != 0 if mask.shape[1] == tokens else None), None
+    if mask.ndim != 4 or filled or mask.shape[2] != tokens or mask.shape[3] < tokens:
+        return None, None
+    seen = mask if mask.dtype == torch.bool else mask.float().exp() > 0
+    seen = seen[..., :tokens].any(1)
+    real = seen.diagonal(dim1=1, dim2=2)
+    place = torch.arange(tokens, device=mask.device)
+    earliest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
+    # At an edge, no later token sees earlier ones; windows and branches are not edges.
+    return real, earliest.flip(1).cummin(1).values.flip(1) >= place
+
+
+def documents(
+    positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the length of each token's sequence, int64, ``[rows, tokens]``.
+
+    A row starts at its first real token; tokens before it get 0. A new document starts where
+    positions restart, as in packing, and where tokens see no earlier ones.
+
+    Args:
+        positions: int64, ``[rows, tokens]``.
+        real: bool, ``[rows or 1, tokens]``; None: all are real.
+        edges: bool, same shape; None: no edges.
+    """
+    device = positions.device
+    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real.to(device)
+    real = real.expand(len(positions), -1)
+    origin = positions.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
+    # If a token's position is not above the previous one, but above the first, it is a branch.
+    begins = (positions.diff(dim=1, prepend=positions[:, :1]) <= 0) & (positions <= origin)
+    if edges is not None:
+        begins = begins | edges.to(device)
+    begins = real & (begins | (real.cumsum(1) == 1))
+    start = torch.where(begins, torch.arange(positions.shape[1], device=device), 0).cummax(1).values
+    first = positions.gather(1, start)
+    count = torch.where(real, positions - first + 1, 0)
+    return torch.zeros_like(positions).scatter_reduce(1, start, count, "amax").gather(1, start)
+
+
+class Sequences:
+    """Keeps the frequencies of every sequence fixed from its first token to its last.
+
+    A decoder pre-hook starts a :class:`SequenceForward`, which the rotary module's hook uses.
+    Continued sequences are recorded on their cache; new ones are found from positions and mask.
+    """
+
+    def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
+        decoder, self.method, self.warned, self.requests = place.decoder, method, False, object()
+        # Up to this length, no method changes anything.
+        self.trained = min(site.rope.length for site in place.scaled)
+        modules = decoder.modules()
+        self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
+        self.cure = "pass length=TOKENS to fix the frequencies"
+        self.unbatched = (
+            f"continuous batching packs many sequences into one row, and {method.name} follows the "
+            f"positions of each; {self.cure}, or call generate with a padded batch"
+        )
+        refuse_continuous_batching(place.model, self.unbatched, changes)
+        begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
+        end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
+        changes += [begin.remove, end.remove]
+        wrap(place.model, "generate", self.generate, changes)
+        wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
+
+    def frequencies(
+        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of the forward in progress, whose position ids are ``positions``."""
+        forward = current(self)
+        if forward is None:
+            raise UnsupportedModelError(
+                f"a rotary module was run by itself, or again by gradient checkpointing, and "
+                f"{self.method.name} follows the sequences of whole forwards; run the whole model, "
+                f"without checkpointing, or {self.cure}"
+            )
+        return forward.frequencies(site, positions, dtype)
+
+    def at_lengths(
+        self, site: RotarySite, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[lengths, pairs]`` and ``[lengths]``, float64."""
+        method: Any = self.method  # dynamic methods compute frequencies and scaling by length
+        inv_freq = method.inv_freq_at(site.rope, lengths)
+        # A row that needs no extension gets exactly the checkpoint's frequencies.
+        same = torch.isclose(inv_freq, site.rope.inv_freq, rtol=1e-12, atol=0)
+        inv_freq = torch.where(same, site.loaded.double(), inv_freq)
+        return inv_freq, method.attention_scaling_at(site.rope, lengths) * site.scaling
+
+    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Decoder pre-hook: starts a forward."""
+        given = arguments(decoder, args, kwargs)
+        compiles = torch.compiler.is_compiling() and not is_exporting()
+        if not (compiles and self._trace(decoder, given)):
+            self._begin(given)
+
+    def _trace(self, decoder: nn.Module, given: dict[str, Any]) -> bool:
+        """Start a forward in tensors, and return whether they can express it."""
+        if is_paged(given) or is_sharded() or runs_layers_again(decoder):
+            return False
+        rows, tokens = shape_of(given)
+        cache, stored = cache_among(given), None
+        filled = 0 if cache is None else cache.get_seq_length()
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, NOTE):
+            torch._assert_async(filled == 0, UNKNOWN)
+            filled = 0
+        if isinstance(filled, torch.Tensor) or filled:
+            stored = getattr(cache, NOTE, None)
+            if stored is None or stored.patch is not self.method or not stored.begun:
+                return False
+            if len(stored.lengths) not in (1, rows):
+                return False
+            if isinstance(filled, torch.Tensor):
+                if tokens > 1:  # may be the first tokens of a cache that was reset
+                    return False
+                torch._assert_async(filled > 0, _FILLED)
+        elif current(self.requests) is not None:
+            return False  # the lengths of its sequences have to be read
+        forward = SequenceForward(self, rows, tokens, 0, None, True)
+        forward.started, forward.mask = stored, given.get("attention_mask")
+        forward_context.stack.append(forward)
+        return True
+
+    @run_eagerly()
+    def _begin(self, given: dict[str, Any]) -> None:
+        """Start a forward whose values can be read."""
+        name = self.method.name
+        refuse_sharded(name)
+        refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
+        if is_exporting():
+            raise UnsupportedModelError(
+                f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"
+            )
+        if is_paged(given):
+            raise CacheError(self.unbatched)
+        rows, tokens = shape_of(given)
+        cache = cache_among(given)
+        filled = 0 if cache is None else int(cache.get_seq_length())
+        forward = SequenceForward(self, rows, tokens, filled, cache, False)
+        forward.mask, request = given.get("attention_mask"), current(self.requests)
+        if filled:
+            forward.started = self._stored(cache, rows, tokens + filled)
+        if request and (request.guided or any(cache is own for own in request.caches)):
+            forward.request = request
+        forward_context.stack.append(forward)
+
+    def _stored(self, cache: Any, rows: int, reached: int) -> Started:
+        """Return the sequences recorded on a cache that will have ``reached`` tokens.
+
+        Warns once if a sequence has become longer than its frequencies are computed for.
+        """
+        stored = getattr(cache, NOTE, None)
+        if stored is None or stored.patch != self.method:
+            raise CacheError(
+                f"this cache was started before the model was patched with {self.method} (or by "
+                f"prefix tuning), so the length of its sequences is not known; start with an empty "
+                f"cache, or {self.cure}"
+            )
+        if len(stored.lengths) not in (1, rows):
+            raise CacheError(
+                f"this cache was started with {len(stored.lengths)} rows and is continued with "
+                f"{rows}; start with an empty cache, or {self.cure}"
+            )
+        beyond = reached > max(stored.room, self.trained)
+        if beyond and not self.warned:
+            self.warned = True
+            _logger.warning(
+                "rope_ext: %s: a sequence of %d tokens keeps the frequencies it started with, "
+                "which are made for %d: by generate on a patched model (not its decoder), prompt "
+                "plus max_new_tokens; else the first forward. To go on with a cache beyond that, "
+                "in a chat for instance, pass length=TOKENS to rope_ext.patch",
+                *(self.method.name, reached, stored.room),
+            )
+        return stored
+
+    def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Decoder hook: records the sequences on the cache, which the decoder may have created."""
+        run(self, self._end, output)
+
+    def _end(self, output: Any) -> None:
+        forward: SequenceForward | None = current(self)
+        if forward is None:  # an error was raised before it started
+            return
+        forward_context.stack.remove(forward)
+        if forward.started is None or output is None:
+            return
+        for cache in (forward.cache, *caches_in(output)):
+            if cache is not None and getattr(cache, NOTE, None) is not forward.started:
+                setattr(cache, NOTE, forward.started)
+
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run generate as a request, unless an assistant drafts for the sequences of one."""
+        drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
+        if drafts and current(self.requests) is not None:
+            return original(*args, **kwargs)
+        forward_context.stack.append(Request(self.requests))
+        request = forward_context.stack[-1]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            forward_context.stack.remove(request)
+
+    def plan(self, original: Any, config: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+        """Record what generate has found: its cache, and how many tokens there will be at most."""
+        made, request = original(config, kwargs, *args), current(self.requests)
+        if request is not None:
+            request.caches.append(cache_among(kwargs))
+            if request.room is None:  # not an assistant's
+                request.room, request.guided = args[-1] + 1, config.guidance_scale not in (None, 1)
+        return made

@@ -14,7 +14,6 @@ from torch import nn
 
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import RecordError
-from rope_ext.methods import Method
 from rope_ext.rotary.calls import arguments
 from rope_ext.rotary.context import cache_among
 from rope_ext.rotary.sites import PatchTarget, text_config
@@ -67,16 +66,13 @@ class Limit:
         return original(*args, **kwargs)
 
 
-def warn_beyond(place: PatchTarget, method: Method, target: int, changes: Changes) -> None:
-    """Warn once if the patch is used beyond ``target`` tokens, unless it is dynamic."""
+def add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
+    """Warn about longer texts, shorter drafts, and adapters that were trained otherwise."""
+    method = record.resolved
     if not method.is_dynamic and method.kind in ("frequency", "position"):
-        limit = Limit(method.name, place.scaled[0].rope.length, target)
+        limit = Limit(method.name, record.trained_length, record.target_length)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
         wrap(place.model, "generate", limit.generate, changes)
-
-
-def warn_of_adapters(place: PatchTarget, record: Record, changes: Changes) -> None:
-    """Warn if ``model.load_adapter`` loads an adapter that was trained under another patch."""
     wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
 
 

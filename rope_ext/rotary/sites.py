@@ -7,7 +7,6 @@ Nothing here depends on the model family. A rotary site is a buffer whose name e
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,6 @@ SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _MOVING = ("dynamic", "longrope")  # transformers changes their buffers between forwards
-_BUILT = 1e-5  # pow differs between devices in the last bits
 
 
 @dataclass(eq=False)
@@ -178,11 +176,6 @@ def input_device(decoder: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def buffer_of(module: nn.Module, name: str) -> torch.Tensor:
-    """Return a buffer of a module; rotary buffers are never None."""
-    return cast("torch.Tensor", module._buffers[name])
-
-
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
     """Return all rotary sites of ``decoder``, each verified to rotate by its buffer.
 
@@ -261,7 +254,7 @@ def _site(
             f"without it"
         )
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
-    buffer = buffer_of(module, f"{prefix}inv_freq").detach()
+    buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     key = (type(module), layer_type, len(loaded))
     if key not in proven:
@@ -279,6 +272,7 @@ def _site(
             f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
         )
     settings = rope_settings(config, layer_type)
+    bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in SCALED_TYPES
     base = _base(decoder, settings.base, loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
     if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
@@ -296,33 +290,23 @@ def _site(
         shared=shared,
         columns=proven[key],
         settings=settings,
-        baked=_baked(decoder, settings),
+        baked=tuple(softmax_scales(decoder, mscale_all_dim=0)) if bakes else (),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
     )
 
 
-def _baked(decoder: nn.Module, settings: RopeSettings) -> tuple[nn.Module, ...]:
-    """Layers whose softmax scale would differ without ``mscale_all_dim``."""
-    if not settings.parameters.get("mscale_all_dim") or settings.rope_type not in SCALED_TYPES:
-        return ()
-    parameters = {**text_config(decoder).rope_parameters, "mscale_all_dim": 0}
-    return tuple(softmax_scales(decoder, parameters) or ())
+def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, float]:
+    """Return layers whose softmax scale differs under changed ``rope_parameters``, and the scale.
 
-
-def softmax_scales(
-    decoder: nn.Module, parameters: Mapping[str, Any]
-) -> dict[nn.Module, float] | None:
-    """Return layers whose softmax scale differs under these ``rope_parameters``, and the scale.
-
-    None: the decoder cannot be built from a configuration alone.
+    None do if the decoder cannot be built from a configuration alone.
     """
     config = copy.deepcopy(text_config(decoder))
-    config.rope_parameters = copy.deepcopy(dict(parameters))
+    config.rope_parameters = {**config.rope_parameters, **changed}
     try:
         with torch.device("meta"):
             built = dict(type(decoder)(config).named_modules())
     except Exception:
-        return None
+        return {}
     found = {}
     for name, module in decoder.named_modules():
         old, new = module.__dict__.get("scaling"), getattr(built.get(name), "scaling", None)
@@ -350,14 +334,14 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
     float16, which a cast back to float32 does not undo. Other values were set on purpose and are
     used unchanged.
     """
-    value = buffer_of(module, name).detach()
+    value = module.get_buffer(name).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
     try:
         with torch.device("cpu"):
             config = copy.deepcopy(module.config)  # some transformers functions add fields
-            built = buffer_of(type(module)(config), name).detach()
+            built = type(module)(config).get_buffer(name).detach()
     except Exception as raised:
         error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):
@@ -374,16 +358,10 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
 
 def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
     """Whether ``found`` equals ``built`` after casts to bfloat16 and float16, in any order."""
-    if found.shape != built.shape:
-        return False
-    # Rounding is monotonic, so values in this range are rounded to within the rounded range.
-    for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # enough casts
-        least, most = built * (1 - _BUILT), built * (1 + _BUILT)
-        for dtype in casts:
-            least, most = least.to(dtype), most.to(dtype)
-        if bool(((least.float() <= found) & (found <= most.float())).all()):
-            return True
-    return False
+    # Each cast rounds by at most 2**-9, or by 2**-25 where float16 has no more digits.
+    near = found.shape == built.shape and torch.allclose(found, built, rtol=2**-7, atol=2**-23)
+    rounded = (found.to(dtype).float() for dtype in (torch.bfloat16, torch.float16))
+    return near and any(torch.equal(found, one) for one in rounded)
 
 
 @contextmanager

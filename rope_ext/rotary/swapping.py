@@ -1,7 +1,10 @@
-"""Changes objects of other libraries, and records how to undo the changes.
+"""Changes objects of other libraries, such as rotary buffers, and records how to undo the changes.
 
 A patch appends a call to its ``Changes`` for each change. The calls are bound methods or partials
 of module functions, so that a copied or pickled model undoes its own changes.
+
+Where new values in rotary buffers are enough, the model's own code computes cosines and sines, so
+caches, attention kernels and compilation work as before; ``hooks`` handles the other cases.
 """
 
 from __future__ import annotations
@@ -9,6 +12,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext.rotary.sites import RotarySite
 
 Changes = list[Callable[[], Any]]
 """Calls that undo changes, in the order of the changes."""
@@ -80,3 +88,83 @@ def _hooked(cls: type) -> type:
 def _rebuild(cls: type) -> Any:
     child: Any = _hooked(cls)  # pyright types `type.__new__` as returning classes
     return child.__new__(child)
+
+
+def guard_buffers(site: RotarySite, changes: Changes) -> None:
+    """Write the loaded frequencies, whether or not a patch changes them.
+
+    This undoes rounding by casts, and protects all frequencies of the model from later casts, so
+    that leaving and reentering a patch restores them. Call it before any other change to the site.
+    """
+    module = site.module
+    buffers = {name: module.get_buffer(name).detach().clone() for name in site.buffers}
+    changes.append(functools.partial(_restore, site, buffers))
+    names = ("attention_scaling", site.scaling_attribute, "_is_hf_initialized")
+    keep_attributes(module, names, changes)
+    wrap(module, "_apply", functools.partial(_apply, site), changes)
+    if not site.moving:
+        write_buffers(site, site.loaded, site.scaling)
+    elif site.rounded:
+        for name in site.buffers:
+            _put(module, name, site.loaded)
+
+
+def write_buffers(site: RotarySite, inv_freq: torch.Tensor, scaling: float) -> None:
+    """Write ``inv_freq`` (float32, CPU, ``[pairs]``) and ``scaling`` to a guarded rotary module.
+
+    The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are rewritten
+    from float32 whenever the module's tensors are replaced.
+    """
+    site.values.update(dict.fromkeys(site.buffers, inv_freq))
+    vars(site.module)["_is_hf_initialized"] = True  # stops reinitialization by transformers
+    setattr(site.module, site.scaling_attribute, scaling)
+    _rewrite(site)
+
+
+def grow_buffers(site: RotarySite, changes: Changes) -> None:
+    """Enable transformers' own dynamic scaling, which depends on the longest position seen.
+
+    It reads its factor from ``module.config.rope_parameters``.
+    """
+    module: Any = site.module
+    lengths = ("max_seq_len_cached", "original_max_seq_len")
+    keep_attributes(module, ("rope_type", *lengths, f"{site.prefix}{lengths[0]}"), changes)
+    site.values.clear()
+    for name in lengths:
+        setattr(module, name, site.rope.length)
+    if isinstance(module.rope_type, dict):
+        module.rope_type = {**module.rope_type, site.layer_type: "dynamic"}
+    else:
+        module.rope_type = "dynamic"
+
+
+def _restore(site: RotarySite, buffers: dict[str, torch.Tensor]) -> None:
+    for name, value in buffers.items():
+        materialized = value.is_meta and not site.module.get_buffer(name).is_meta
+        _put(site.module, name, site.loaded if materialized else value)
+
+
+def _apply(site: RotarySite, original: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """Replacement for a rotary module's ``_apply``, with which torch replaces its tensors."""
+    module = original(*args, **kwargs)
+    _rewrite(site)
+    return module
+
+
+def _rewrite(site: RotarySite) -> None:
+    for name, value in site.values.items():
+        if not site.module.get_buffer(name).is_meta:  # written when it is materialized
+            _put(site.module, name, value)
+
+
+@torch.no_grad()
+def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Write a buffer, in place if possible, since compiled graphs keep its memory address."""
+    buffer = module.get_buffer(name)
+    replaced = buffer.is_meta or buffer.is_inference()
+    if replaced or buffer.dtype != value.dtype or buffer.shape != value.shape:
+        module._buffers[name] = value.to(
+            value.device if value.is_meta else buffer.device, copy=True
+        )
+    else:
+        buffer.copy_(value)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from typing_extensions import Self
 
 from rope_ext.config.record import SIDECAR, Record
-from rope_ext.errors import AdapterError, NotPatchedError, RecordError, first_line
+from rope_ext.errors import AdapterError, NotPatchedError, RecordError, optional
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
@@ -21,6 +20,7 @@ from rope_ext.saving.drafts import write_whole
 
 Frequencies = Mapping[str, list[float]]
 """Frequencies (radians per token), then scaling, of every rotary site, by path and layer type."""
+_SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
 _SAME = 1e-5  # float32 pow may differ between this device and the training device
 
 
@@ -32,27 +32,6 @@ class Sidecar:
     before: Frequencies  # frequencies before and after patching
     after: Frequencies
 
-    @classmethod
-    def from_patch(cls, state: Patch) -> Self:
-        return cls(state.record, _unpatched(state.sites), _patched(state))
-
-    @classmethod
-    def read(cls, path: str) -> Self:
-        """Read a sidecar file; raises RecordError if that fails."""
-        again = "write it again from the patched model with rope_ext.save_sidecar"
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, RecursionError, ValueError) as error:
-            raise RecordError(f"{path} is not JSON ({error}); {again}") from error
-        record = Record.from_json(data, path)
-        try:
-            return cls(record, _from_json(data["before"]), _from_json(data["after"]))
-        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RecordError(
-                f"{path} does not contain the frequencies the adapter was trained with "
-                f"({error!r}); {again}"
-            ) from error
-
     def to_json(self) -> dict[str, Any]:
         parts = {"before": self.before, "after": self.after}
         return self.record.to_json() | {
@@ -62,15 +41,12 @@ class Sidecar:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the unpatched ``model`` has the same frequencies as the adapter's base."""
-        state = current_patch(model)
-        sites = find_sites(text_decoder(model)) if state is None else state.sites
-        return _same(_unpatched(sites), self.before)
+        return _same(_unpatched(model), self.before)
 
     def fault(self, model: nn.Module) -> str | None:
         """Return why the adapter does not match ``model``; None if it does."""
         state = current_patch(model)
-        saved = _unpatched(find_sites(text_decoder(model))) if state is None else {}
-        if self.record.plain and _same(saved, self.after):
+        if state is None and self.record.plain and _same(_unpatched(model), self.after):
             return None  # its configuration has this patch
         if not self.is_of(model):
             return "has different rotary frequencies than the base model it was trained on"
@@ -113,10 +89,10 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
             f"no {SIDECAR}"
         )
     path = Path(directory) / SIDECAR
-    text = json.dumps(Sidecar.from_patch(state).to_json(), indent=1) + "\n"
+    sidecar = Sidecar(state.record, _unpatched(model), _patched(state))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_whole(path, json.dumps(sidecar.to_json(), indent=1) + "\n")
     except OSError as error:
         raise AdapterError(
             f"cannot write {path} ({error.strerror}); choose a writable directory"
@@ -125,13 +101,20 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
 
 def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
+    """Read the sidecar of a directory or Hub repository; None if there is none."""
     with hub.loading("adapter", directory):
         path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
-    return None if path is None else Sidecar.read(path)
+    if path is None:
+        return None
+    again = "write it again from the patched model with rope_ext.save_sidecar"
+    with hub.loading("record", path, RecordError, again):
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = Record.from_json(data, path)
+        return Sidecar(record, _from_json(data["before"]), _from_json(data["after"]))
 
 
 def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
-    """Read the sidecar of a directory or Hub repository; raises AdapterError if there is none."""
+    """Read a sidecar; raises AdapterError if there is none."""
     sidecar = read_sidecar(directory, **kwargs)
     if sidecar is None:
         directory = str(Path(directory, kwargs.get("subfolder", "")))
@@ -146,20 +129,11 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
 
 def read_base(path: str) -> tuple[str | None, str | None, str | None, str | None]:
     """Read class, task, name and revision of an adapter's base from ``adapter_config.json``."""
-    try:
+    with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
         cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # set without a task
-        names = ("task_type", "base_model_name_or_path", "revision")
-        found = (cls, *(saved.get(name) for name in names))
-        wrong = [name for name in found if not isinstance(name, (str, type(None)))]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is not a name")
-    except (AttributeError, OSError, RecursionError, ValueError) as error:
-        raise AdapterError(
-            f"{path} cannot be read ({first_line(error)}); save the adapter again with "
-            f"PeftModel.save_pretrained"
-        ) from error
-    return found
+        task, base = saved.get("task_type"), saved.get("base_model_name_or_path")
+        return cls, task, base, saved.get("revision")
 
 
 def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:
@@ -195,37 +169,28 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"{fault}; call {call} on the base model named in its adapter_config.json, or load "
             f"both with rope_ext.from_pretrained({directory!r})"
         )
-    again = "save it again with PeftModel.save_pretrained"
-    with hub.loading("adapter", directory, AdapterError, again), _untouched_on_error(model):
+    with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)
 
 
 @contextmanager
 def _untouched_on_error(model: nn.Module) -> Iterator[None]:
     """Undo the changes of a partially loaded adapter if loading fails."""
-    modules = [(m, dict(m._modules), dict(m.__dict__)) for m in model.modules()]
+    before = [(m, {**vars(m), "_modules": dict(m._modules)}) for m in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     except BaseException:
-        for module, children, attributes in modules:
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module._modules.clear()
-            module._modules.update(children)
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
         raise
 
 
 def require_peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise AdapterError(
-            'an adapter needs peft, which is not installed; install it with: pip install "peft"'
-        ) from None
-    return peft
+    return optional("peft", "an adapter needs", "peft", AdapterError)
 
 
 def _patched(state: Patch) -> Frequencies:
@@ -233,7 +198,9 @@ def _patched(state: Patch) -> Frequencies:
     return {key: [*inv_freq.tolist(), scaling] for key, inv_freq, scaling in found}
 
 
-def _unpatched(sites: list[RotarySite]) -> Frequencies:
+def _unpatched(model: nn.Module) -> Frequencies:
+    state = current_patch(model)
+    sites = find_sites(text_decoder(model)) if state is None else state.sites
     return {_key(site): [*site.loaded.tolist(), site.scaling] for site in sites}
 
 

@@ -1,7 +1,5 @@
 """Loads configurations, tokenizers and weights, cheapest first, so that errors appear early."""
 
-import copy
-import functools
 import hashlib
 import logging
 import os
@@ -21,12 +19,11 @@ from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.position.learned import learned
 from rope_ext.saving import hub
-from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.load import from_pretrained
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
+_logger: Any = logging.getLogger("rope_ext")  # transformers adds warning_once to all loggers
 
 
 def load_config(model: str) -> Any:
@@ -43,14 +40,8 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
     config = AutoConfig.from_pretrained(model)
     told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
     if told:
-        _warn(f"rope_ext: {model}: {told}")
+        _logger.warning_once(f"rope_ext: {model}: {told}")
     return config
-
-
-@functools.cache
-def _warn(sentence: str) -> None:
-    """Warn once, even if a configuration is read several times."""
-    logging.getLogger("rope_ext").warning(sentence)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -118,12 +109,6 @@ def load_learned(model: Any, adapter: str) -> None:
                 parameter.copy_(saved[name])
 
 
-def adapter_record(adapter: str) -> Record | None:
-    """Read the patch that an adapter was trained with; None if none is recorded next to it."""
-    sidecar = read_sidecar(adapter)
-    return None if sidecar is None else sidecar.record
-
-
 def resolve_device(device: str) -> str:
     """Resolve ``device``: ``auto`` is the accelerator, or the CPU if there is none."""
     if device == "auto":
@@ -184,13 +169,15 @@ def saved_under(config: Any) -> Record | None:
     return None if record is None or record.plain else record
 
 
+def before_patch(config: Any) -> Any:
+    """Return the configuration of the unpatched checkpoint; ``config`` itself if none was saved."""
+    record = saved_under(config)
+    return config if record is None else record.restored(config)
+
+
 def is_dynamic(config: Any) -> bool:
     """Whether the unpatched checkpoint has frequencies that depend on the length."""
-    record = saved_under(config)
-    if record is not None:
-        config = copy.deepcopy(config)
-        record.restore(config)
-    text = config.get_text_config(decoder=True)
+    text = before_patch(config).get_text_config(decoder=True)
     return any(settings.is_dynamic for settings in all_settings(text).values())
 
 

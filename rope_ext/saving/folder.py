@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
-from rope_ext.apply.rebuild import SCALING_FIELDS
+from rope_ext.apply.configuration import SCALING_FIELDS
 from rope_ext.config.record import Record, record_of
 from rope_ext.config.settings import RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
@@ -18,8 +18,8 @@ from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
-from rope_ext.saving.adapters import read_base
-from rope_ext.saving.checkpoints import adapter_record, load_config, saved_under
+from rope_ext.saving.adapters import read_base, read_sidecar
+from rope_ext.saving.checkpoints import before_patch, load_config
 
 Given = PreTrainedConfig | str | Path
 _SAME = 1e-5  # both are float32, and pow of a large base is good to about 2e-6
@@ -44,10 +44,8 @@ def read_saved(given: Given) -> Saved:
     text = config.get_text_config(decoder=True)
     record = sidecar if sidecar is not None else record_of(text)
     if record is not None:
-        unpatched = copy.deepcopy(config)
-        if sidecar is None:
-            record.restore(unpatched)
-        model = built_on_meta(unpatched)
+        built = record.restored(config) if sidecar is None else copy.deepcopy(config)
+        model = built_on_meta(built)
         patch_without_weights(model, record.method, record.arguments)
         return Saved(model, config, name, "record" if sidecar is None else "adapter")
     model = built_on_meta(config)
@@ -77,11 +75,7 @@ def model_of(given: nn.Module | Given) -> nn.Module:
     if isinstance(given, nn.Module):
         return given
     config = given if isinstance(given, PreTrainedConfig) else load_config(str(given))
-    record = saved_under(config)
-    if record is not None:
-        config = copy.deepcopy(config)
-        record.restore(config)  # it cannot be built as saved
-    return built_on_meta(config)
+    return built_on_meta(before_patch(config))
 
 
 def patch_without_weights(
@@ -104,10 +98,10 @@ def _configuration(given: Given) -> tuple[Any, Record | None, str]:
     path = Path(name) / _ADAPTER
     if not path.is_file():
         return load_config(name), None, name
-    record, (_, _, base, _) = adapter_record(name), read_base(str(path))
+    sidecar, (_, _, base, _) = read_sidecar(name), read_base(str(path))
     if not base:
         raise MeasureError(f"{path} does not name its base model; pass the base model instead")
-    return load_config(base), record, name
+    return load_config(base), sidecar and sidecar.record, name
 
 
 def configured(text: Any) -> tuple[FrequencyMethod, int] | None:

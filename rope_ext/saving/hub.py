@@ -18,9 +18,6 @@ from rope_ext.errors import LoadError, RopeExtError, first_line, nowhere
 _OF_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision")
 _OF_HUB += ("subfolder", "token")
 _GIVE = "give a folder that save_pretrained wrote, or a Hub ID"
-AS_THEY_ARE = (RopeExtError, MemoryError, torch.OutOfMemoryError)
-"""Errors that do not mean a damaged folder. All others do: on damaged files, transformers and peft
-raise anything from AttributeError to ZeroDivisionError."""
 
 
 def of_hub(kwargs: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -60,10 +57,10 @@ def require_place(path: str | PathLike[str]) -> str:
 def loading(
     what: str, path: str, kind: type[RopeExtError] = LoadError, advice: str = _GIVE
 ) -> Iterator[None]:
-    """Convert errors raised by transformers and peft to one of ours."""
+    """Convert errors of transformers and peft: on damaged files, they raise any exception."""
     try:
         yield
-    except AS_THEY_ARE:
+    except (RopeExtError, MemoryError, torch.OutOfMemoryError):
         raise
     except ImportError as error:  # for example attention kernels
         raise kind(

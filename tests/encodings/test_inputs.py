@@ -44,7 +44,7 @@ def test_a_fading_rotation_holds_at_any_distance_and_in_half_precision(ids) -> N
 def test_beyond_the_table_there_is_an_error_that_names_the_cure(ids) -> None:
     model = ALL["learned"].patch(tiny_llama(), length=64)
     logits(model, ids[:, :64])
-    said = r"a sequence of 90 tokens goes beyond its 64 positions; patch with factor=1.41 and ext"
+    said = r"a sequence of 90 tokens goes beyond its 64 positions; patch with extend= and a la"
     with pytest.raises(rope_ext.OptionError, match=said):
         logits(model, ids)
     for name, options, said in (

@@ -6,7 +6,9 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -59,3 +61,17 @@ def written(words: int, seed: float) -> str:
     """Return text without repetition: random words of five letters."""
     rng = random.Random(f"written:{seed}")
     return " ".join("".join(rng.choices(string.ascii_lowercase, k=5)) for _ in range(words))
+
+
+def stopping(patch: pytest.MonkeyPatch, model: Any, at: int) -> list[None]:
+    """Interrupt the ``at``-th forward of this class of models; the list counts forwards."""
+    ran, original = [], type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(None)
+        if len(ran) == at:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    patch.setattr(type(model), "forward", forward)
+    return ran

@@ -11,8 +11,12 @@ from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
     Qwen2VLTextConfig,
     Qwen2VLTextModel,
 )
@@ -48,6 +52,14 @@ def tiny_llama(**overrides: object) -> LlamaForCausalLM:
     model, random = _BUILT[key]
     torch.set_rng_state(random)
     return copy.deepcopy(model)
+
+
+def tiny_llava(text: PreTrainedConfig) -> LlavaForConditionalGeneration:
+    """A model that sees, around a language model with this configuration."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision = CLIPVisionConfig(image_size=28, patch_size=14, num_attention_heads=2, **sizes)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=127)
+    return LlavaForConditionalGeneration(config).eval()
 
 
 def several_axes() -> Qwen2VLTextModel:

@@ -1,8 +1,15 @@
-"""Patches of every method, with options that must survive saving."""
+"""Patches of every method, with options that must survive saving, and what is saved under them."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import rope_ext
 
@@ -41,3 +48,24 @@ PATCHES: dict[str, tuple[str | rope_ext.FrequencyMethod, dict[str, Any]]] = {
     "string": ("string", {"factor": 1.5}),
     "lm_infinite": ("lm_infinite", {"sinks": 4}),
 }
+
+
+@contextmanager
+def edited(folder: Path) -> Iterator[dict[str, Any]]:
+    """The ``config.json`` of a folder, to change within the block."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    yield config
+    path.write_text(json.dumps(config), "utf-8")
+
+
+def lora(model: Any, **changes: Any) -> PeftModel:
+    """With an adapter that is not without effect."""
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    torch.manual_seed(5)
+    adapted = get_peft_model(model, LoraConfig(**config, **changes)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "modules_to_save" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return adapted

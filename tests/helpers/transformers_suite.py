@@ -184,8 +184,7 @@ def _extended(models: tuple[type[PreTrainedModel], ...], method: str | None) -> 
             config = AutoConfig.from_pretrained(path)
             record = record_of(config.get_text_config(decoder=True))
             if record is not None and not record.plain:
-                record.restore(config)
-                kwargs["config"] = config
+                kwargs["config"] = record.restored(config)
         building.append(path)
         try:
             loaded = load(cls, path, *args, **kwargs)

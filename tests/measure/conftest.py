@@ -12,15 +12,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tests.helpers.checkpoint import save_checkpoint
-from tests.helpers.fixtures import small_pictures
+from tests.helpers.fixtures import checkpoint, small_pictures
 
-__all__ = ["small_pictures"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+__all__ = ["checkpoint", "small_pictures"]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
 from rope_eval.tune.options import CalibrationOptions
 from rope_ext.cli import app
-from tests.helpers.checkpoint import TRAINED, written
+from tests.helpers.checkpoint import TRAINED, stopping, written
 
 TARGET = 2 * TRAINED
 DOCUMENTS = [written(120, i) for i in range(8)]
@@ -139,6 +139,20 @@ def test_the_best_factor_is_found_also_beyond_the_grid(model, tokenizer, monkeyp
     assert rope_ext.describe(model).target_length == TARGET
 
 
+def test_the_halves_are_of_different_documents(model, tokenizer, monkeypatch) -> None:
+    texts, seen = [written(400, i) for i in range(3)], {}
+
+    def of_text(model, windows, scored, advance):
+        if windows and len(windows[0]) == TARGET:
+            seen[tuple(windows)] = [tokenizer.decode(window[1:-1]) for window in windows]
+        return [1.0] * len(windows)
+
+    monkeypatch.setattr(fitness, "losses_at_end", of_text)
+    found(model, tokenizer, text=texts)
+    one, two = ({t for t in texts for w in half if w in t} for half in seen.values())
+    assert one and two and not one & two
+
+
 def test_what_the_other_half_does_not_confirm_stays_as_it_was_published(
     model, tokenizer, monkeypatch
 ) -> None:
@@ -208,11 +222,8 @@ def test_repeated_text_is_told_from_text_that_repeats_words() -> None:
 
 def test_prompts_do_not_count_where_the_unpatched_model_finds_none(model, tokenizer) -> None:
     result = found(model, tokenizer, **ASKED)
-    assert (
-        len(result.notes) == 2
-        and "finds 0 of 16" in result.notes[0]
-        and all("do not count" in note for note in result.notes)
-    )
+    assert len(result.notes) == 2 and "finds 0 of 16" in result.notes[0]
+    assert all("do not count" in note for note in result.notes)
     assert all(trial.answers is None for trial in result.best.tried)
     assert "answers found" not in str(result)
 
@@ -249,21 +260,12 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     result = found(model, tokenizer, whole, **ASKED)
-    forwards, original = 0, type(model).forward
-
-    def forward(self, *args, **kwargs):
-        nonlocal forwards
-        forwards += 1
-        if forwards == 30:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
     config, state = model.config.to_dict(), copy.deepcopy(model.state_dict())
     frequencies = model.model.rotary_emb.inv_freq.clone()
     model.train()
     model.model.layers[0].eval()
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", forward)
+        stopping(patch, model, 30)
         with pytest.raises(KeyboardInterrupt):
             found(model, tokenizer, part, **ASKED)
     assert rope_ext.describe(model).method is None and model.config.to_dict() == config
@@ -285,6 +287,7 @@ def test_a_killed_calibration_goes_on_as_if_it_had_not_been(
 
 BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 trained tokens"),
+    ({"target_length": 1}, "target_length=1 is not beyond the 128 trained tokens; give a longer"),
     ({"target_length": 4096}, "only 1 windows of 4096 tokens, and samples=4"),
     ({"samples": 3}, "samples=3 is not valid.*at least 4"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated .*at most 20%"),

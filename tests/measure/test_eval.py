@@ -31,6 +31,7 @@ from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
+from tests.helpers.saved_patches import edited, lora
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "checkpoints" / "tiny-512"
@@ -183,18 +184,11 @@ def test_out_of_memory_halves_an_automatic_batch(
     assert model.seen[:7] == [4, 2, 1, 1, 2, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"factor": 2.0},
-        {"dtype": "bfloat16"},
-        {"trained_length": 100},
-        {"attn": "eager"},
-        {"batch_size": 1},
-        {"compose": True},
-    ],
-    ids=str,
-)
+CHANGES = {"factor": 2.0, "dtype": "bfloat16", "trained_length": 100, "attn": "eager"}
+CHANGES |= {"batch_size": 1, "compose": True}
+
+
+@pytest.mark.parametrize("change", [{name: value} for name, value in CHANGES.items()], ids=str)
 def test_what_determines_an_outcome_is_in_its_key(settings: Settings, change: dict) -> None:
     def keys(settings: Settings, tasks: Any = TASKS) -> set[tuple[str, str, str]]:
         plan = prepare(settings, tasks)
@@ -276,14 +270,10 @@ def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     assert at["yarn", 1024] < min(at["yarn", 512], at["none", 1024])
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["dynamic_ntk"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("none", "yarn", "dynamic_yarn", "llama3")
-    ],
-)
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("none", "yarn", "dynamic_yarn", "llama3")]
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", *SLOW])
 def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path: Path) -> None:
     results = []
     for generate in (False, True):
@@ -364,8 +354,8 @@ def test_two_models_are_two_blocks_of_one_report(
 ) -> None:
     """Of which one was, so to say, trained on 64 tokens, which cannot hold a passkey."""
     other = save_checkpoint(tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    with edited(other) as config:
+        config["max_position_embeddings"] = 64
     words = ["passkey", "--trials", 2, "--model", checkpoint, "--model", other, "--factor", 8]
     words += ["--method", "yarn", "--lengths", "128,256", "--output", tmp_path / "out"]
     command.call(list(map(str, words)))
@@ -383,22 +373,10 @@ def test_two_models_are_two_blocks_of_one_report(
     }
 
 
-def adapted(model: Any, folder: Path, **config: Any) -> Any:
-    """A model with an adapter that changes it, saved with its patch if it has one."""
-    peft = pytest.importorskip("peft")
-    given = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **config}
-    torch.manual_seed(0)
-    made = peft.get_peft_model(model, peft.LoraConfig(**given))
-    for name, weight in made.named_parameters():
-        if "modules_to_save" in name:
-            weight.data *= 1.5
-    made.save_pretrained(folder)
-    return made
-
-
 def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
-    model = adapted(AutoModelForCausalLM.from_pretrained(checkpoint), folder)
+    model = lora(AutoModelForCausalLM.from_pretrained(checkpoint))
+    model.save_pretrained(folder)
 
     def losses(name: str, **change: Any) -> dict[str, float]:
         given = {"models": (str(checkpoint),), "methods": ("yarn",), "lengths": (128,)}
@@ -423,7 +401,8 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
     """``before`` is the base patched by hand, ``adapter`` the trained model."""
     base, folder = AutoModelForCausalLM.from_pretrained(checkpoint), tmp_path / "adapter"
     patched = rope_ext.patch(base, "yarn", factor=4.0, beta_fast=16.0)
-    model = adapted(patched, folder, modules_to_save=["embed_tokens", "norm"])
+    model = lora(patched, modules_to_save=["embed_tokens", "norm"])
+    model.save_pretrained(folder)
     rope_ext.save_sidecar(model, folder)
 
     def report(name: str, **change: Any) -> Report:

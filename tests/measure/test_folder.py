@@ -54,13 +54,8 @@ def test_files_with_names_like_those_of_logs_are_neither_read_nor_deleted(
     settings: Settings,
 ) -> None:
     settings.output.mkdir()
-    names = [
-        "cases_corpus.jsonl",
-        "cases.1.jsonl",
-        "cases.old.jsonl",
-        "cases.tmp",
-        "casesbook.jsonl",
-    ]
+    names = ["cases_corpus.jsonl", "cases.1.jsonl", "cases.old.jsonl", "cases.tmp"]
+    names.append("casesbook.jsonl")
     for name in names:
         (settings.output / name).write_text(CORPUS)
     evaluate(settings, TASKS)

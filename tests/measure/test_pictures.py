@@ -31,9 +31,6 @@ def test_what_is_added_by_hand() -> None:
     alibi = bias_at(SHORT, rope_ext.ALiBi(), 2, 200, AT)
     assert alibi.tolist() == [[-d * m for d in AT.tolist()] for m in (2**-4, 2**-8)]
     assert bias_at(SHORT, rope_ext.NoPE(), 2, 200, AT).tolist() == [[0, 0, 0, 0]]
-    learned = {"r1": torch.tensor([0.5]), "r2": torch.tensor([2.0])}
-    kerple = bias_at(SHORT, rope_ext.KerpleLog(), 1, 200, AT, learned)
-    assert kerple[0].tolist() == pytest.approx([-0.5 * math.log1p(2 * d) for d in AT.tolist()])
 
 
 def test_encodings_that_turn_decay_as_they_turn() -> None:

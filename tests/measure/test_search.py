@@ -26,7 +26,8 @@ from rope_eval.tune.fitness import Scores
 from rope_eval.tune.options import SearchOptions
 from rope_eval.tune.search import Candidate, Space, evolve
 from rope_ext.cli import app
-from tests.helpers.checkpoint import TRAINED, written
+from rope_ext.config.record import method_to_json
+from tests.helpers.checkpoint import TRAINED, stopping, written
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, decoded, logits
 
@@ -127,6 +128,24 @@ def test_a_table_that_is_best_for_text_and_finds_nothing_is_not_found(
     assert found(model, tokenizer, prompts=0).attention_factor == 1.0
 
 
+def test_other_windows_decide_between_the_best(model, tokenizer, tmp_path, monkeypatch) -> None:
+    """What is best on the windows of the search is worst on the others, and so is not kept."""
+
+    def of_text(model, windows, scored, advance):
+        sign = -1 if len(windows) == SMALL["samples"] else 1
+        return [2 + sign * 0.1 * model.model.rotary_emb.attention_scaling] * len(windows)
+
+    monkeypatch.setattr(fitness, "losses_at_end", of_text)
+    output = tmp_path / "found.json"
+    method = found(model, tokenizer, output, validation_samples=4)
+    ranked, decided = log(output), log(output, "validation")
+    first = min(ranked[KNOWN:], key=loss_of)["method"]
+    kept = min(decided, key=loss_of)["method"]
+    assert method_to_json(method) == kept != first
+    assert first in [line["method"] for line in decided if loss_of(line) > loss_of(decided[0])]
+    assert rope_ext.LongRoPE(**json.loads(output.read_text())) == method
+
+
 def trial(text: np.ndarray, answers: np.ndarray) -> Scores:
     return Scores(tuple(text.tolist()), (), tuple(answers.tolist()), ())
 
@@ -163,28 +182,17 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
     whole, part = tmp_path / "whole.json", tmp_path / "part.json"
     method = found(model, tokenizer, whole)
 
-    forwards = 0
-    original = type(model).forward
-
-    def forward(self, *args, **kwargs):
-        nonlocal forwards
-        forwards += 1
-        if forwards == 27:  # at the 26th table, beyond the first population
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", forward)
+        ran = stopping(patch, model, 27)  # at the 26th table, beyond the first population
         with pytest.raises(KeyboardInterrupt):
             found(model, tokenizer, part)
         assert rope_ext.describe(model).method is None
         assert len(log(part)) == 25 and part.exists()
         path = part.with_suffix(".jsonl")
         path.write_bytes(path.read_bytes()[:-10])  # and its last line is cut short
-        forwards = 100
         assert found(model, tokenizer, part) == method
         # One tells the model; 24 are known.
-        assert forwards == 100 + 1 + (len(log(whole)) - 24)
+        assert len(ran) == 27 + 1 + (len(log(whole)) - 24)
     for suffix in (".json", ".jsonl"):
         assert part.with_suffix(suffix).read_bytes() == whole.with_suffix(suffix).read_bytes()
 
@@ -201,6 +209,8 @@ BAD = [
     ({"target_length": TRAINED}, "target_length=128 is not beyond the 128 trained tokens"),
     ({"target_length": 4096}, "a window of 4096 is to be measured"),
     ({"scored": "needles", "prompts": 16}, "scored='needles' is not valid"),
+    ({"scored": 0}, "^scored=0 and prompts=0 leave nothing"),
+    ({"validation_samples": 3}, "^validation_samples=3 is not valid"),
     ({"text": 10 * DOCUMENTS[:1], "samples": 5}, r"\d\d% of the text is repeated"),
     ({"iterations": 1.5}, "iterations=1.5 is not valid"),
     ({"start_tokens": (0, -1)}, "start_tokens=.* is not valid"),

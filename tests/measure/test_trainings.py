@@ -22,21 +22,7 @@ def system(name: str) -> SimpleNamespace:
 
 def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
     return [
-        Outcome(
-            key="",
-            system=name,
-            task=task,
-            length=4096,
-            bin=0,
-            depth=0.5,
-            seed=0,
-            prompt=str(number),
-            answers=(),
-            group=number,
-            value=value,
-            tokens=100,
-            written=None,
-        )
+        Outcome("", name, task, 4096, 0, 0.5, 0, str(number), (), number, value, 100)
         for number, value in enumerate(values)
     ]
 

@@ -9,6 +9,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rope_eval.data.text import read_texts
+from rope_eval.tasks.haystack import read_haystack
 from rope_ext.command.arguments import parse_lengths
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.saving import checkpoints as models
@@ -38,6 +39,12 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, name: str, conte
     path = tmp_path / name
     path.write_bytes(b"\xef\xbb\xbf" + content)
     assert read_texts([path]) == ["word"]
+
+
+def test_an_error_names_the_option_that_gave_the_text(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" ")
+    with pytest.raises(MeasureError, match=r"empty.txt is empty; give --haystack a file"):
+        read_haystack([str(tmp_path / "empty.txt")])
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -30,15 +30,15 @@ def refused(model: torch.nn.Module, method: Any, **options: Any) -> str:
 # --- what extends nothing ------------------------------------------------------------------------
 
 IDLE: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("dual_chunk", {"chunk": 512}, ["chunk=512", "a chunk of at most", "leave chunk out"]),
-    ("lm_infinite", {"window": 512}, ["window=512", "at most the trained length"]),
-    ("self_extend", {"group": 1}, ["group=1", "a group of at least 2"]),
-    ("self_extend", {"window": 65, "group": 9}, ["window=65, group=9", "below the trained"]),
-    ("rerope", {"window": 256}, ["window=256", "at most the trained length"]),
-    ("leaky_rerope", {"k": 1}, ["k=1 ", "k above 1"]),
+    ("dual_chunk", {"chunk": 512}, ["chunk=512", "distances of at most 64, or leave chunk out"]),
+    ("lm_infinite", {"window": 512}, ["window=512", "distances of at most 64"]),
+    ("self_extend", {"group": 1}, ["group=1", "or leave group out"]),
+    ("self_extend", {"window": 65, "group": 9}, ["window=65, group=9"]),
+    ("rerope", {"window": 256}, ["window=256", "or leave window out"]),
+    ("leaky_rerope", {"k": 1}, ["k=1 ", "or leave k out"]),
     ("leaky_rerope", {"window": 65, "k": 50}, ["window=65, k=50"]),
-    ("string", {"factor": 1.5, "shift": 66}, ["shift=66", "a shift of at most"]),
-    ("string", {"factor": 1.5, "shift": 30, "window": 30}, ["a smaller window"]),
+    ("string", {"factor": 1.5, "shift": 66}, ["shift=66", "or leave shift out"]),
+    ("string", {"factor": 1.5, "shift": 30, "window": 30}, ["leave shift, window out"]),
     ("longrope", {"long_factor": [1.0] * 8}, ["no frequency becomes smaller"]),
     ("yarn", {"beta_fast": 1e-3, "beta_slow": 1e-4}, ["no frequency becomes smaller"]),
     ("dynamic_yarn", {"length": LENGTH}, ["length=64", "no frequency becomes smaller"]),

@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM
 
 import rope_ext
 from rope_ext.apply.configuration import READ, STOP
 from rope_ext.config.record import OLDER
 from rope_ext.engines.base import ENGINES
 from tests.families.zoo import tiny_model
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import tiny_llama, tiny_llava
 from tests.helpers.positions import logits
 
 CURE = "load with rope_ext.from_pretrained"
@@ -43,39 +38,29 @@ def patched(method: str, **options: Any) -> Any:
         ("pi", {}, "linear"),
         ("llama3", {}, "llama3"),
         ("longrope", {"long_factor": [1.0 + 0.5 * i for i in range(8)]}, "longrope"),
-        ("ntk", {}, None),
-        ("abf", {"base": 5e5}, None),
-        ("dynamic_ntk", {"length": 200}, None),
+        ("ntk", {}, "default"),
+        ("abf", {"base": 5e5}, "default"),
+        ("dynamic_ntk", {"length": 200}, "default"),
+        ("dynamic_ntk", {}, STOP),
+        ("mrrope", {}, STOP),  # a table whose temperature is not LongRoPE's
+        ("yarn", {"truncate": False}, STOP),
+        ("longrope", {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}, STOP),
+        *((method, {}, CURE) for method in ("rerope", "self_extend", "dynamic_yarn", "dpe")),
+        ("alibi", {"factor": 1}, CURE),
     ],
 )
-def test_what_older_fields_can_describe_they_describe(tmp_path, method, options, kind) -> None:
-    model = patched(method, **options)
-    config = saved(model, tmp_path)
-    parameters = config["rope_parameters"]
-    assert config["rope_theta"] == parameters["rope_theta"]
-    assert config.get("rope_scaling") == (parameters if kind else None)
-    assert parameters["rope_type"] == (kind or "default")
-
-
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("dynamic_ntk", {}),
-        ("mrrope", {}),  # a table whose temperature is not LongRoPE's
-        ("yarn", {"truncate": False}),
-        ("longrope", {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8}),
-    ],
-)
-def test_without_a_description_the_base_is_no_number(tmp_path, method, options) -> None:
+def test_older_fields_describe_what_they_can_and_stop_the_rest(
+    tmp_path, method, options, kind
+) -> None:
     config = saved(patched(method, **options), tmp_path)
-    assert config["rope_theta"] == STOP and "rope_scaling" not in config
-
-
-@pytest.mark.parametrize("method", ["rerope", "self_extend", "dynamic_yarn", "dpe", "alibi"])
-def test_what_only_rope_ext_loads_has_an_unknown_type(tmp_path, method: str) -> None:
-    options = {} if method == "alibi" else {"factor": 4}
-    config = saved(rope_ext.patch(tiny_llama(), method, **options), tmp_path)
-    assert CURE in config["rope_theta"] and CURE in config["rope_scaling"]["rope_type"]
+    parameters, base = config["rope_parameters"], config["rope_theta"]
+    if kind == STOP:  # no number, which no program can take for a base
+        assert base == STOP and "rope_scaling" not in config
+    elif kind == CURE:
+        assert CURE in base and CURE in config["rope_scaling"]["rope_type"]
+    else:
+        assert base == parameters["rope_theta"] and parameters["rope_type"] == kind
+        assert config.get("rope_scaling") == (None if kind == "default" else parameters)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gemma3_text", "glm", "gpt_neox"])
@@ -121,18 +106,7 @@ def test_unpatch_and_another_patch_leave_nothing_behind(tmp_path, method: str) -
 
 
 def test_a_text_model_within_another_has_them_beside_its_parameters(tmp_path) -> None:
-    vision = CLIPVisionConfig(
-        image_size=28,
-        patch_size=14,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    config = LlavaConfig(
-        text_config=tiny_llama().config, vision_config=vision, image_token_index=127
-    )
-    model = LlavaForConditionalGeneration(config)
+    model = tiny_llava(tiny_llama().config)
     rope_ext.patch(model, "yarn", factor=4)
     written = saved(model, tmp_path)
     assert not set(OLDER) & set(written)

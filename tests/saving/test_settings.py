@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_ext
+from rope_ext.config.settings import ORIGINAL
 from rope_ext.rotary.sites import find_sites, text_decoder
 from tests.families.zoo import tiny_config
 from tests.helpers.models import LENGTH, tiny_llama
+from tests.helpers.saved_patches import edited
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -23,10 +24,9 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 def folder(path: Path, fields: dict[str, Any]) -> Path:
     """A folder as found in the wild: these fields in place of those of rope_parameters."""
     tiny_llama().save_pretrained(path)
-    file = path / "config.json"
-    saved = json.loads(file.read_text("utf-8"))
-    del saved["rope_parameters"]
-    file.write_text(json.dumps(saved | fields), "utf-8")
+    with edited(path) as saved:
+        del saved["rope_parameters"]
+        saved |= fields
     return path
 
 
@@ -74,13 +74,8 @@ def test_everything_gives_the_numbers_of_transformers_and_says_why(tmp_path, cap
     (site,) = find_sites(text_decoder(model))
     (same,) = described.sites
     assert site.rope.length == target
-    torch.testing.assert_close(
-        torch.tensor(same.inv_freq_after),
-        site.loaded.double(),
-        rtol=1e-5,
-        atol=0,
-        check_dtype=False,
-    )
+    after = torch.tensor(same.inv_freq_after)
+    torch.testing.assert_close(after, site.loaded, rtol=1e-5, atol=0, check_dtype=False)
     if target > trained:
         made = rope_ext.export(place, "vllm")
         assert f"--max-model-len {target}" in made.command or "--max-model-len" not in made.command
@@ -104,13 +99,8 @@ def test_what_a_patch_saves_does_not_contradict_itself(tmp_path, caplog, method:
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_is_no_contradiction(tmp_path, caplog, factor: float) -> None:
     """Llama 3.1 and 3.2 have one length and the factors 8 and 32."""
-    rope = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
-    rope |= {"original_max_position_embeddings": LENGTH, "rope_theta": 5e5}
+    rope = {"rope_type": "llama3", "factor": factor, "rope_theta": 5e5}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: LENGTH}
     place = folder(tmp_path, {"rope_scaling": rope, "max_position_embeddings": 16 * LENGTH})
     with caplog.at_level(logging.WARNING, "rope_ext"):
         assert rope_ext.describe(place).target_length == 16 * LENGTH
@@ -118,17 +108,16 @@ def test_llama3_is_no_contradiction(tmp_path, caplog, factor: float) -> None:
     assert AutoConfig.from_pretrained(place).max_position_embeddings == 16 * LENGTH
 
 
-def phi(path: Path, **fields: Any) -> Path:
+def phi(path: Path, **more: Any) -> Path:
     """A folder like those of Phi-3 and Phi-4-mini, whose window is longer than their context."""
     tables = {"short_factor": [1.0 + 0.1 * i for i in range(8)]}
     tables["long_factor"] = [1.0 + 2.0 * i for i in range(8)]
     config = tiny_config("phi3", original_max_position_embeddings=LENGTH)
     config.save_pretrained(path)
-    file = path / "config.json"
-    saved = json.loads(file.read_text("utf-8")) | {"rope_scaling": {"type": "longrope", **tables}}
-    saved |= {"max_position_embeddings": 32 * LENGTH, "sliding_window": 64 * LENGTH, **fields}
-    del saved["rope_parameters"]
-    file.write_text(json.dumps(saved), "utf-8")
+    with edited(path) as saved:
+        del saved["rope_parameters"]
+        saved["rope_scaling"] = {"type": "longrope", **tables, **more}
+        saved |= {"max_position_embeddings": 32 * LENGTH, "sliding_window": 64 * LENGTH}
     return path
 
 
@@ -154,11 +143,7 @@ def test_a_folder_with_tables_of_its_own_is_extended_already(tmp_path: Path) -> 
 
 
 def test_a_temperature_of_its_own_is_not_left_to_the_engine(tmp_path: Path) -> None:
-    place = phi(tmp_path)
-    file = place / "config.json"
-    saved = json.loads(file.read_text("utf-8"))
-    saved["rope_scaling"]["attention_factor"] = 1.5
-    file.write_text(json.dumps(saved), "utf-8")
+    place = phi(tmp_path, attention_factor=1.5)
     with pytest.raises(rope_ext.ExportError, match=r"vllm cannot run longrope: .*temperature"):
         rope_ext.export(place, "vllm")
 

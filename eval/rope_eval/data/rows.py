@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_ext.errors import MeasureError, first_line
+from rope_ext.errors import MeasureError, first_line, optional
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def _json(path: Path, option: str) -> list[Any]:
 
 
 def _load(source: str, option: str, *what: Any, most: int | None = None, **how: Any) -> list[Any]:
-    datasets = load_datasets()
+    datasets = optional("datasets", "these data need", "rope-ext[eval]")
+    datasets.disable_progress_bars()
     try:
         data = datasets.load_dataset(*what, streaming=most is not None, **how)
         return list(data if most is None else data.take(most))
@@ -140,14 +141,3 @@ def _load(source: str, option: str, *what: Any, most: int | None = None, **how: 
         raise MeasureError(
             f"cannot read {source} ({first_line(error)}); give {option} a file, or hf:ID"
         ) from None
-
-
-def load_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise MeasureError(
-            'these data need datasets; install it with: pip install "rope-ext[eval]"'
-        ) from None
-    datasets.disable_progress_bars()
-    return datasets

@@ -38,36 +38,38 @@ def python_library(split: Literal["train", "held_out"]) -> list[str]:
     return texts
 
 
-def read_texts(sources: Iterable[Path | str], most: int = 1000) -> list[str]:
-    """Documents in files, folders and data sets.
+def read_texts(
+    sources: Iterable[Path | str], option: str = "--text", most: int = 1000
+) -> list[str]:
+    """Documents in files, folders and data sets; ``option``, which named them, is for errors.
 
     A text file is one document; so is each line of ``.jsonl`` and each row of ``.parquet`` and
     ``.json``, in its field ``text``. A folder stands for all such files in it but ``.json``, and
     ``hf:ID``, ``hf:ID:SPLIT`` or ``hf:ID/CONFIG:SPLIT`` for the first ``most`` rows, streamed.
     """
-    return [text for source in sources for text in _documents(str(source), most)]
+    return [text for source in sources for text in _documents(str(source), option, most)]
 
 
-def _documents(source: str, most: int) -> list[str]:
+def _documents(source: str, option: str, most: int) -> list[str]:
     if not source:  # Path("") is the current folder
-        raise MeasureError("the name of a text is empty; give --text a file, folder or hf:ID")
+        raise MeasureError(f"the name of a text is empty; give {option} a file, folder or hf:ID")
     if source.startswith("hf:"):
-        documents = list(map(_field, read_rows(source, "--text", most)))
+        documents = list(map(_field, read_rows(source, option, most)))
     elif os.path.isdir(source):
         found = sorted(path for path in Path(source).rglob("*") if path.suffix in _SUFFIXES)
-        documents = [text for path in found if path.is_file() for text in _lines(path)]
+        documents = [text for path in found if path.is_file() for text in _lines(path, option)]
     else:
-        documents = _lines(Path(source))
+        documents = _lines(Path(source), option)
     documents = [text for text in documents if text.strip()]
     if not documents:
-        raise MeasureError(f"the text {source} is empty; give --text a file with text in it")
+        raise MeasureError(f"the text {source} is empty; give {option} a file with text in it")
     return documents
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path, option: str) -> list[str]:
     """Return the documents in one file; some may be blank."""
     if path.suffix in (".json", ".jsonl", ".parquet"):
-        return list(map(_field, read_rows(str(path), "--text")))
+        return list(map(_field, read_rows(str(path), option)))
     try:
         return [path.read_text(encoding="utf-8-sig")]  # without a byte-order mark
     except UnicodeDecodeError:
@@ -75,7 +77,7 @@ def _lines(path: Path) -> list[str]:
     except (OSError, ValueError) as error:  # the latter: no file can have such a name
         reason = getattr(error, "strerror", None) or first_line(error)
         raise MeasureError(
-            f"cannot read the text {path}: {reason}; give --text an existing file"
+            f"cannot read the text {path}: {reason}; give {option} an existing file"
         ) from None
 
 

@@ -278,7 +278,6 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
     evidence = [found for found in evidence if found.losses("unpatched", "2x")]
     figure = style.figure_of(max(7, 5 * len(evidence)), 3.2)
     panels = figure.subplots(1, len(evidence), squeeze=False)[0]
-    numbers = []
     for axes, found in zip(panels, evidence, strict=True):
         for index, name in enumerate(name for name in DRAWN if name in found.rows()):
             lines, far = found.of("loss", name), 2 * found.trained
@@ -291,7 +290,6 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
             places = [BUCKET * step * (at + 1) for at in range(len(points))]
             look = style.UNPATCHED_STYLE if name == "unpatched" else style.style_of(index - 1)
             axes.plot(places, points, label=name, **look | {"markersize": 4, "linewidth": 1.8})
-            numbers.append({"model": found.model, "method": name, "perplexity": points})
         axes.set_yscale("log")
         axes.set_title(found.model, loc="left", fontsize=11, pad=17)
         axes.set_xlabel("position, tokens")
@@ -299,7 +297,7 @@ def draw(path: Path, evidence: Sequence[Evidence]) -> None:
         style.bare(axes)
         style.mark_trained(axes, [found.trained], 2 * found.trained)
     style.legend_below(figure, panels[0])
-    style.save(figure, path, numbers)
+    figure.savefig(path, dpi=style.DPI)
 
 
 def put(path: Path, name: str, text: str) -> None:

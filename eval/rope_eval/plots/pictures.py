@@ -17,7 +17,6 @@ from rope_ext.advice.describe import require_length
 from rope_ext.apply.method import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
-from rope_ext.encodings.base import Learned
 from rope_ext.encodings.rotation import RoPE
 from rope_ext.encodings.scores import Block
 from rope_ext.errors import OptionError, nearest
@@ -149,22 +148,16 @@ def rotates(rope: Rope, method: Method) -> bool:
 
 
 def bias_at(
-    rope: Rope,
-    encoding: Encoding,
-    heads: int,
-    length: int,
-    distance: torch.Tensor,
-    learned: Learned | None = None,
+    rope: Rope, encoding: Encoding, heads: int, length: int, distance: torch.Tensor
 ) -> torch.Tensor:
     """The bias that an encoding adds to the logits of the last token, in nats: ``[heads, n]``.
 
-    ``distance`` contains integers below ``length``, as float64, ``[n]``; parameters that are not
-    ``learned`` are initialized with seed 0.
+    ``distance`` contains integers below ``length``, as float64, ``[n]``; learned parameters are
+    initialized with seed 0.
     """
-    if learned is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            learned = encoding.initial(Heads(heads, rope.dim, rope.dim), rope)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        learned = encoding.initial(Heads(heads, rope.dim, rope.dim), rope)
     scores = encoding.scores(heads, rope, learned)
     if (scores is not None and not encoding.adds()) or encoding.computes_positions():
         raise OptionError(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from rope_ext.errors import MeasureError, OptionError
+from rope_ext.errors import OptionError, optional
 from rope_ext.saving.drafts import may_replace
 
 # Okabe and Ito's colors that stand out on white, safe for color-blind readers. Markers and dashes
@@ -17,8 +15,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 DPI = 160
-NUMBERS = "rope_ext"
-"""Key of the PNG text chunk that holds the plotted numbers as JSON."""
 MARK = "rope-ext plot"
 """Marks, as the ``Software`` in its metadata, a plot that may be overwritten."""
 TITLE = {"loc": "left", "fontsize": 11, "pad": 17}
@@ -28,8 +24,7 @@ UNPATCHED_STYLE = {"color": "#333333", "linestyle": "--", "marker": "x"}
 
 
 def require_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MeasureError('plots need matplotlib; install it with: pip install "rope-ext[eval]"')
+    optional("matplotlib", "plots need", "rope-ext[eval]")
 
 
 def require_png(path: Path) -> None:
@@ -63,13 +58,6 @@ def legend_below(figure: Any, axes: Any) -> None:
     columns = max(1, min(4, _LINE // (45 + 5 * max(map(len, labels), default=0))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9,
                   frameon=False)  # fmt: skip
-
-
-def save(
-    figure: Any, path: Path | BinaryIO, numbers: Sequence[Mapping[str, Any]], dpi: int = DPI
-) -> None:
-    """Save a PNG with the plotted numbers in its metadata."""
-    figure.savefig(path, dpi=dpi, format="png", metadata={NUMBERS: json.dumps(list(numbers))})
 
 
 def log_axis(axes: Any) -> None:

@@ -146,12 +146,10 @@ class Recommendation:
         a, b = (self.scores[name].losses_at(self.far) for name in (one, other))
         if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
-        gap = summary.loss_difference(a, b, self.weights, self.confidence)
-        return gap is not None and summary.is_clear(gap) and gap.value < 0
+        return _negative(summary.loss_difference(a, b, self.weights, self.confidence))
 
     def _fewer(self, one: str, other: str) -> bool:
-        gap = self._rates(one, other, self.far)
-        return gap is not None and summary.is_clear(gap) and gap.value < 0
+        return _negative(self._rates(one, other, self.far))
 
     def _rates(self, one: str, other: str, lengths: Sequence[int]) -> summary.Estimate | None:
         a, b = (self.scores[name].passes_at(lengths) for name in (one, other))
@@ -184,12 +182,9 @@ class Recommendation:
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
         left = [e for e in methods if not self._fewer(e.name, leader.name)]
         best, *others = sorted(left, key=lambda e: e.loss)
-        tied = [
-            e
-            for e in others
-            if not self._lower(best.name, e.name) and not self._fewer(e.name, best.name)
-        ]
-        return Pick(best, tied)
+        behind = {e.name for e in others if self._fewer(e.name, best.name)}
+        behind |= {e.name for e in others if self._lower(best.name, e.name)}
+        return Pick(best, [e for e in others if e.name not in behind])
 
     def __str__(self) -> str:
         if self.beyond is None:
@@ -252,20 +247,19 @@ class Recommendation:
         words = _far(evidence)
         if evidence.cost is not None:
             words += f"; at {self.within[-1]} tokens, {summary.signed(evidence.cost)} % perplexity"
-        if evidence.cost is not None and (
-            gained := self._rates(evidence.name, UNPATCHED, self.within)
-        ):
-            words += f" and {summary.signed(gained)} points of passkeys"
+            if gained := self._rates(evidence.name, UNPATCHED, self.within):
+                words += f" and {summary.signed(gained)} points of passkeys"
         return words
+
+
+def _negative(gap: summary.Estimate | None) -> bool:
+    return gap is not None and summary.is_clear(gap) and gap.value < 0
 
 
 def _far(evidence: Evidence) -> str:
     words = f"perplexity {summary.number(summary.perplexity(evidence.loss))}"
-    return (
-        words
-        if evidence.found is None
-        else f"{words}, {summary.percent(evidence.found)} of passkeys"
-    )
+    found = evidence.found
+    return words if found is None else f"{words}, {summary.percent(found)} of passkeys"
 
 
 def _ties(pick: Pick) -> str:

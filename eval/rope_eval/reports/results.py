@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, takewhile
@@ -11,13 +11,7 @@ from typing import TypeVar
 
 from rope_eval.cases import Outcome
 from rope_eval.reports.intervals import rate_interval
-from rope_eval.reports.summary import (
-    Estimate,
-    difference,
-    estimate,
-    is_clear,
-    signed,
-)
+from rope_eval.reports.summary import Estimate, difference, estimate, is_clear, signed
 from rope_eval.run.plan import Plan
 from rope_eval.systems import System
 from rope_eval.tasks.base import Task
@@ -123,10 +117,15 @@ class Results:
                 if system.method == UNPATCHED or length is None:
                     continue
                 names = (system.name, self.unpatched(system).name)
-                ours, theirs = (self.places[task.name, name, length] for name in names)
-                pair = (theirs, ours) if task.kind == "rate" else (ours, theirs)
-                costs[task.name, system.name] = difference(*pair, task.kind)
+                names = names[::-1] if task.kind == "rate" else names
+                costs[task.name, system.name] = self._gap(task, names, [length])
         return costs
+
+    def _gap(self, task: Task, names: Iterable[str], lengths: Sequence[int]) -> Estimate | None:
+        """Return what the first of two systems less the second is at these lengths."""
+        rows = ([o for n in lengths for o in self.places[task.name, name, n]] for name in names)
+        ours, theirs = rows
+        return difference(ours, theirs, task.kind)
 
     @cached_property
     def differences(self) -> dict[tuple[str, str, str], Estimate]:
@@ -136,13 +135,10 @@ class Results:
             for pair in combinations(self.plan.systems, 2):
                 limit = max(system.trained for system in pair)
                 lengths = [n for n in self.plan.lengths if n > limit] or self.plan.lengths
-                ours, theirs = (
-                    [o for n in lengths for o in self.places[task.name, system.name, n]]
-                    for system in pair
-                )
-                gap = difference(ours, theirs, task.kind)
+                one, other = (system.name for system in pair)
+                gap = self._gap(task, (one, other), lengths)
                 if gap is not None:
-                    found[task.name, pair[0].name, pair[1].name] = gap
+                    found[task.name, one, other] = gap
         return found
 
     @cached_property
@@ -163,18 +159,11 @@ class Results:
         for length in [n for n in lengths if n <= trained][-1:]:
             parts[f"at {length} tokens"] = [length]
 
-        def change(task: Task, lengths: Sequence[int]) -> Estimate | None:
-            ours, theirs = (
-                [o for n in lengths for o in self.places[task.name, system.name, n]]
-                for system in (after, before)
-            )
-            return difference(ours, theirs, task.kind)
-
-        said = [
-            f"{where}, {' and '.join(_said(t, change(t, lengths)) for t in self.plan.tasks)}"
-            for where, lengths in parts.items()
-            if lengths
-        ]
+        pair, said = (after.name, before.name), []
+        for where, some in parts.items():
+            if some:
+                changes = (_said(t, self._gap(t, pair, some)) for t in self.plan.tasks)
+                said.append(f"{where}, {' and '.join(changes)}")
         return f"Training under {before.method}: {'; '.join(said)}."
 
     @cached_property

@@ -28,6 +28,11 @@ class Estimate:
     note: str = ""
 
 
+def _estimate(value: float, ends: Sequence[float] | None, count: int, note: str) -> Estimate:
+    low, high = ends or (None, None)
+    return Estimate(value, low, high, count, "" if ends else note)
+
+
 def estimate_perplexity(
     losses: Sequence[float], weights: Sequence[float] | None = None
 ) -> Estimate:
@@ -35,11 +40,10 @@ def estimate_perplexity(
     mean = weighted_mean(losses, weights)
     if not math.isfinite(mean):
         return Estimate(math.inf, math.inf, math.inf, len(losses))
+    # No perplexity is below 1.
     ends = mean_interval(losses, weights)
-    if ends is None:
-        return Estimate(perplexity(mean), None, None, len(losses), TOO_FEW)
-    low, high = (perplexity(max(0.0, end)) for end in ends)  # no perplexity is below 1
-    return Estimate(perplexity(mean), low, high, len(losses))
+    ends = ends and [perplexity(max(0.0, end)) for end in ends]
+    return _estimate(perplexity(mean), ends, len(losses), TOO_FEW)
 
 
 def estimate_rate(passes: Sequence[float]) -> Estimate:
@@ -90,10 +94,8 @@ def loss_difference(
     gaps = [x - y for x, y in zip(one, other, strict=True)]
     value = perplexity(weighted_mean(gaps, weights)) - 1
     ends = mean_interval(gaps, weights, confidence)
-    if ends is None:
-        return Estimate(value, None, None, len(gaps), TOO_FEW)
-    low, high = (perplexity(end) - 1 for end in ends)
-    return Estimate(value, low, high, len(gaps))
+    ends = ends and [perplexity(end) - 1 for end in ends]
+    return _estimate(value, ends, len(gaps), TOO_FEW)
 
 
 def rate_difference(
@@ -101,10 +103,7 @@ def rate_difference(
 ) -> Estimate:
     """Return the difference of two rates on the same trials."""
     gap = math.fsum(one) / len(one) - math.fsum(other) / len(other)
-    ends = paired_rates(one, other, confidence)
-    if ends is None:
-        return Estimate(gap, None, None, len(one), TOO_FEW_PROMPTS)
-    return Estimate(gap, *ends, len(one))
+    return _estimate(gap, paired_rates(one, other, confidence), len(one), TOO_FEW_PROMPTS)
 
 
 def is_clear(gap: Estimate | None) -> bool:

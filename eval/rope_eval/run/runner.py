@@ -110,7 +110,11 @@ def _measure(
         systems = [system for system in systems if harness or plan.left(system)]
         if not systems:
             continue
-        runner = Served(name, settings) if settings.url else Runner.load(name, settings, ranks)
+        if settings.url:
+            runner = Served(name, settings)
+        else:
+            how = (settings.dtype, ranks.device, settings.attn, settings.adapter)
+            runner = Runner(models.load_model(name, *how), name, settings)
         for system in systems:  # report methods that cannot be applied before measuring
             if _refused(plan, runner, system):
                 advance(sum(map(_work, work[system])))
@@ -186,11 +190,6 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
 
 class Runner:
     """One loaded model."""
-
-    @classmethod
-    def load(cls, name: str, settings: Settings, ranks: Ranks) -> Runner:
-        how = (settings.dtype, ranks.device, settings.attn, settings.adapter)
-        return cls(models.load_model(name, *how), name, settings)
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
         self.model, self.settings = model, settings

@@ -21,7 +21,7 @@ from rope_eval.options import refuse
 from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.command.terminal import tell
-from rope_ext.errors import MeasureError, OptionError, first_line
+from rope_ext.errors import MeasureError, OptionError, first_line, optional
 from rope_ext.saving import checkpoints as models
 
 KEY = "OPENAI_API_KEY"
@@ -226,10 +226,4 @@ class Served:
 
 
 def _openai() -> Any:
-    try:
-        import openai
-    except ImportError:
-        raise MeasureError(
-            '--url needs openai; install it with: pip install "rope-ext[server]"'
-        ) from None
-    return openai
+    return optional("openai", "--url needs", "rope-ext[server]")

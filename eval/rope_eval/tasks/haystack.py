@@ -78,7 +78,7 @@ def read_haystack(sources: Sequence[str]) -> dict[str, Any]:
     """Read a text for a haystack; returns the text and its source, as options of ``Needles``."""
     if not sources:
         return {}
-    return {"text": "\n\n".join(read_texts(sources)), "source": ", ".join(sources)}
+    return {"text": "\n\n".join(read_texts(sources, "--haystack")), "source": ", ".join(sources)}
 
 
 @dataclass(frozen=True)

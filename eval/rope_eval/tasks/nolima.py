@@ -164,7 +164,7 @@ class NoLiMa(Task):
 
     @cached_property
     def _read(self) -> tuple[list[Test], list[tuple[str, str]]]:
-        books = [(name, "\n\n".join(read_texts([name]))) for name in self.nolima_books]
+        books = [(name, "\n\n".join(read_texts([name], BOOKS))) for name in self.nolima_books]
         return read_tests(self.nolima_needles), books
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:

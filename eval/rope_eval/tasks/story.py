@@ -40,7 +40,7 @@ def documentation() -> tuple[str, ...]:
 
 def stock(sources: Sequence[str]) -> tuple[str, ...] | None:
     """Return the sentences of files, folders or data sets; None if none is given."""
-    return tuple(chain.from_iterable(map(sentences, read_texts(sources)))) or None
+    return tuple(chain.from_iterable(map(sentences, read_texts(sources, "--haystack")))) or None
 
 
 def following(text: Sequence[str] | None, rng: random.Random) -> Iterator[str]:

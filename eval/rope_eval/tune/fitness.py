@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,8 +29,9 @@ from rope_eval.cases import digest
 from rope_eval.data.prompts import Frame, blanks, encode
 from rope_eval.data.text import NOUNS, read_texts
 from rope_eval.folder import Log, read_lines, to_line, writing
-from rope_eval.forward import cost, score
+from rope_eval.forward import Advance, cost, score
 from rope_eval.reports.calibration import mean
+from rope_eval.reports.results import grouped
 from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, MIN_FOUND, NEEDLE
 from rope_eval.tasks.perplexity import Perplexity
 from rope_eval.tune.options import TuneOptions
@@ -46,8 +47,6 @@ MOST_REPEATED = 0.2
 _SPAN = 50  # characters
 _DIGITS = 5
 _logger = logging.getLogger("rope_ext")
-Advance = Callable[[float], None]
-"""Called with the work (:func:`cost`) of every finished forward."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,8 @@ class Rows:
 
     def by_document(self, values: Sequence[float]) -> list[list[float]]:
         """Group values of windows by document."""
-        groups: dict[int, list[float]] = {}
-        for document, value in zip(self.documents, values, strict=True):
-            groups.setdefault(document, []).append(value)
-        return list(groups.values())
+        groups = grouped(list(zip(self.documents, values, strict=True)), lambda pair: pair[0])
+        return [[value for _, value in group] for group in groups.values()]
 
     def some(self, numbers: Iterable[int]) -> Rows:
         kept = list(numbers)
@@ -404,8 +401,10 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
     """Return the rotary embedding that ``model`` was trained with."""
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
-        length = given.target_length
-        raise OptionError(f"target_length={length} is not beyond the {rope.length} trained tokens")
+        raise OptionError(
+            f"target_length={given.target_length} is not beyond the {rope.length} trained tokens; "
+            f"give a longer one"
+        )
     if given.tail >= given.target_length:
         raise OptionError(
             f"scored={given.tail} is not valid; it must be below "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rope_eval.options import check_options, option
-from rope_eval.settings import require_seed
+from rope_eval.settings import Dtype, require_seed
 from rope_ext.command.arguments import parse_length, parse_lengths, split
 from rope_ext.errors import OptionError
 
@@ -17,6 +17,30 @@ FEWEST_SAMPLES = 4
 """Minimum number of deciding windows: fewer differences often have one sign by chance."""
 CONFIDENCE = 0.99
 """Confidence of intervals that decide on replacing a default, since many candidates are tried."""
+
+
+@dataclass(kw_only=True)
+class Loading:
+    """Options of both commands for the text and the model."""
+
+    text: tuple[str, ...] = option(
+        (),
+        "Text file, .jsonl, .parquet or directory. Repeatable. Default: the Python standard "
+        "library, without the files that evaluation uses by default.",
+    )
+    dtype: Dtype = option(  # noqa: RUF009
+        "auto", "Dtype: auto (float32 on CPU), float32, bfloat16 or float16."
+    )
+    device: str = option("auto", "Device: auto, cpu, cuda, cuda:1 or mps.")
+
+    def load(self, model: str) -> tuple[Any, Any, list[str]]:
+        """Return the model, its tokenizer and the texts."""
+        from rope_eval.data.text import python_library, read_texts
+        from rope_ext.saving.checkpoints import load_model, load_tokenizer
+
+        texts = read_texts(self.text) if self.text else python_library("train")
+        tokenizer = load_tokenizer(model)
+        return load_model(model, self.dtype, self.device), tokenizer, texts
 
 
 @dataclass(kw_only=True)
@@ -48,7 +72,7 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if type(self.target_length) is not int or self.target_length < 2:
+        if type(self.target_length) is not int or self.target_length < 1:
             raise OptionError(
                 f"target_length={self.target_length!r} is not valid; it must be a whole number"
             )
@@ -117,11 +141,12 @@ class SearchOptions(TuneOptions):
         super().__post_init__()
         if self.scored is None:
             self.scored = self.target_length // 2
-        if not (self.scored or self.prompts) or 0 < self.validation_samples < FEWEST_SAMPLES:
+        if not (self.scored or self.prompts):
+            raise OptionError("scored=0 and prompts=0 leave nothing to rank tables by; raise one")
+        if 0 < self.validation_samples < FEWEST_SAMPLES:
             raise OptionError(
-                f"scored={self.scored}, prompts={self.prompts} or validation_samples="
-                f"{self.validation_samples} is not valid; one of the first two must be at least 1, "
-                f"and the last 0 or at least {FEWEST_SAMPLES}"
+                f"validation_samples={self.validation_samples} is not valid; it must be 0 or at "
+                f"least {FEWEST_SAMPLES}"
             )
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
-from rope_ext.advice.card import write_card
+from rope_ext.advice.describe import write_card
 from rope_ext.command.terminal import tell, tell_next
 from rope_ext.engines import engines_for
 from rope_ext.errors import LoadError, MeasureError, OptionError, RopeExtError, first_line

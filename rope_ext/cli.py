@@ -176,7 +176,7 @@ def card(model: Model, base: str | None = None, report: Path | None = None) -> N
         base: Hub ID of the model that was extended.
         report: Output directory of `rope-ext compare` or `rope-ext eval` to include.
     """
-    from rope_ext.advice.card import write_card
+    from rope_ext.advice.describe import write_card
 
     tell(f"wrote {write_card(model, base, report)}")
     tell_next(["hf", "upload", "USER/NAME", model])

@@ -16,8 +16,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import rope_ext
-from rope_ext.advice.card import write_card
-from rope_ext.advice.sources import ranked, sentence
+from rope_ext.advice.describe import write_card
+from rope_ext.advice.recommend import ranked, sentence
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 

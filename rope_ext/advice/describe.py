@@ -1,6 +1,8 @@
-"""Reports a model's rotary embedding, its angles at a given length, and the available methods."""
+"""Reports a model's rotary embedding, its angles at a length, and all methods; writes cards."""
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,17 +16,21 @@ from transformers import PreTrainedConfig
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
 from rope_ext.engines import serving_commands
-from rope_ext.errors import OptionError, brief
+from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
+from rope_ext.version import __version__
 
 _SOURCES = {
     "record": "the patch recorded in the configuration",
     "rope_parameters": "rope_parameters in the configuration",
     "adapter": "rope_ext.json next to the adapter",
 }
+_MARK = "<!-- written by rope-ext card; sha256 "
+"""Ends a card, followed by the digest of the text above it: an edited card is never replaced."""
 _EQUAL = 1 + 1e-9  # theta / s * s * length may differ from theta * length in the last bit
 
 
@@ -216,22 +222,8 @@ class PairDiagnosis:
     trained_angle: float  # radians from the first token to the end of the trained length
     angle_before: float  # the same, for the largest distance in use at the diagnosed length
     angle_after: float
-
-    @property
-    def before(self) -> str:
-        """``"in distribution"`` or ``"out of distribution"``, unpatched."""
-        return self._status(self.angle_before)
-
-    @property
-    def after(self) -> str:
-        """Like :attr:`before`, with the patch."""
-        return self._status(self.angle_after)
-
-    def _status(self, angle: float) -> str:
-        # A pair that makes a full rotation within the trained length was trained on every angle;
-        # for other pairs, larger angles are untrained (arXiv 2310.05209, section 3).
-        seen = self.rotations >= 1 or angle <= self.trained_angle * _EQUAL
-        return "in distribution" if seen else "out of distribution"
+    before: str  # "in distribution" or "out of distribution", unpatched
+    after: str  # the same, with the patch
 
 
 @dataclass(frozen=True)
@@ -348,6 +340,76 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
     )
     name, layers = site.name or "rotary", site.layer_type or "all layers"
     critical = 2 * int((rope.rotations >= 1).sum())
-    pairs = tuple(PairDiagnosis(*values) for values in zip(*columns, strict=True))
+    pairs = tuple(
+        PairDiagnosis(*numbers, *(_status(numbers[2], numbers[3], angle) for angle in numbers[4:]))
+        for numbers in zip(*columns, strict=True)
+    )
     distances = float(before), float(after.max())
     return SiteDiagnosis(name, layers, rope.base, critical, *distances, pairs)
+
+
+def _status(rotations: float, trained: float, angle: float) -> str:
+    # A pair that makes a full rotation within the trained length was trained on every angle;
+    # for other pairs, larger angles are untrained (arXiv 2310.05209, section 3).
+    return f"{'in' if rotations >= 1 or angle <= trained * _EQUAL else 'out of'} distribution"
+
+
+def model_card(
+    folder: str | Path, base: str | None = None, report: str | Path | None = None
+) -> str:
+    """Return a model card in Markdown: method, lengths, how to load and serve, and results."""
+    saved = read_saved(folder)
+    state, found = current_patch(saved.model), describe(saved.model)
+    if state is None:
+        raise ExportError(
+            f"the configuration in {folder} does not extend the model, so there is nothing to "
+            f"write on a card; save a patched model there first"
+        )
+    name = " ".join(Path(folder).resolve().name.split()) or "model"
+    head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
+    if base and not Path(base).exists():  # a local path is useless to readers
+        head.append(f"base_model: {json.dumps(base)}")
+    plain = saved.source == "rope_parameters" or state.record.plain
+    loader = "AutoModelForCausalLM.from_pretrained" if plain else "rope_ext.from_pretrained"
+    package = "from transformers import AutoModelForCausalLM" if plain else "import rope_ext"
+    lines = [
+        *(*head, "---", "", f"# {name}", ""),
+        f"{found.model}, extended from {found.length} to {found.target_length} tokens with "
+        f"`{call_text(state.record.method)}` ({state.method.paper}) by rope_ext {__version__}.",
+        *("", "```python", package, "", f"model = {loader}({json.dumps(name)})", "```"),
+    ]
+    commands = serving_commands(dataclasses.replace(saved, name=name))
+    lines += ["", "```bash", *commands, "```"] if commands else []
+    if report is not None:
+        try:
+            table = (Path(report) / "table.md").read_text(encoding="utf-8").strip()
+        except OSError:
+            raise ExportError(
+                f"{report} has no table.md; give the output folder of rope-ext compare or "
+                f"rope-ext eval"
+            ) from None
+        lines += ["", "## Evaluation", "", table]
+    return "\n".join(lines) + "\n"
+
+
+def write_card(
+    folder: str | Path, base: str | None = None, report: str | Path | None = None
+) -> Path:
+    """Write a model card to ``README.md`` in the folder; replaces an earlier card only if unedited.
+
+    ``base`` names the model that was extended; ``report``, the output folder of ``rope-ext
+    compare`` or ``rope-ext eval``, has a ``table.md`` to include.
+    """
+    path, text = Path(folder) / "README.md", model_card(folder, base, report)
+    if path.exists():
+        before, mark, end = path.read_text(encoding="utf-8", errors="replace").rpartition(_MARK)
+        if not mark or _end(before) != mark + end:
+            raise ExportError(
+                f"{path} exists and is not an unedited card of rope_ext; move it away to write one"
+            )
+    write_whole(path, f"{text}{_end(text)}")
+    return path
+
+
+def _end(text: str) -> str:
+    return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()} -->\n"

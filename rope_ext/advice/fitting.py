@@ -78,20 +78,40 @@ def fit(
         for module in decoder.modules()
         if getattr(module.__dict__.get(LAYER), "biased", None) is not None
     }
-    seen: dict[DistanceBias, list[list[_Observed]]] = {}
+    parts: dict[nn.Module, DistanceBias] = {}  # one for each layer, or the same for all
+    for module, layer in layers.items():
+        parts[module] = getattr(layer.biased, BIAS)
+        if not isinstance(parts[module], DistanceBias):
+            raise OptionError(
+                "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
+                "adapter is added"
+            )
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
-        for module, layer in layers.items():
-            part = getattr(layer.biased, BIAS)
-            if not isinstance(part, DistanceBias):
-                raise OptionError(
-                    "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
-                    "adapter is added"
-                )
-            seen.setdefault(part, []).append([row[module] for row in rows])
-        for part, observed in seen.items():
-            _fit(part, observed, steps, learning_rate)
+        values = {
+            part: {
+                n: p.detach().float().clone().requires_grad_() for n, p in part.named_parameters()
+            }
+            for part in parts.values()
+        }
+        optimizer = torch.optim.Adam(
+            [v for own in values.values() for v in own.values()], learning_rate
+        )
+        schedule = CosineAnnealingLR(optimizer, steps)
+        with torch.enable_grad():
+            for step in range(steps):
+                optimizer.zero_grad()
+                for module, part in parts.items():
+                    _loss(rows[step % len(rows)][module], part, values[part]).backward()
+                optimizer.step()
+                schedule.step()
+        with torch.no_grad():
+            for part, own in values.items():
+                for name, parameter in part.named_parameters():
+                    value = own[name]
+                    parameter.copy_(torch.zeros_like(value) if value.grad is None else value)
+                part.clamp()
     return model
 
 
@@ -106,29 +126,6 @@ def can_fit(method: Method | None) -> bool:
 def supported() -> list[str]:
     """Return the names of the encodings that :func:`fit` supports with their default options."""
     return sorted(cls.name for cls in all_encodings() if can_fit(build_method(cls.name)))
-
-
-def _fit(
-    part: DistanceBias, layers: list[list[_Observed]], steps: int, learning_rate: float
-) -> None:
-    """Fit an encoding, for one layer or all, to the attention of each row in each layer."""
-    values = {name: p.detach().float().clone() for name, p in part.named_parameters()}
-    for value in values.values():
-        value.requires_grad_()
-    optimizer = torch.optim.Adam(values.values(), learning_rate)
-    schedule = CosineAnnealingLR(optimizer, steps)
-    with torch.enable_grad():
-        for step in range(steps):
-            optimizer.zero_grad()
-            for rows in layers:
-                _loss(rows[step % len(rows)], part, values).backward()
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        for name, parameter in part.named_parameters():
-            value = values[name]
-            parameter.copy_(torch.zeros_like(value) if value.grad is None else value)
-    part.clamp()
 
 
 def _loss(seen: _Observed, part: DistanceBias, values: dict[str, torch.Tensor]) -> Any:

@@ -126,9 +126,10 @@ def extended(
             f"{path} already scales its rotary embedding; convert the unscaled model, or give the "
             f"folder of a model that was patched with compose=True before the file"
         )
-    known = list(
-        dict.fromkeys(family.name for family in ENGINES["llama.cpp"].values() if family.kinds)
-    )
+    known: dict[str, str] = {}  # a family of each architecture
+    for kind, family in ENGINES["llama.cpp"].items():
+        if family.kinds:
+            known.setdefault(family.name, kind)
     if file.architecture not in known:
         raise ExportError(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "
@@ -142,15 +143,15 @@ def extended(
         max_position_embeddings=file.length if trained_length is None else trained_length,
         rope_parameters={"rope_type": "default", "rope_theta": file.base},
     )
-    state = current_patch(patch_without_weights(built_on_meta(config), method))
-    assert state is not None
-    return file.write(output, plan(state, architecture=file.architecture))
+    model = patch_without_weights(built_on_meta(config), method)
+    text_config(model).model_type = known[file.architecture]
+    return following(model, file, output)
 
 
-def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
+def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path) -> Plan:
     """Write a model's patch, or the scaling in its configuration, into its GGUF file."""
-    file, state = GGUFFile.read(path), current_patch(model)
-    state = state or current_patch(read_saved(config_of(model)).model)
+    file = path if isinstance(path, GGUFFile) else GGUFFile.read(path)
+    state = current_patch(model) or current_patch(read_saved(config_of(model)).model)
     if state is None:
         raise ExportError(
             "llama.cpp cannot run the patch of this model: there is none; patch it, or give a "
@@ -160,15 +161,15 @@ def following(model: nn.Module, path: str | Path, output: str | Path) -> Plan:
     architecture, dim = family.name if family else None, state.scaled[0].rope.dim
     if (file.dim, file.architecture) != (dim, architecture):
         raise ExportError(
-            f"{path} holds a {file.architecture!r} with {file.dim // 2} rotary pairs, but the "
+            f"{file.path} holds a {file.architecture!r} with {file.dim // 2} rotary pairs, but the "
             f"model is a {architecture!r} with {dim // 2}; give the file of the same model"
         )
     return file.write(output, plan(state))
 
 
-def plan(state: Patch, in_file: bool = True, architecture: str | None = None) -> Plan:
+def plan(state: Patch, in_file: bool = True) -> Plan:
     try:
-        return planned(state, in_file, architecture)
+        return planned(state, in_file)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run {state.method.name}: {refusal}") from None
 

@@ -24,8 +24,8 @@ from rope_ext.patching import Patch
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
-_FAMILIES = ENGINES["llama.cpp"].values()
-READS_TABLE = tuple(dict.fromkeys(f.name for f in _FAMILIES if "longrope" in f.kinds))
+_TABLED = (family.name for family in ENGINES["llama.cpp"].values() if "longrope" in family.kinds)
+READS_TABLE = tuple(dict.fromkeys(_TABLED))
 """Architectures that read this tensor."""
 
 
@@ -60,13 +60,10 @@ class Plan:
         return {"flags": dict(self.flags), "gguf": dict(self.keys), **tensors}
 
 
-def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Plan:
+def planned(state: Patch, in_file: bool) -> Plan:
     """Return keys and flags with which llama.cpp computes a patch, and a table if needed.
 
-    Args:
-        state: the patch.
-        in_file: store as much as possible in the file.
-        architecture: architecture name in llama.cpp; None: that of the model's family.
+    ``in_file``: store as much as possible in the file.
     """
     if state.method.name == "self_extend":
         raise Refusal(
@@ -75,14 +72,11 @@ def planned(state: Patch, in_file: bool, architecture: str | None = None) -> Pla
             "Self-Extend keeps for each query"
         )
     base.refuse_positions(state)
-    if architecture is None:
-        family = base.family_of(state, "llama.cpp")
-        if not family.kinds:
-            raise Refusal(family.reason)
-        base.refuse_unproven(state, family.sliding_base)
-        architecture = family.name
-    else:
-        family = next(f for f in _FAMILIES if f.name == architecture)
+    family = base.family_of(state, "llama.cpp")
+    if not family.kinds:
+        raise Refusal(family.reason)
+    base.refuse_unproven(state, family.sliding_base)
+    architecture = family.name
     if not state.native:
         raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)

@@ -66,7 +66,6 @@ _IF_THERE = {
     **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier"), 1.0),
     "residual_multiplier": 1.0,
 }
-_RESIDUAL = 0.2  # standard deviation of embeddings; that of attention outputs is 1
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 """Maps prompts, each of which begins the last one, to next-token log-probabilities, float32,
@@ -285,6 +284,7 @@ def _shrunk(config: Any) -> Any:
     there = dict.fromkeys(_WIDTHS, 2 * dim) | _IF_THERE | {"attention_multiplier": dim**-0.5}
     there = {name: value for name, value in there.items() if getattr(config, name, None)}
     keys = {"hidden_size": 2 * dim, "num_key_value_heads": 2 if latent else 1}
+    keys["initializer_range"] = (2 * dim) ** -0.5  # outputs are as large as inputs
     for name, value in (_SMALL | keys | there).items():
         setattr(config, name, value)
     if kinds is not None:
@@ -300,26 +300,22 @@ def _shrunk(config: Any) -> Any:
 def _small(config: Any) -> PreTrainedModel:
     """Build a two-layer model with random weights whose attention depends on every distance."""
     config = _shrunk(config)
-    model, dim = AutoModelForCausalLM.from_config(config).float().eval(), _head(config)
-    seeded = torch.Generator().manual_seed(0)
-    spread = math.sqrt(_PEAK / math.sqrt(dim))  # standard deviation of queries and keys
-    with torch.no_grad():
+    spread = math.sqrt(_PEAK / math.sqrt(_head(config)))  # standard deviation of queries and keys
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
         for name, parameter in model.named_parameters():
+            looks = any(part in name for part in _LOOKS)
             if name == "model.norm.weight":
-                # Keep every token probable enough for its logarithm to be accurate.
-                tied = config.tie_word_embeddings
-                parameter.fill_(2.0 / (_RESIDUAL * math.sqrt(2 * dim)) if tied else 2.0)
-                continue
-            scale = spread if any(part in name for part in _LOOKS) else 1.0
-            if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
-                parameter.fill_(scale)
+                parameter.fill_(2.0)  # keeps every token probable enough for an exact logarithm
+            elif parameter.ndim == 1 and "norm" in name:
+                parameter.fill_(spread if looks else 1.0)
             elif parameter.ndim == 1:
-                parameter.normal_(std=scale / 2, generator=seeded)
-            else:
-                fan = 1 / _RESIDUAL if "embed" in name else math.sqrt(parameter.shape[-1])
-                parameter.normal_(std=scale / fan, generator=seeded)
+                parameter.normal_(std=0.5)
+            elif looks:
+                parameter *= spread
             if "qkv_proj" in name:  # the values follow two query heads and one key head
-                parameter[3 * dim :] /= spread
+                parameter[3 * _head(config) :] /= spread
     return model
 
 
@@ -343,7 +339,7 @@ def verify(
 
     Differences of log-probabilities up to ``tolerance`` (root mean square) count as rounding; None:
     up to three times that of transformers in bfloat16. ``longest`` is the length of the longest
-    prompt, tokens; None as in :meth:`Miniature.lengths`.
+    prompt, tokens; None as in :meth:`Miniature.prompts`.
     """
     prompts = miniature.prompts(longest)
     got = run(prompts)
@@ -398,8 +394,6 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
             where = folder.absolute() if inside else folder
             options = {"plugin": True} if by_plugin else {}
             made = export(where if whole else miniature.model, engine, **options)
-            if made.files:
-                made.write(folder)
             enter = f"cd {shlex.quote(str(folder))} && " if inside else ""
             commands[engine] = enter + made.command
         except ExportError as error:

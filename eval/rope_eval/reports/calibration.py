@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from rope_eval.folder import writing
 from rope_eval.plots import style
-from rope_ext.advice.sources import FORMAT, NAME, calibration_in
+from rope_ext.advice.recommend import FORMAT, NAME, calibration_in
 from rope_ext.config.record import method_from_json, method_to_json, option_texts
 from rope_ext.methods import Method
 

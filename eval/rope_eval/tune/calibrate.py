@@ -28,7 +28,7 @@ from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, T
 from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune import fitness
 from rope_eval.tune.options import CONFIDENCE, FEWEST_SAMPLES, CalibrationOptions
-from rope_ext.advice.sources import NAME
+from rope_ext.advice.recommend import NAME
 from rope_ext.config.record import method_to_json
 from rope_ext.errors import MeasureError, OptionError, RopeExtError, nearest
 from rope_ext.methods import Method, Rope, build_method

@@ -59,7 +59,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def lock(folder: Path, name: str = "", *, option: str = "--output") -> Iterator[None]:
+def lock(
+    folder: Path, name: str = "", *, option: str = "--output", required: bool = True
+) -> Iterator[None]:
     """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):
@@ -71,9 +73,10 @@ def lock(folder: Path, name: str = "", *, option: str = "--output") -> Iterator[
                 f"{folder / name} is in use by another run; wait for it, or give another {option}"
             ) from None
         except NotImplementedError:
-            raise MeasureError(
-                f"{folder} is on a file system without locks; give {option} another one"
-            ) from None
+            if required:
+                raise MeasureError(
+                    f"{folder} is on a file system without locks; give {option} another one"
+                ) from None
     try:
         yield
     finally:

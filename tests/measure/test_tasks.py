@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from rope_eval import command
 from rope_eval.data.prompts import Frame
+from rope_eval.options import read_options
 from rope_eval.tasks import Passkey, Perplexity, Task, all_tasks, base
 from rope_eval.versions import PACKAGES, SHOWS, sources
 from rope_ext.cli import app
@@ -36,8 +38,11 @@ def own_tasks() -> Iterator[None]:
 
 def parsed(*words: str, tasks: list[str]) -> list[Task]:
     words = ("--tasks", ",".join(tasks), "--model", "m", "--lengths", "1k", *words)
-    made = command.command_for("eval", words)
-    return command.asked(tasks, made.make_context("eval", [*words]).params)
+    typed = command.command_for("eval", words).make_context("eval", [*words]).params
+    own: dict[str, Any] = {}
+    for cls in base.chosen(tasks):
+        own = read_options(cls, typed) | own
+    return base.build(tasks, own)
 
 
 def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:

@@ -66,9 +66,7 @@ class PatchedLM(_HFLM):
 
     def _create_model(self, pretrained: str, peft: str | None = None, **kwargs: Any) -> None:
         def load(path: str, **given: Any) -> Any:
-            if peft is None:
-                return from_pretrained(path, **given)
-            return from_pretrained(peft, base=path, **given)
+            return from_pretrained(path if peft is None else peft, base=peft and path, **given)
 
         usual = self.AUTO_MODEL_CLASS  # transformers' own class, which applies no patch
         self.AUTO_MODEL_CLASS = types.SimpleNamespace(from_pretrained=load)

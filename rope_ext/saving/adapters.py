@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -13,6 +13,7 @@ from torch import nn
 
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import AdapterError, NotPatchedError, RecordError, optional
+from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
@@ -21,7 +22,7 @@ from rope_ext.saving.drafts import write_whole
 Frequencies = Mapping[str, list[float]]
 """Frequencies (radians per token), then scaling, of every rotary site, by path and layer type."""
 _SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
-_SAME = 1e-5  # float32 pow may differ between this device and the training device
+_SAME = 1e-5  # float32 pow may differ between devices
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Sidecar:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the unpatched ``model`` has the same frequencies as the adapter's base."""
-        return _same(_unpatched(model), self.before)
+        return same(_unpatched(model), self.before)
 
     def fault(self, model: nn.Module) -> str | None:
         """Return why the adapter does not match ``model``; None if it does."""
         state = current_patch(model)
-        if state is None and self.record.plain and _same(_unpatched(model), self.after):
+        if state is None and self.record.plain and same(_unpatched(model), self.after):
             return None  # its configuration has this patch
         if not self.is_of(model):
             return "has different rotary frequencies than the base model it was trained on"
@@ -58,7 +59,7 @@ class Sidecar:
             )
         if not self.record.same(state.record):
             return f"is patched by {state.record.call()}"
-        if not _same(_patched(state), self.after):
+        if not same(frequencies_of(state.sites, state), self.after):
             return "gets different frequencies from the same call in this version of rope_ext"
         return None
 
@@ -89,7 +90,7 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
             f"no {SIDECAR}"
         )
     path = Path(directory) / SIDECAR
-    sidecar = Sidecar(state.record, _unpatched(model), _patched(state))
+    sidecar = Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(sidecar.to_json(), indent=1) + "\n")
@@ -193,19 +194,29 @@ def require_peft() -> Any:
     return optional("peft", "an adapter needs", "peft", AdapterError)
 
 
-def _patched(state: Patch) -> Frequencies:
-    found = [(_key(site), *state.frequencies_of(site)) for site in state.sites]
-    return {key: [*inv_freq.tolist(), scaling] for key, inv_freq, scaling in found}
+def frequencies_of(
+    sites: Sequence[RotarySite], state: Patch | None = None, start: bool = False
+) -> Frequencies:
+    """Return the frequencies of rotary sites, as loaded or under a patch.
+
+    If they depend on the length, those at the target length, or at the ``start`` those at the
+    trained length, which a new module has.
+    """
+    found = {}
+    for site in sites:
+        inv_freq, scaling = site.loaded, site.scaling
+        if state is not None:
+            inv_freq, scaling = state.frequencies_of(site)
+            if start and state.method.is_dynamic:
+                inv_freq = not_none(state.frequencies).frequencies(site.rope, site.rope.length)
+        name = site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
+        found[name] = [*inv_freq.tolist(), scaling]
+    return found
 
 
 def _unpatched(model: nn.Module) -> Frequencies:
     state = current_patch(model)
-    sites = find_sites(text_decoder(model)) if state is None else state.sites
-    return {_key(site): [*site.loaded.tolist(), site.scaling] for site in sites}
-
-
-def _key(site: RotarySite) -> str:
-    return site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
+    return frequencies_of(find_sites(text_decoder(model)) if state is None else state.sites)
 
 
 def _from_json(part: Any) -> Frequencies:
@@ -215,7 +226,7 @@ def _from_json(part: Any) -> Frequencies:
     return read
 
 
-def _same(one: Frequencies, other: Frequencies) -> bool:
+def same(one: Frequencies, other: Frequencies) -> bool:
     """Whether both are equal up to device rounding."""
     if {k: len(v) for k, v in one.items()} != {k: len(v) for k, v in other.items()}:
         return False

@@ -18,11 +18,10 @@ from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
-from rope_ext.saving.adapters import read_base, read_sidecar
+from rope_ext.saving.adapters import frequencies_of, read_base, read_sidecar, same
 from rope_ext.saving.checkpoints import before_patch, load_config
 
 Given = PreTrainedConfig | str | Path
-_SAME = 1e-5  # both are float32, and pow of a large base is good to about 2e-6
 _ADAPTER = "adapter_config.json"
 
 
@@ -144,22 +143,8 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
         patch(model, method)
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
-    if not _same(model, sites):
+    state = not_none(current_patch(model))
+    if not same(frequencies_of(state.sites, state, start=True), frequencies_of(sites)):
         return None
     note_target(model, target)  # Llama 3's factor does not determine it
     return model
-
-
-def _same(model: nn.Module, sites: list[RotarySite]) -> bool:
-    """Whether the patched ``model`` has the frequencies that the saved configuration builds."""
-    state = not_none(current_patch(model))
-    if len(sites) != len(state.sites):
-        return False
-    for ours, theirs in zip(state.sites, sites, strict=True):
-        inv_freq, scaling = state.frequencies_of(ours)
-        if state.method.is_dynamic:  # a new module starts at the trained length
-            inv_freq = not_none(state.frequencies).frequencies(ours.rope, ours.rope.length)
-        alike = torch.allclose(inv_freq.double(), theirs.loaded.double(), rtol=_SAME, atol=0)
-        if not (alike and abs(scaling - theirs.scaling) <= _SAME * abs(theirs.scaling)):
-            return False
-    return True

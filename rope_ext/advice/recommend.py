@@ -394,7 +394,7 @@ def calibration_for(model: Any, given: Any) -> Any:
         except MeasureError:  # it may belong to another program
             return None
     if not isinstance(given, (str, Path)):
-        if not hasattr(given, "to_json"):
+        if not all(hasattr(given, name) for name in ("model", "method", "sentence", "to_json")):
             raise OptionError(
                 f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or "
                 f"its file or folder"
@@ -405,4 +405,5 @@ def calibration_for(model: Any, given: Any) -> Any:
         if any(type(value) is not int for value in lengths):
             raise TypeError(f"trained_length and target_length are {lengths}")
         method = method_from_json(data["method"])
-        return SimpleNamespace(**data | {"method": method, "sentence": str(data["sentence"])})
+        texts = {name: str(data[name]) for name in ("model", "sentence")}
+        return SimpleNamespace(**data | texts | {"method": method})

@@ -423,13 +423,17 @@ def raise_factor(
     for site in scaled:
         if kind == "dynamic":  # transformers changes these frequencies in every forward
             set_attribute(site.module, "rope_type", "default", changes)
-        if site.baked:
+        if site.settings.parameters.get("mscale_all_dim"):
             scales = softmax_scales(place.decoder, factor=float(method.factor))
+            if scales is None:
+                raise UnsupportedModelError(
+                    f"{family} cannot be built from its configuration, so the softmax scale under "
+                    f"the raised factor is unknown; pass compose=True instead"
+                )
             for module, scale in scales.items():
                 set_attribute(module, "scaling", scale, changes)
-            notes.append(
-                f"softmax scale: that of the raised factor (mscale_all_dim) in {len(scales)} layers"
-            )
+            raised = f"softmax scale: that of the raised factor in {len(scales)} layers"
+            notes += [raised] * bool(scales)
     sites = [found[site][0] if site in found else site for site in place.sites]
     place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
     return place, methods.pop(), notes
@@ -459,22 +463,28 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"so its factor cannot be raised; pass compose=True to extend them further"
         )
     entry = {**copy.deepcopy(dict(own)), **raised.rope_parameters(rope)}
-    if _has_own_ratio(own):
+    if _follows_mscale(own, old):
         del entry["attention_factor"]  # transformers computes it from the factor
     unscaled = {"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()}
     return replace(site, **unscaled, raised=(entry, target)), raised
 
 
-def _has_own_ratio(entry: Mapping[str, Any]) -> bool:
-    """Whether transformers computes the attention factor from ``mscale`` and the factor."""
-    own = entry.get("mscale") and entry.get("mscale_all_dim")
-    return bool(own) and entry.get("attention_factor") is None
+def _follows_mscale(entry: Mapping[str, Any], old: float) -> bool:
+    """Whether the attention factor is what transformers computes from ``mscale`` and the factor."""
+    if not (entry.get("mscale") and entry.get("mscale_all_dim")):
+        return False
+    given, implied = entry.get("attention_factor"), _implied(entry, old)
+    return given is None or math.isclose(given, implied, rel_tol=1e-6)
+
+
+def _implied(entry: Mapping[str, Any], factor: float) -> float:
+    grown = yarn_factor(factor) - 1
+    return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
 
 
 def _method(entry: Mapping[str, Any], old: float, factor: float) -> FrequencyMethod:
     """Return the method that computes an entry of ``rope_parameters``, with another factor."""
-    made, grown = not_none(method_of(entry, old)), yarn_factor(factor) - 1
-    if _has_own_ratio(entry):
-        ratio = (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
-        made = replace(made, attention_factor=ratio)
+    made = not_none(method_of(entry, old))
+    if _follows_mscale(entry, old):
+        made = replace(made, attention_factor=_implied(entry, factor))
     return replace(made, factor=factor)

@@ -134,6 +134,7 @@ def _block(
     """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
     query = query[:, :, rows]
     (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
+    grouped = heads // kv_heads * count
     to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
     found, scores, block = [], call.scores, None
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
@@ -147,8 +148,9 @@ def _block(
     for band, (keys, seen) in parts:
         q = call.pairs.rotate(query, part_of(band.query, rows), to)
         k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
-        q = q.reshape(batch, kv_heads, -1, q.shape[-1])  # no key is read twice
-        logits = _logits(q, k).view(batch, heads, count, -1) * call.scale
+        q = q.reshape(batch, kv_heads, grouped, q.shape[-1])  # no key is read twice
+        # Not always contiguous: on a GPU, products are computed transposed.
+        logits = _logits(q, k).reshape(batch, heads, count, k.shape[2]) * call.scale
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
         if scores is not None:  # with one band
@@ -182,9 +184,9 @@ def _block(
         if value is None:
             outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
             continue
-        own = own.to(value.dtype).reshape(batch, kv_heads, -1, own.shape[-1])
+        own = own.to(value.dtype).reshape(batch, kv_heads, grouped, own.shape[-1])
         own = _product(own, value[:, :, keys])
-        outs.append(own.view(batch, heads, count, -1))
+        outs.append(own.reshape(batch, heads, count, value.shape[-1]))
     out = functools.reduce(torch.add, outs)
     if scores is not None and block is not None and value is not None:
         with without_autocast(query):

@@ -416,6 +416,11 @@ def longrope_table(
 
 REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
+_OWN = {
+    "attention_scaling": "own_scaling",
+    "attention_scaling_at": "own_scaling_at",
+    "temperature": "own_temperature",
+}
 _PAPER = re.compile(r"arXiv \d{4}\.\d{5}|kexue\.fm/archives/\d+")
 
 
@@ -428,6 +433,13 @@ def register(cls: M) -> M:
     """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
     if "__dataclass_fields__" not in vars(cls):
         cls = dataclass(frozen=True, kw_only=True)(cls)
+    for name, own in _OWN.items():
+        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
+        if any(callable(vars(c).get(name)) for c in overridden):
+            raise RopeExtError(
+                f"{cls.__name__} overrides {name}, which the options attention_factor and "
+                f"temperature control; override {own} to set the default"
+            )
     if not hasattr(cls, "paper"):
         found = _PAPER.search((cls.__doc__ or "").rpartition("\n\n")[2])
         cls.paper = found[0] if found else ""

@@ -36,8 +36,8 @@ from rope_ext.rotary.sites import (
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
 _TOKENS = 17  # odd, to tell dimensions of tokens and rows apart
-_EXACT = dict.fromkeys((torch.float32, torch.float64), 1e-4)
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, **_EXACT}  # relative to a column's size
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative to a column's size
+_EXACT = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +266,7 @@ def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
     """Whether the rows of a probe differ in the queries or keys of a layer."""
     if len(x) != 2:
         raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
-    return _differs(x, _TOLERANCE[x.dtype])
+    return _differs(x, _TOLERANCE.get(x.dtype, _EXACT))
 
 
 def _differs(x: torch.Tensor, tolerance: float) -> bool:
@@ -372,7 +372,7 @@ def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
 
     They are neighbors or halves, at the start or end of a head. None: no rotation.
     """
-    tolerance = _TOLERANCE[x.dtype]
+    tolerance = _TOLERANCE.get(x.dtype, _EXACT)
     still, rotated = x.transpose(1, 3).flatten(2).double()  # [columns, tokens * heads]
     size, away = still.norm(dim=1), (rotated - still).norm(dim=1)
     angles = _angles(count).to(x.device)[:, None, None]

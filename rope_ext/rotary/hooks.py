@@ -170,8 +170,8 @@ class Request:
     patch: object  # ``requests`` of a Sequences
     room: int | None = None  # planned number of tokens, including padding; None: not known
     guided: bool = False  # whether guidance runs further forwards
-    # those of its own forwards; a streamer or a criterion may run others
-    caches: list[Any] = field(default_factory=list)
+    due: bool = False  # whether the next forward is its own, not a streamer's or criterion's
+    lengths: torch.Tensor | None = None  # of rows in its first forward
     exported = False
 
 
@@ -207,6 +207,10 @@ class SequenceForward(ForwardContext):
         if self.request is not None and self.request.room is not None:
             room = self.request.room
             of_row = torch.where(of_row > 0, of_row + (room - filled - self.tokens), 0)
+            if self.request.lengths is None:
+                self.request.lengths = of_row
+            elif self.request.guided:  # guidance subtracts the outputs of both branches
+                of_row = self.request.lengths
         elif old is None and packed:
             self.packed = {}, lengths
         if old is not None:  # rows with only padding so far start here
@@ -307,6 +311,7 @@ class Sequences:
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
         wrap(place.model, "generate", self.generate, changes)
+        wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
     def frequencies(
@@ -386,8 +391,9 @@ class Sequences:
         forward.mask, request = given.get("attention_mask"), current(self.requests)
         if filled:
             forward.started = self._stored(cache, rows, tokens + filled)
-        if request and (request.guided or any(cache is own for own in request.caches)):
-            forward.request = request
+        if request is not None:
+            due, request.due = request.due, False
+            forward.request = request if due or request.guided else None
         forward_context.stack.append(forward)
 
     def _stored(self, cache: Any, rows: int, reached: int) -> Started:
@@ -446,11 +452,16 @@ class Sequences:
         finally:
             forward_context.stack.remove(request)
 
-    def plan(self, original: Any, config: Any, kwargs: dict[str, Any], *args: Any) -> Any:
-        """Record what generate has found: its cache, and how many tokens there will be at most."""
-        made, request = original(config, kwargs, *args), current(self.requests)
+    def plan(self, original: Any, config: Any, *args: Any) -> Any:
+        """Record how many tokens there will be at most, which generate has found."""
+        request = current(self.requests)
+        if request is not None and request.room is None:  # not an assistant's
+            request.room, request.guided = args[-1] + 1, config.guidance_scale not in (None, 1)
+        return original(config, *args)
+
+    def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Mark the next forward as generate's own; called right before it."""
+        request = current(self.requests)
         if request is not None:
-            request.caches.append(cache_among(kwargs))
-            if request.room is None:  # not an assistant's
-                request.room, request.guided = args[-1] + 1, config.guidance_scale not in (None, 1)
-        return made
+            request.due = True
+        return original(*args, **kwargs)

@@ -7,6 +7,7 @@ Nothing here depends on the model family. A rotary site is a buffer whose name e
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,8 @@ from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.rotary.probe import Columns, prove
+
+_BUILT = 1e-5  # pow differs between devices in the last bits
 
 SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _LOCAL = ("sliding", "chunked", "local")
@@ -280,15 +283,15 @@ def _site(
         shared=shared,
         columns=columns,
         settings=settings,
-        baked=tuple(softmax_scales(decoder, mscale_all_dim=0)) if bakes else (),
+        baked=tuple(softmax_scales(decoder, mscale_all_dim=0) or ()) if bakes else (),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
     )
 
 
-def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, float]:
+def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, float] | None:
     """Return layers whose softmax scale differs under changed ``rope_parameters``, and the scale.
 
-    None do if the decoder cannot be built from a configuration alone.
+    None: the decoder cannot be built from a configuration alone.
     """
     config = copy.deepcopy(text_config(decoder))
     config.rope_parameters = {**config.rope_parameters, **changed}
@@ -296,7 +299,7 @@ def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, floa
         with torch.device("meta"):
             built = dict(type(decoder)(config).named_modules())
     except Exception:
-        return {}
+        return None
     found = {}
     for name, module in decoder.named_modules():
         old, new = module.__dict__.get("scaling"), getattr(built.get(name), "scaling", None)
@@ -348,10 +351,16 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
 
 def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
     """Whether ``found`` equals ``built`` after casts to bfloat16 and float16, in any order."""
-    # Each cast rounds by at most 2**-9, or by 2**-25 where float16 has no more digits.
-    near = found.shape == built.shape and torch.allclose(found, built, rtol=2**-7, atol=2**-23)
-    rounded = (found.to(dtype).float() for dtype in (torch.bfloat16, torch.float16))
-    return near and any(torch.equal(found, one) for one in rounded)
+    if found.shape != built.shape:
+        return False
+    # Rounding is monotonic, so values in this range are rounded to within the rounded range.
+    for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # enough casts
+        least, most = built * (1 - _BUILT), built * (1 + _BUILT)
+        for dtype in casts:
+            least, most = least.to(dtype), most.to(dtype)
+        if bool(((least.float() <= found) & (found <= most.float())).all()):
+            return True
+    return False
 
 
 @contextmanager

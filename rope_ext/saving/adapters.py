@@ -133,8 +133,12 @@ def read_base(path: str) -> tuple[str | None, str | None, str | None, str | None
     with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
         cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # set without a task
-        task, base = saved.get("task_type"), saved.get("base_model_name_or_path")
-        return cls, task, base, saved.get("revision")
+        names = ("task_type", "base_model_name_or_path", "revision")
+        found = (cls, *(saved.get(name) for name in names))
+        wrong = [name for name in found if not isinstance(name, (str, type(None)))]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not a name")
+        return found
 
 
 def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:

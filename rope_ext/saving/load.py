@@ -164,7 +164,7 @@ def _load(
         _require_no_record(path, kwargs)
     try:
         with hub.loading("weights", path), _expecting_learned(record):
-            loaded = _class(config, class_name).from_pretrained(path, **kwargs)
+            loaded = _class(config, path, class_name).from_pretrained(path, **kwargs)
     except LoadError as error:
         if CURE not in str(error.__cause__):
             raise
@@ -178,12 +178,17 @@ def _load(
     return loaded, record
 
 
-def _class(config: PreTrainedConfig, name: str | None) -> Any:
+def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
     """Return the saved class, or the one with this name; if unknown, a causal LM."""
     if name in (_CAUSAL, *_TASKS.values()):
         return getattr(transformers, name)
-    named = name or (config.architectures or [""])[0]
-    cls: Any = getattr(transformers, named, None)
+    names = [name] if name else config.architectures or [""]
+    if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
+        raise LoadError(
+            f"config.json of {path} has architectures={names!r}; it must be a list of class "
+            f'names, such as ["LlamaForCausalLM"]'
+        )
+    cls: Any = getattr(transformers, names[0], None)
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     if is_model and (name or cls.config_class is type(config)):
         return cls

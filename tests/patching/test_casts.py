@@ -103,10 +103,13 @@ def test_frequencies_that_somebody_put_there_stay(values: torch.Tensor, double: 
     assert not any("rounded" in note for note in rope_ext.describe(model).notes)
 
 
-def test_such_frequencies_are_not_replaced_by_the_trained_ones_after_a_cast() -> None:
+@pytest.mark.parametrize(
+    "values", [torch.linspace(1, 0.01, 8), 10050 ** -torch.arange(0, 1, 1 / 8)]
+)
+def test_such_frequencies_are_not_replaced_by_the_trained_ones_after_a_cast(values) -> None:
     model = tiny_llama()
     with torch.no_grad():
-        model.model.rotary_emb.inv_freq.copy_(torch.linspace(1, 0.01, 8))
+        model.model.rotary_emb.inv_freq.copy_(values)
     model.bfloat16()
     before = copy.deepcopy(snapshot(model))
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"other values.*float32"):

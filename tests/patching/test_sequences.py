@@ -131,7 +131,8 @@ def test_a_cache_continued_with_other_rows_is_refused(model, ids) -> None:
         decoded(model, ids[:, 80:].repeat(2, 1), [80], cache)
 
 
-def test_a_forward_within_generate_has_its_own_length(ids) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_forward_within_generate_has_its_own_length(ids, cached: bool) -> None:
     """As of a stopping criterion that scores a text, or of a streamer."""
     model = rope_ext.patch(tiny_llama(), "dynamic_yarn", factor=8)
     right, seen = model(ids[:1, :20]).logits, []
@@ -140,8 +141,18 @@ def test_a_forward_within_generate_has_its_own_length(ids) -> None:
         seen.append(model(tokens[:, :20], use_cache=False).logits)
         return torch.zeros(len(tokens), dtype=torch.bool)
 
-    model.generate(ids[:1], max_new_tokens=3, stopping_criteria=[look])
+    model.generate(ids[:1], max_new_tokens=3, stopping_criteria=[look], use_cache=cached)
     assert all(torch.equal(one, right) for one in seen) and seen
+
+
+def test_both_branches_of_guidance_have_the_length_of_the_row_without_padding(ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=8)
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    how = {"guidance_scale": 2.0, "max_new_tokens": 8, "do_sample": False}
+    alone = model.generate(ids[1:2, 40:], **how)
+    together = model.generate(ids, attention_mask=mask, **how)
+    assert torch.equal(together[1:, 40:], alone)
 
 
 IN_GRAPHS = {

@@ -99,15 +99,3 @@ def test_calibration_runs_outside_of_the_repository(site: Path) -> None:
     made = run(site, RUN, "calibrate", *words)
     assert made.returncode == 0, made.stderr
     assert (site.parent / "calibrate" / "calibration.json").is_file()
-
-
-@pytest.mark.slow
-def test_without_the_evaluators_the_plugin_says_what_to_install(site: Path) -> None:
-    alone = site.parent / "alone"
-    alone.mkdir()
-    (alone / "rope_ext").symlink_to(site / "rope_ext")
-    blocked = "import sys; sys.modules['rope_eval'] = None; "
-    found = run(alone, f"{blocked}import rope_ext; rope_ext.calibrate")
-    assert "MeasureError" in found.stderr and "pip install" in found.stderr
-    listed = run(alone, f"{blocked}{RUN}", "--help")
-    assert " describe " in listed.stdout and " compare " not in listed.stdout

@@ -67,6 +67,7 @@ def test_cached_decoding_equals_recomputation_under_every_patch(
     assert math.isfinite(unpatched)
     for method, options in PATCHES.items():
         options = {"original_max_position_embeddings": LENGTH, **options}
+        torch.manual_seed(0)  # a drawn bias decides how much bfloat16 loses
         with rope_ext.patched(model, method, **options):
             assert current_patch(model) is not None
             found[method] = away(model, ids)

@@ -419,21 +419,20 @@ def raise_factor(
             f"{family} scales its kinds of layers by different options, and compose='raise' "
             f"raises one set; pass compose=True to extend all of them further"
         )
-    notes = []
-    for site in scaled:
-        if kind == "dynamic":  # transformers changes these frequencies in every forward
+    if kind == "dynamic":  # transformers changes these frequencies in every forward
+        for site in scaled:
             set_attribute(site.module, "rope_type", "default", changes)
-        if site.settings.parameters.get("mscale_all_dim"):
-            scales = softmax_scales(place.decoder, factor=float(method.factor))
-            if scales is None:
-                raise UnsupportedModelError(
-                    f"{family} cannot be built from its configuration, so the softmax scale under "
-                    f"the raised factor is unknown; pass compose=True instead"
-                )
-            for module, scale in scales.items():
-                set_attribute(module, "scaling", scale, changes)
-            raised = f"softmax scale: that of the raised factor in {len(scales)} layers"
-            notes += [raised] * bool(scales)
+    scales: dict[nn.Module, float] | None = {}
+    if any(site.settings.parameters.get("mscale_all_dim") for site in scaled):
+        scales = softmax_scales(place.decoder, factor=float(method.factor))
+    if scales is None:
+        raise UnsupportedModelError(
+            f"{family} cannot be built from its configuration, so the softmax scale under the "
+            f"raised factor is unknown; pass compose=True instead"
+        )
+    for module, scale in scales.items():
+        set_attribute(module, "scaling", scale, changes)
+    notes = [f"softmax scale: that of the raised factor in {len(scales)} layers"] * bool(scales)
     sites = [found[site][0] if site in found else site for site in place.sites]
     place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
     return place, methods.pop(), notes

@@ -20,7 +20,7 @@ from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
 from rope_ext.engines.base import ENGINES, Family, Refusal, config_of
 from rope_ext.engines.llama_cpp import Plan, planned
-from rope_ext.errors import ExportError, LoadError
+from rope_ext.errors import ExportError, LoadError, optional
 from rope_ext.methods import Method
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import text_config, unwrap
@@ -34,14 +34,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _gguf() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise ExportError(
-            "GGUF files need the gguf library, which is not installed; install it with: "
-            'pip install "rope-ext[engines]"'
-        ) from None
-    return gguf
+    return optional("gguf", "GGUF files need", "rope-ext[engines]", ExportError)
 
 
 @dataclass(frozen=True)

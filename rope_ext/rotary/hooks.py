@@ -445,8 +445,8 @@ class Sequences:
         drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
         if drafts and current(self.requests) is not None:
             return original(*args, **kwargs)
-        forward_context.stack.append(Request(self.requests))
-        request = forward_context.stack[-1]
+        request: Any = Request(self.requests)
+        forward_context.stack.append(request)
         try:
             return original(*args, **kwargs)
         finally:

@@ -72,8 +72,9 @@ class Served:
 
     method: PositionMethod  # with every option filled in
     rope: Rope  # the trained embedding
+    stored: RotationTable  # first rotation, as in the patched model: angles round alike
     bands: list[tuple[Any, RotationTable, RotationTable]]
-    """For each band, the visible keys, and the rotations of queries and keys."""
+    """For each band, the visible keys, and further rotations of queries and keys."""
     columns: int  # rotary columns of a head
     scaling: float  # factor of the logits
 
@@ -82,7 +83,9 @@ class Served:
     ) -> torch.Tensor:
         """Compute attention, ``[1, heads, queries, columns]``; the queries are the last keys."""
         last, half, at = key.shape[2], self.columns // 2, (key.device, torch.float32)
-        first = last - query.shape[2]
+        first, pairs = last - query.shape[2], Pairs(slice(0, half), slice(half, self.columns))
+        query = pairs.rotate(query, self.stored.between(first, last, *at))
+        key = pairs.rotate(key, self.stored.between(0, last, *at))
         bands = [
             RotatedBand(seen, of_query.between(first, last, *at), of_key.between(0, last, *at))
             for seen, of_query, of_key in self.bands
@@ -91,7 +94,6 @@ class Served:
         temperature = self.method.query_scaling(places, self.rope)
         if temperature is not None:
             temperature = temperature.float()
-        pairs = Pairs(slice(0, half), slice(half, self.columns))
         call = Call(bands, pairs, scale * self.scaling, temperature=temperature)
         return attention.attend(query, key, value, call)
 
@@ -127,11 +129,13 @@ def _read(config: str) -> Served | None:
             f"load it with rope_ext.from_pretrained"
         )
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
+    stored, rope = method.bands()[-1].key, state.options.rope(site.rope)
     bands = [
-        (band.geometry, RotationTable(band.query, 0, made), RotationTable(band.key, 0, made))
+        (band.geometry, *(RotationTable(to, stored, made) for to in (band.query, band.key)))
         for band in method.bands()
     ]
-    return Served(method, state.options.rope(site.rope), bands, 2 * len(made), number**2)
+    first = RotationTable(stored, 0, made)
+    return Served(method, rope, first, bands, 2 * len(made), number**2)
 
 
 class Backend(CPUAttentionBackend):

@@ -21,7 +21,7 @@ from lab.benchmarks.measuring import NATIVE, Attend, prefill, show
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.encodings import Encoding, Heads, NoPE
-from rope_ext.methods import Rope, all_encodings, build_method
+from rope_ext.methods import all_encodings, build_method
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.learned import DistanceBias
 
@@ -31,12 +31,11 @@ BLOCKS = ("dape", "cope")
 BLOCKS_MOST = 8192
 """Longest text for which they are measured, tokens."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
-_ROPE = Rope.geometric(1e4, 64, 512)
 
 
 def bias_of(name: str, heads: int) -> DistanceBias:
     torch.manual_seed(0)
-    return DistanceBias(build_method(name), Heads(heads, 64, 64), _ROPE, torch.nn.Module())
+    return DistanceBias(build_method(name), Heads(heads, 64, 64), torch.nn.Module())
 
 
 def attend(

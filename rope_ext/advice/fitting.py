@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from rope_ext.encodings import Encoding, Heads
 from rope_ext.errors import NotPatchedError, OptionError, brief
-from rope_ext.methods import Method, Rope, all_encodings, build_method
+from rope_ext.methods import Method, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
 from rope_ext.position.attend import Layer, watched
@@ -120,7 +120,7 @@ def can_fit(method: Method | None) -> bool:
     if not (isinstance(method, Encoding) and method.changes_logits()):
         return False
     with torch.random.fork_rng(devices=[]):
-        return bool(method.initial(Heads(1, 2, 2), Rope.geometric(10_000.0, 2, 2)))
+        return bool(method.initial(Heads(1, 2, 2)))
 
 
 def supported() -> list[str]:

@@ -54,11 +54,11 @@ def attend(
         each = zip(query.split(1), key.split(1), values, rows, strict=True)
         return torch.cat([attend(q, k, v, *of_row) for q, k, v, of_row in each])
     query = call.scale_query(query)
-    learned = {} if scores is None else scores.learned
+    encoding, learned = scores or (None, {})
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     (batch, heads, queries), keys = query.shape[:3], key.shape[2]
-    width = heads if scores is None else heads + scores.width
+    width = heads if encoding is None else heads + encoding.pair_width(heads)
     rows = min(ROWS, max(8, NUMBERS // max(batch * keys * width, 1)))
     at = places or Places.following(call, query, key)
     outs = []
@@ -136,7 +136,8 @@ def _block(
     (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
     grouped = heads // kv_heads * count
     to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
-    found, scores, block = [], call.scores, None
+    found, block = [], None
+    encoding, given = call.scores and call.scores[0], dict(zip(names, learned, strict=True))
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
     parts = [x for x in shown if x[1][0].stop > x[1][0].start]
     parts.sort(key=lambda part: part[1][0].start)
@@ -153,14 +154,13 @@ def _block(
         logits = _logits(q, k).reshape(batch, heads, count, k.shape[2]) * call.scale
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
-        if scores is not None:  # with one band
-            scores = replace(scores, learned=dict(zip(names, learned, strict=True)))
+        if encoding is not None:  # with one band
             every = key[:, :, keys].to(wide(key)).repeat_interleave(heads // kv_heads, 1)
             at = places.query[rows], places.key[keys]
             visible = logits.new_ones((), dtype=torch.bool) if seen is None else seen
             block = Block(query.to(wide(query)), every, logits, *at, visible, call.scale)
             with without_autocast(query):
-                logits = scores.logits(block)
+                logits = encoding.logits(block, given)
         if bias is not None:
             if counted is None:
                 logits = logits + places.biased(bias, rows, keys)
@@ -188,9 +188,9 @@ def _block(
         own = _product(own, value[:, :, keys])
         outs.append(own.reshape(batch, heads, count, value.shape[-1]))
     out = functools.reduce(torch.add, outs)
-    if scores is not None and block is not None and value is not None:
+    if encoding is not None and block is not None and value is not None:
         with without_autocast(query):
-            more = scores.more(weights[..., : block.key.shape[2]], block)
+            more = encoding.more(weights[..., : block.key.shape[2]], block, given)
         out = out if more is None else out + more.to(out.dtype)
     if all(seen is not None for _, (_, seen) in parts):  # some query may see no key
         some = [seen.any(-1, keepdim=True) for _, (_, seen) in parts if seen is not None]

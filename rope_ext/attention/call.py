@@ -7,13 +7,12 @@ disjoint bands, and within a band, each query and each key has one rotation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rope_ext.encodings.scores import Scores
 from rope_ext.methods.geometry import Geometry
 
 Rotation = tuple[torch.Tensor, torch.Tensor] | None
@@ -116,7 +115,8 @@ class Call:
         sinks: one extra logit per head, ``[heads]``, which is in the softmax but has no value.
         bias: added to the logits by distance, after the soft cap: ``[heads, distances]``, from
             distance 0 on, finite, float32 or better; larger distances use the last entry.
-        scores: arbitrary changes to the logits, after the soft cap and before the bias.
+        scores: an encoding whose ``logits`` take the place of the logits after the soft cap, and
+            the parameters that it is given.
     """
 
     bands: Sequence[RotatedBand]
@@ -127,7 +127,7 @@ class Call:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    scores: Scores | None = None
+    scores: tuple[Any, Mapping[str, torch.Tensor]] | None = None
 
     def scale_query(self, query: torch.Tensor) -> torch.Tensor:
         """``query`` times the temperature."""

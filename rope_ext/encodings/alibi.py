@@ -3,7 +3,7 @@ import math
 import torch
 
 from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -25,12 +25,10 @@ class ALiBi(Encoding):
 
     learned: bool = False
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         return {"slope": slopes(heads.count).float()} if self.learned else {}
 
-    def bias(
-        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
         slope = learned["slope"] if self.learned else slopes(heads)
         return -slope.to(distance)[:, None] * distance
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from rope_ext.encodings.scores import Block, Scores, lengthened
+from rope_ext.encodings.scores import Block, lengthened
 from rope_ext.errors import OptionError
 from rope_ext.methods.checked import Positive
 from rope_ext.methods.geometry import Distance
@@ -114,7 +114,7 @@ class Encoding(PositionMethod):
         """
         return None
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         """The initial learned parameters by name: float32, reproducible by torch's seed."""
         return {}
 
@@ -137,13 +137,11 @@ class Encoding(PositionMethod):
         """
         return None
 
-    def saturates_at(self, rope: Rope) -> int | None:
+    def saturates_at(self) -> int | None:
         """Distance (tokens) from which on the bias is constant; None: it never is."""
         return None
 
-    def bias(
-        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor | None:
+    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor | None:
         """The term that is added to the logits; None: no bias.
 
         ``[heads, n]`` for ``distance``, tokens from query to key, 0, 1, 2, ..., float32 or better,
@@ -151,11 +149,7 @@ class Encoding(PositionMethod):
         """
         return None
 
-    def scores(self, heads: int, rope: Rope, learned: Learned) -> Scores | None:
-        """The :meth:`logits` of a layer; None: only a :meth:`bias`."""
-        return Scores(self, heads, rope, learned) if self.scored() else None
-
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
 
         ``learned`` also has the :meth:`constants` and, if ``projected``, ``key_projection``: the

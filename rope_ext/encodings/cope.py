@@ -5,7 +5,7 @@ import torch
 from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.encodings.scores import Block, lengthened
 from rope_ext.methods.checked import Whole
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -29,7 +29,7 @@ class CoPE(Encoding):
 
     positions: Annotated[int, Whole(2)] = 64
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         return {"table": torch.zeros(self.positions, heads.columns)}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
@@ -38,7 +38,7 @@ class CoPE(Encoding):
     def pair_width(self, heads: int) -> int:
         return 8 * heads  # gates, positions, two indices of int64, two logits
 
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         content, table = block.content, learned["table"]
         gates = torch.sigmoid(content) * block.visible  # hidden keys do not count
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)

@@ -8,7 +8,7 @@ from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
 from rope_ext.encodings.fire import FIRE
 from rope_ext.encodings.scores import Block, linear
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.kinds import Rope, build_method, register
+from rope_ext.methods.kinds import build_method, register
 
 On = Literal["kerple_log", "kerple_power", "alibi", "t5", "sandwich", "fire"]
 _FIRE = "fire_"
@@ -56,9 +56,9 @@ class DAPE(Encoding):
     def bounds(self) -> Bounds:
         return {} if self._bias is None else self._bias.bounds
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         kernel = (self.width,) if self.version == 2 else ()
-        of_bias = {} if self._bias is None else self._bias.initial(heads, rope)
+        of_bias = {} if self._bias is None else self._bias.initial(heads)
         prefix = _FIRE if self.on == "fire" else ""
         inputs = heads.count if self._bias is None else 2 * heads.count
         return {
@@ -71,27 +71,27 @@ class DAPE(Encoding):
         of_bias = 0 if self._bias is None else self._bias.pair_width(heads)
         return 4 * heads + 2 * self.hidden + of_bias
 
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         given = content = block.content
         if self._bias is not None:
-            bias = self._added(self._bias, block, rope, learned).expand_as(content)
+            bias = self._added(self._bias, block, learned).expand_as(content)
             given = torch.cat((content, bias), dim=1)
             content = content + bias
         adapt = self._alone if self.version == 1 else self._beside
         return content + adapt(given, block, learned)
 
     @staticmethod
-    def _added(bias: Encoding, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def _added(bias: Encoding, block: Block, learned: Learned) -> torch.Tensor:
         """The bias ``B``, ``[heads, rows, keys]``."""
         if isinstance(bias, FIRE):
             own = {k.removeprefix(_FIRE): x for k, x in learned.items() if k.startswith(_FIRE)}
             return bias.by_place(block, own)
         distance, heads = block.distance, block.content.shape[1]
         if torch.compiler.is_compiling():  # a graph does not know the largest distance
-            found = not_none(bias.bias(distance.flatten(), heads, rope, learned))
+            found = not_none(bias.bias(distance.flatten(), heads, learned))
             return found.unflatten(1, distance.shape)
         every = torch.arange(int(distance.max()) + 1, dtype=distance.dtype, device=distance.device)
-        return not_none(bias.bias(every, heads, rope, learned))[:, distance.long()]
+        return not_none(bias.bias(every, heads, learned))[:, distance.long()]
 
     def _alone(self, both: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor:
         x = both.flatten(2)

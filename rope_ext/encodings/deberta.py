@@ -58,7 +58,7 @@ class DeBERTa(InputEncoding):
     def limit(self, rope: Rope) -> int | None:
         return self.length
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         return {
             "key": STD * torch.randn(heads.count, self.clip, heads.columns),
             "query": STD * torch.randn(heads.count, self.clip, heads.columns),
@@ -71,5 +71,5 @@ class DeBERTa(InputEncoding):
         absolute = super().grown(name, learned, initial)
         return lengthened(learned, initial, 1, repeat=True) if absolute is None else absolute
 
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         return 1 / math.sqrt(3) * by_tables(block, learned["key"], learned["query"])

@@ -3,7 +3,7 @@ import torch
 from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.encodings.scores import Block, linear
 from rope_ext.methods.checked import Positive, Tokens
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -30,7 +30,7 @@ class FIRE(Encoding):
     threshold: Positive = 512.0
     hidden: Tokens = 32
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         return {
             "c": torch.tensor([0.1]),
             "multiplier": torch.ones(1),
@@ -41,7 +41,7 @@ class FIRE(Encoding):
     def pair_width(self, heads: int) -> int:
         return 2 * self.hidden
 
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         return block.content + self.by_place(block, learned)
 
     def by_place(self, block: Block, learned: Learned) -> torch.Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 _LEAST = 0.01
 """Lower bound of all parameters in the authors' code."""
@@ -19,7 +19,7 @@ class _Kerple(Encoding):
     def bounds(self) -> Bounds:
         return {"r1": (_LEAST, math.inf), "r2": (_LEAST, self.most_r2)}
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         drawn = (most * torch.rand(heads.count) for most in self.begins)
         return {f"r{i}": value.clamp(min=_LEAST) for i, value in enumerate(drawn, 1)}
 
@@ -44,9 +44,7 @@ class KerpleLog(_Kerple):
     summary = "a learned penalty, logarithmic in the distance; needs training"
     begins = 2.0, 1.0
 
-    def bias(
-        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
         r1, r2 = _parameters(learned, distance)
         return -r1 * torch.log1p(r2 * distance)
 
@@ -66,8 +64,6 @@ class KerplePower(_Kerple):
     begins = 1.0, 2.0
     most_r2 = 2.0
 
-    def bias(
-        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
         r1, r2 = _parameters(learned, distance)
         return -r1 * distance**r2

@@ -4,7 +4,7 @@ import torch
 
 from rope_ext.encodings.base import Encoding, Learned
 from rope_ext.methods.checked import Base, Whole
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -32,9 +32,7 @@ class Sandwich(Encoding):
         super().__post_init__()
         self.require("width", self.width % 2 == 0, "an even number")
 
-    def bias(
-        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
         exact = distance.double()  # float32 would round the angles
         total = torch.zeros_like(exact)
         for i in range(1, self.width // 2 + 1):  # one at a time, so memory stays small

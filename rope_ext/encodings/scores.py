@@ -1,12 +1,8 @@
 """Logits that depend on more than the distance, computed in blocks of queries."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from rope_ext.methods.kinds import Rope
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,29 +35,6 @@ class Block:
         """Tokens from each query to each key, in the dtype of ``content``; 0 for later keys."""
         apart = self.query_at[:, None] - self.key_at
         return apart.clamp(min=0).to(self.content.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """The logits of an encoding in a layer; see the methods of the same names in ``Encoding``.
-
-    Kernels replace ``learned`` by copies (:func:`dataclasses.replace`) to get the gradients.
-    """
-
-    encoding: Any
-    heads: int
-    rope: Rope
-    learned: Mapping[str, torch.Tensor]
-
-    @property
-    def width(self) -> int:
-        return self.encoding.pair_width(self.heads)
-
-    def logits(self, block: Block) -> torch.Tensor:
-        return self.encoding.logits(block, self.rope, self.learned)
-
-    def more(self, weights: torch.Tensor, block: Block) -> torch.Tensor | None:
-        return self.encoding.more(weights, block, self.learned)
 
 
 def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ import torch
 from rope_ext.encodings.base import Encoding, Heads, Learned, sinusoid
 from rope_ext.encodings.scores import STD, Block, by_tables, lengthened, row_of
 from rope_ext.methods.checked import Tokens, Whole
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -40,7 +40,7 @@ class Shaw(Encoding):
         super().__post_init__()
         self.require("p_min", self.p_min < self.clip, f"less than clip={self.clip}")
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         if self.table == "sinusoidal":
             return {}
         rows = self.clip + 1 - self.p_min
@@ -61,7 +61,7 @@ class Shaw(Encoding):
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 0, repeat=True)
 
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         return by_tables(block, self._from_zero(learned["key"])[None])
 
     def more(self, weights: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ import torch
 from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.encodings.scores import lengthened
 from rope_ext.methods.checked import Tokens, Whole
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -48,19 +48,17 @@ class T5(Encoding):
     def _by_offset(self) -> bool:
         return self.buckets == "offsets"
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         entries = self.max_distance + 1 if self._by_offset else self.num_buckets
         return {"beta": torch.zeros(heads.count, entries)}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 1, repeat=True) if self._by_offset else None
 
-    def saturates_at(self, rope: Rope) -> int:
+    def saturates_at(self) -> int:
         return self.max_distance
 
-    def bias(
-        self, distance: torch.Tensor, heads: int, rope: Rope, learned: Learned
-    ) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
         return learned["beta"].to(distance)[:, self.bucket(distance)]
 
     def bucket(self, distance: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from rope_ext.encodings.base import Encoding, Heads, Learned
 from rope_ext.encodings.scores import STD, Block
 from rope_ext.methods.checked import Base, Whole
-from rope_ext.methods.kinds import Rope, register
+from rope_ext.methods.kinds import register
 
 
 @register
@@ -45,7 +45,7 @@ class TransformerXL(Encoding):
     def projected(self) -> bool:
         return self.projection == "key"
 
-    def initial(self, heads: Heads, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         width = self.width or heads.columns + heads.columns % 2
         shapes = {"u": (), "v": ()} | ({} if self.projected else {"r": (width,)})
         return {
@@ -53,7 +53,7 @@ class TransformerXL(Encoding):
             for name, more in shapes.items()
         }
 
-    def logits(self, block: Block, rope: Rope, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         # As a rotation: the product of a query with ``r`` (``[heads, columns, width]``), rotated by
         # the query's position, is multiplied with the sinusoid of the key's position.
         query, key = block.query, block.key

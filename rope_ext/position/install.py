@@ -140,11 +140,11 @@ class Installed:
             if window is None and encoding is not None and encoding.changes_logits():
                 # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
                 # parameters only while that layer runs.
-                own = not encoding.shared and encoding.initial(Heads(1, 1, 1), position_map.rope)
+                own = not encoding.shared and encoding.initial(Heads(1, 1, 1))
                 owner = module if own else decoder
                 there = getattr(owner, learned.BIAS, None)
                 if there is None:
-                    given = layout.heads, position_map.rope, module, projections.get(module)
+                    given = layout.heads, module, projections.get(module)
                     learned.put(
                         owner, learned.BIAS, learned.DistanceBias(encoding, *given), changes
                     )

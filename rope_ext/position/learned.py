@@ -140,12 +140,11 @@ class DistanceBias(Learning):
         self,
         encoding: Encoding,
         heads: Heads,
-        rope: Rope,
         near: nn.Module,
         projection: KeyProjection | None = None,
     ) -> None:
-        super().__init__(encoding, encoding.initial(heads, rope), near)
-        self.heads, self.rope, self.projection = heads, rope, projection
+        super().__init__(encoding, encoding.initial(heads), near)
+        self.heads, self.projection = heads, projection
 
     def forward(
         self,
@@ -166,17 +165,16 @@ class DistanceBias(Learning):
             weight = self.projection.weight(owner, like.device, like.dtype)
             groups = self.heads.count // len(weight)
             given["key_projection"] = weight.repeat_interleave(groups, 0)
-        scores = self.encoding.scores(self.heads.count, self.rope, given)
-        if scores is not None:
-            return {"scores": scores}
-        settled = self.encoding.saturates_at(self.rope)
+        if self.encoding.scored():
+            return {"scores": (self.encoding, given)}
+        settled = self.encoding.saturates_at()
         room = 2 * distances
         if settled is not None:
             distances, room = (min(n, settled + 1) for n in (distances, room))
 
         def make(count: int) -> torch.Tensor | None:
             distance = torch.arange(count, dtype=dtype, device=device)
-            made = self.encoding.bias(distance, self.heads.count, self.rope, learned)
+            made = self.encoding.bias(distance, self.heads.count, learned)
             # With -inf, a tile could be masked for a whole row, and kernels would divide by zero.
             return None if made is None else made.clamp(min=-1e30)
 

@@ -87,7 +87,7 @@ def test_the_path_of_floater_solves_its_differential_equation() -> None:
 
 def called(name: str, learned: dict[str, torch.Tensor], scale: float, **options: int) -> Call:
     call = Call([RotatedBand(Distance(0, None), None, None)], Pairs(slice(0), slice(0)), scale)
-    return replace(call, scores=build_method(name, **options).scores(4, ROPE, learned))
+    return replace(call, scores=(build_method(name, **options), learned))
 
 
 def test_deberta_is_that_of_transformers() -> None:

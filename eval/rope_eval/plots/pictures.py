@@ -89,7 +89,7 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
         if isinstance(method, Encoding) and not rotates(rope, method):
             parts = bias_at(rope, method, heads, length, distance).split(bins, 1)
             middle = torch.stack([part.mean(1).median() for part in parts])
-            learns = bool(method.initial(Heads(heads, rope.dim, rope.dim), rope))
+            learns = bool(method.initial(Heads(heads, rope.dim, rope.dim)))
             more = ", untrained" * learns
             _shade(axes, places, parts, _line(axes, methods, label, places, middle, more))
     axes.axhline(-math.log(1000), linestyle=":", **_THIN)
@@ -157,14 +157,13 @@ def bias_at(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        learned = encoding.initial(Heads(heads, rope.dim, rope.dim), rope)
-    scores = encoding.scores(heads, rope, learned)
-    if (scores is not None and not encoding.adds()) or encoding.computes_positions():
+        learned = encoding.initial(Heads(heads, rope.dim, rope.dim))
+    if (encoding.scored() and not encoding.adds()) or encoding.computes_positions():
         raise OptionError(
             f"the logits of {encoding.name} depend on queries and keys; leave {encoding.name} out"
         )
     with torch.no_grad():
-        if scores is not None:
+        if encoding.scored():
             last = torch.tensor([length - 1])
             nothing = torch.zeros(1, heads, 1, len(distance), dtype=torch.float64)
             block = Block(
@@ -176,9 +175,9 @@ def bias_at(
                 visible=torch.ones_like(nothing, dtype=torch.bool),
                 scale=1.0,
             )
-            return scores.logits(block)[0, :, 0]
+            return encoding.logits(block, learned)[0, :, 0]
         every = torch.arange(int(distance.max()) + 1, dtype=torch.float64)
-        values = encoding.bias(every, heads, rope, learned)
+        values = encoding.bias(every, heads, learned)
     return distance.new_zeros(1, len(distance)) if values is None else values[:, distance.long()]
 
 

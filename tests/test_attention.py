@@ -69,9 +69,7 @@ def cases(draw, methods=METHODS):
         draw(st.sampled_from([COLUMNS, COLUMNS, 8, 24])),
         draw(st.integers(0, 9)),
     )
-    temperature = torch.linspace(0.5, 2, queries) if draw(st.booleans()) else None
-    options = {"start": start, "temperature": temperature}
-    return tensors if draw(st.booleans()) else tensors[:3], bands, pairs, options
+    return tensors if draw(st.booleans()) else tensors[:3], bands, pairs, {"start": start}
 
 
 @quick(max_examples=120)
@@ -199,12 +197,9 @@ def check_a_bias(case, distances, learns):
     ours = [x.clone().requires_grad_() for x in (*tensors, bias)]
     exact = [x.double().requires_grad_() for x in (*tensors, bias)]
     ours[-1].requires_grad_(learns)
-    temperature = options.pop("temperature")
     outs = []
     for kernel, x in ((attention.attend, ours), (dense, exact)):
         more = {"sinks": x[3] if sinks else None, "bias": x[-1], **options}
-        if temperature is not None:
-            more["temperature"] = temperature.to(x[0].dtype)
         outs.append(by(kernel, *x[:3], bands, pairs, **more))
         with torch.no_grad():
             again = by(kernel, *x[:3], bands, pairs, **more)
@@ -281,10 +276,9 @@ def test_flex_is_the_oracle(queries, softcap, distances, keys=60):
     """Forward only: FlexAttention has no backward on a CPU."""
     at = torch.arange(5, 5 + keys)
     tensors = inputs(2, 4, 2, queries, keys, 8)
-    temperature = torch.linspace(0.5, 2, queries)
     for method in ("leaky", "lm_infinite", "dual_chunk", "far only"):
         bands = method_bands(method, 20, 5, at[keys - queries :], at)
-        options = {"start": 5, "temperature": temperature, "softcap": softcap}
+        options = {"start": 5, "softcap": softcap}
         if distances is not None:
             options["bias"] = torch.linspace(-1, 1, 4 * distances).view(4, distances)
         out = by(flex.attend, *tensors[:3], bands, PERMUTED, sinks=tensors[3], **options)
@@ -412,8 +406,8 @@ def test_the_operator_keeps_its_promises(queries, fused):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "operator", lambda *given: asked.append(given) or tensors)
-        call = Call(bands, HALVES, 0.3, 0, None, None if fused else 2.0, tensors[3], bias)
-        attention.attend_placed(*tensors[:3], call, (), "flash" if fused else "reference")
+        call = Call(bands, HALVES, 0.3, 0, None if fused else 2.0, tensors[3], bias)
+        attention.attend_encoded(*tensors[:3], call, [], "flash" if fused else "reference")
     torch.library.opcheck(attention.operator, *asked, rtol=1e-4, atol=1e-4)
 
 
@@ -422,13 +416,12 @@ def test_the_blocked_form_is_the_oracle():
     at = torch.cumsum(torch.randint(1, 4, (70,), generator=torch.Generator().manual_seed(0)), 0)
     mask = torch.rand(2, 1, 50, 70, generator=torch.Generator().manual_seed(0)) > 0.3
     bands = method_bands("leaky", 20, 8, at[20:], at)
-    options = {"temperature": torch.linspace(0.5, 2, 50, dtype=torch.float64), "softcap": 3.0}
     for shown in (mask, mask[:, :, :1], None):
         places = Places(at[20:], at, shown)
 
         def run(query, key, value, sinks, form, places=places, **more):
             form = partial(form, places=places, **more)
-            return by(form, query, key, value, bands, HALVES, sinks=sinks, **options)
+            return by(form, query, key, value, bands, HALVES, sinks=sinks, softcap=3.0)
 
         whole = out_and_grads(partial(run, form=dense), tensors)
         for rows in (1, 17, 128):

@@ -54,14 +54,14 @@ def attend(
         def whole() -> torch.Tensor:
             at = torch.arange(tokens)
             apart = at[:, None] - at
-            matrix = make().bias[:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
+            matrix = make()["bias"][:, apart.clamp(min=0)].masked_fill_(apart < 0, -torch.inf)
             return plain(attn_mask=matrix[None])
 
         return whole
     band = [RotatedBand(Distance(0, None), None, None)]
 
     def run() -> torch.Tensor:
-        call = Call(band, _NO_PAIRS, scale, **make()._asdict())
+        call = Call(band, _NO_PAIRS, scale, **make())
         return attention.attend(query, key, value, call)
 
     return run

@@ -15,7 +15,7 @@ from torch import nn
 
 from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
 from rope_ext.config.settings import METHODS, method_of
-from rope_ext.encodings import Encoding, RoPE
+from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope, method_class
 from rope_ext.methods.checked import not_none
@@ -27,7 +27,7 @@ from rope_ext.options import Options, refuse_moving
 from rope_ext.position.layers import find_layouts, ignores_scaling
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
-from rope_ext.rotary.calls import refuse_continuous_batching, refuse_sharded
+from rope_ext.rotary.context import refuse_continuous_batching, refuse_sharded
 from rope_ext.rotary.hooks import Sequences
 from rope_ext.rotary.sites import PatchTarget, RotarySite, softmax_scales
 from rope_ext.rotary.swapping import Changes, grow_buffers, set_attribute, write_buffers
@@ -312,9 +312,9 @@ def apply_position(
     method = cast("PositionMethod", method.resolved(rope))
     precise = options.is_precise(length)
     include_sliding = options.sliding_layers == "scale"
-    encoding = method if isinstance(method, Encoding) else options.bias
+    encoding = method if isinstance(method, Encoding) else options.bias or NoPE()  # adds nothing
     windowed = any(site.local or site.shared for site in place.sites)
-    if windowed and encoding is not None and encoding.window_beside() is not None:
+    if windowed and encoding.window_beside() is not None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has layers with a window already, and {encoding.name} "
             f"chooses the window itself; to remove the positions of layers without one, patch "

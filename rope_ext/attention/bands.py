@@ -7,6 +7,7 @@ that every kernel is tested against.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
 from itertools import pairwise
@@ -24,9 +25,8 @@ from rope_ext.attention.call import (
     each_table,
     part_of,
     wide,
-    without_autocast,
 )
-from rope_ext.encodings.scores import Block
+from rope_ext.encodings.base import Block
 from rope_ext.methods.geometry import extent
 
 ROWS = 256
@@ -53,7 +53,6 @@ def attend(
         values = [None if value is None else value[n : n + 1] for n in range(len(query))]
         each = zip(query.split(1), key.split(1), values, rows, strict=True)
         return torch.cat([attend(q, k, v, *of_row) for q, k, v, of_row in each])
-    query = call.scale_query(query)
     encoding, learned = scores or (None, {})
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -159,7 +158,7 @@ def _block(
             at = places.query[rows], places.key[keys]
             visible = logits.new_ones((), dtype=torch.bool) if seen is None else seen
             block = Block(query.to(wide(query)), every, logits, *at, visible, call.scale)
-            with without_autocast(query):
+            with _without_autocast(query):
                 logits = encoding.logits(block, given)
         if bias is not None:
             if counted is None:
@@ -189,7 +188,7 @@ def _block(
         outs.append(own.reshape(batch, heads, count, value.shape[-1]))
     out = functools.reduce(torch.add, outs)
     if encoding is not None and block is not None and value is not None:
-        with without_autocast(query):
+        with _without_autocast(query):
             more = encoding.more(weights[..., : block.key.shape[2]], block, given)
         out = out if more is None else out + more.to(out.dtype)
     if all(seen is not None for _, (_, seen) in parts):  # some query may see no key
@@ -201,13 +200,27 @@ def _block(
 def _logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """``query @ key.mT`` in float32 or better, ``[rows, heads, queries, keys]``."""
     to = wide(query)
-    with without_autocast(query):
+    with _without_autocast(query):
         if query.is_cuda and query.dtype == key.dtype != to and not torch.is_grad_enabled():
             # Tensor cores accumulate in float32 anyway; no gradients or CPU kernel with out_dtype.
             # Computed transposed: rows an odd number of keys apart would take ten times as long.
             found = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).mT, out_dtype=to)
             return found.mT.unflatten(0, query.shape[:2])
         return _product(query.to(to), key.to(to).mT)
+
+
+def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Disable autocast, which would round operands and results to half precision."""
+    device = x.device.type
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
+def _has_autocast(device: str) -> bool:
+    """Not for devices such as meta, where ``torch.is_autocast_enabled`` raises an error."""
+    return torch.amp.is_autocast_available(device)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ disjoint bands, and within a band, each query and each key has one rotation.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +26,9 @@ def each_table(rotation: Rotation, function: Callable[[torch.Tensor], torch.Tens
     return None if rotation is None else (function(rotation[0]), function(rotation[1]))
 
 
-def rows_of(table: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Select the rows of some tokens; a table with a single row applies to all tokens."""
-    return table if table.shape[-2] == 1 else table[..., tokens, :]
-
-
 def part_of(rotation: Rotation, tokens: slice) -> Rotation:
     """Select the rotations of some tokens; a single rotation for all tokens is unchanged."""
-    return each_table(rotation, lambda table: rows_of(table, tokens))
+    return each_table(rotation, lambda x: x if x.shape[-2] == 1 else x[..., tokens, :])
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,6 @@ class Call:
         pairs: the columns that rotate together.
         scale: factor for all logits.
         start: position of the first key; the queries are the last keys.
-        temperature: factor for each query, ``[queries]`` (log-n scaling).
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         sinks: one extra logit per head, ``[heads]``, which is in the softmax but has no value.
         bias: added to the logits by distance, after the soft cap: ``[heads, distances]``, from
@@ -123,17 +116,10 @@ class Call:
     pairs: Pairs
     scale: float
     start: int = 0
-    temperature: torch.Tensor | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     scores: tuple[Any, Mapping[str, torch.Tensor]] | None = None
-
-    def scale_query(self, query: torch.Tensor) -> torch.Tensor:
-        """``query`` times the temperature."""
-        if self.temperature is None:
-            return query
-        return (query * self.temperature[:, None]).to(query.dtype)
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
@@ -153,20 +139,6 @@ def by_distance(bias: torch.Tensor, first: int, queries: int, keys: int) -> torc
     """
     apart = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
     return bias[:, apart.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)
-
-
-def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Disable autocast, which would round operands and results to half precision."""
-    device = x.device.type
-    if _has_autocast(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-@torch.compiler.assume_constant_result  # torch 2.11 cannot trace it
-def _has_autocast(device: str) -> bool:
-    """Not for devices such as meta, where ``torch.is_autocast_enabled`` raises an error."""
-    return torch.amp.is_autocast_available(device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,13 +32,11 @@ class Card(NamedTuple):
 
     @property
     def version(self) -> str:
-        """The compute capability as text, such as ``"8.6"``."""
         return ".".join(map(str, self.capability))
 
 
 @torch.compiler.assume_constant_result
 def card(device: torch.device) -> Card:
-    """Return the card of a CUDA device."""
     return card_at(torch.cuda.current_device() if device.index is None else device.index)
 
 

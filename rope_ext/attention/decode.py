@@ -62,13 +62,9 @@ def ranges_of(
 ) -> Ranges:
     """Return what queries at ``t`` see in each band.
 
-    Args:
-        bands: with float32 rotations of queries, ``[rows or 1, queries, pairs]``, and of keys by
-            position, ``[positions, pairs]``.
-        t: positions of the queries, int64, ``[rows or 1, queries]``.
-        origin: slot of position 0, int64, ``[rows or 1]``.
-        filled: slot of the first query, int64, ``[1]``.
-        temperature: see :class:`Ranges`.
+    ``bands`` have float32 rotations of queries, ``[rows or 1, queries, pairs]``, and of keys by
+    position, ``[positions, pairs]``. Positions, ``origin`` and ``filled`` are int64; for these and
+    ``temperature`` see :class:`Ranges`.
     """
     # Bands that rotate keys come first; otherwise their order does not matter.
     bands = sorted(bands, key=lambda band: band.key is None)
@@ -154,15 +150,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute attention of few queries on all slots, without gradients.
 
-    Args:
-        query: ``[rows, heads, queries, columns]``.
-        key: ``[rows, kv_heads, slots, columns]``.
-        value: ``[rows, kv_heads, slots, value columns]``.
-        call: without bands, temperature and scores.
-        ranges: what the queries see.
-
-    Returns:
-        ``[rows, heads, queries, value columns]``.
+    ``call`` has no bands and no scores; ``ranges`` are what the queries see.
     """
     columns = _columns(call.pairs, query.shape[-1])
     assert columns is not None, "callers ask refusal() first"
@@ -206,34 +194,20 @@ def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, i
 
 
 def _power(number: int) -> int:
-    """The next power of two."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def _launcher(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    origin: torch.Tensor,
-    filled: torch.Tensor,
-    query_rotation: list[torch.Tensor],
-    key_rotation: list[torch.Tensor],
-    temperature: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    columns: list[int],
-    query_rotated: int,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: Any
 ) -> Callable[..., torch.Tensor]:
     """Return a function of query, key, value, sinks and bias that differ in their numbers only.
 
     It returns ``[rows, queries, heads, value columns]``. Its calls share memory for the splits, so
-    they have to be on one stream.
+    they have to be on one stream. ``settings``: those in ``_SETTINGS``.
     """
     kernels = importlib.import_module("rope_ext.attention.decode_kernel")  # it imports triton
+    low, high, origin, filled, query_rotation, key_rotation, temperature, sinks = settings[:8]
+    bias, columns, query_rotated, scale, softcap = settings[8:]
     (batch, heads, tokens, _), (kv_heads, value_columns) = query.shape, value.shape[1::2]
     groups = heads // kv_heads
     first, second, step, pairs, rest_at, rest = columns

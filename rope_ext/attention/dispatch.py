@@ -17,15 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from rope_ext.attention import bands, cards, flash, flex
-from rope_ext.attention.call import (
-    Call,
-    Pairs,
-    Places,
-    RotatedBand,
-    Rotation,
-    each_table,
-    wide,
-)
+from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, each_table, wide
 from rope_ext.attention.runs import BACK, Run, goes_back, runs
 from rope_ext.errors import OptionError, UnsupportedModelError, nearest
 from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
@@ -77,8 +69,7 @@ def attend(
                     f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
                 ) from error
             log_once(f"attention on {query.device} {_PLAIN}: it was not compiled ({error})")
-    query = call.scale_query(query)
-    call, fused, tensors = replace(call, temperature=None), kernel == "flash", (query, key, value)
+    fused, tensors = kernel == "flash", (query, key, value)
     columns, value_columns = query.shape[-1], value.shape[-1]
     if fused:  # it needs equally many columns of query, key and value
         most = max(columns, value_columns)
@@ -87,7 +78,7 @@ def attend(
         x is not None and x.requires_grad for x in (*tensors, call.sinks)
     )
     if (fused and grads) or (torch.compiler.is_compiling() and call.scores is None):
-        out = _operator(query, key, value, call, None, "flash" if fused else "reference")
+        out = attend_encoded(query, key, value, call, None, "flash" if fused else "reference")
     else:  # the operator would add overhead to each step of decoding
         out = _compute(query, key, value, call, fused)[0]
     return out[..., :value_columns]
@@ -130,7 +121,6 @@ def refusal(
 
 @functools.cache
 def log_once(sentence: str) -> None:
-    """Warn once for each message."""
     _logger.warning("rope_ext: %s", sentence)
 
 
@@ -156,27 +146,6 @@ def attend_runs(
     return out.transpose(1, 2)
 
 
-def attend_placed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    at: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    kernel: str,
-) -> torch.Tensor:
-    """Compute attention for every run in a graph, without gradients.
-
-    Args:
-        query: ``[rows, heads, queries, columns]``.
-        key: ``[rows, kv_heads, slots, columns]``.
-        value: likewise.
-        call: with rotations of ``[rows or 1, tokens, pairs]``, without a temperature.
-        at: places and sequences, as for :func:`runs`, and the slot of the first query.
-        kernel: one of ``KERNELS``.
-    """
-    return _operator(query, key, value, call, [*at], kernel)
-
-
 _GEOMETRIES = {  # listed here because dynamo in torch 2.11 cannot trace fields()
     Distance: ("first", "last"),
     ChunkGap: ("size", "first", "last"),
@@ -187,7 +156,7 @@ _OPEN = 2**62
 """Encodes ``last=None`` in geometries passed as integers: larger than any distance."""
 
 
-def _operator(
+def attend_encoded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -195,7 +164,11 @@ def _operator(
     at: list[torch.Tensor] | None,
     kernel: str,
 ) -> torch.Tensor:
-    """Encode ``call`` as integers and tensors, the only arguments of custom operators."""
+    """Compute attention as a custom operator, whose arguments are only integers and tensors.
+
+    ``at``: places and sequences, as for :func:`runs`, and the slot of the first query. Rotations
+    are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive tokens.
+    """
     plan, tables = [len(call.bands)], []
     for band in call.bands:
         kind = type(band.geometry)
@@ -235,7 +208,7 @@ def _unpacked(
         slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
         for _ in ("first", "second")
     )
-    return Call(found, Pairs(first, second), scale, start, None, softcap, sinks, bias)
+    return Call(found, Pairs(first, second), scale, start, softcap, sinks, bias)
 
 
 def _compute(

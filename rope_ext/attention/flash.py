@@ -10,24 +10,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import (
-    Call,
-    Pairs,
-    RotatedBand,
-    Rotation,
-    by_distance,
-    each_table,
-    wide,
-)
+from rope_ext.attention.call import Call, Pairs, RotatedBand, by_distance, each_table, wide
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
+_Tensors = Sequence[torch.Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
 ROWS = 256
@@ -217,27 +210,22 @@ def kernel_of(tile: Tile, query: torch.Tensor, value: torch.Tensor) -> str:
 
 
 def forward(
-    kernel: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None,
+    kernel: str, given: _Tensors, causal: bool, scale: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output, ``[batch, heads, queries, columns]``, and its log-sum-exp.
 
-    ``causal`` requires as many queries as keys; only ``kernel="cpu"`` has a mask.
+    ``given``: query, key and value. ``causal`` requires as many queries as keys; only
+    ``kernel="cpu"`` has a mask.
     """
     ops: Any = torch.ops.aten
     if kernel == "cpu":  # the function has less overhead than torch.ops
-        run = torch._scaled_dot_product_flash_attention_for_cpu
-        return run(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        run: Any = torch._scaled_dot_product_flash_attention_for_cpu
+        return run(*given, 0.0, causal, attn_mask=mask, scale=scale)
     if kernel == "cudnn":
         run = ops._scaled_dot_product_cudnn_attention
-        out, lse = run(query, key, value, None, True, 0.0, causal, False, scale=scale)[:2]
+        out, lse = run(*given, None, True, 0.0, causal, False, scale=scale)[:2]
         return out, lse.reshape(lse.shape[:3])  # older versions have a fourth dimension
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in given)
     sizes = q.shape[1], k.shape[1]
     out, lse = ops._flash_attention_forward(
         q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale
@@ -246,40 +234,34 @@ def forward(
 
 
 def backward(
-    kernel: str,
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of query, key and value; ``out`` and ``lse`` cover the keys of all calls."""
+    kernel: str, given: _Tensors, causal: bool, scale: float, mask: torch.Tensor | None
+) -> _Tensors:
+    """Return gradients of query, key and value.
+
+    ``given``: gradient, query, key, value, and the output and log-sum-exp over all calls.
+    """
     ops: Any = torch.ops.aten
     if kernel == "cpu":
         return ops._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            *given, 0.0, causal, attn_mask=mask, scale=scale
         )
-    sizes = query.shape[2], key.shape[2]
+    *tensors, lse = given
+    sizes = tensors[1].shape[2], tensors[2].shape[2]
     if kernel == "cudnn":
-        unused = torch.zeros((), dtype=torch.long, device=query.device)  # dropout state
+        unused = torch.zeros((), dtype=torch.long, device=lse.device)  # dropout state
         return ops._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, out, lse[..., None], unused, unused, None, None, None, *sizes,
+            *tensors, lse[..., None], unused, unused, None, None, None, *sizes,
             0.0, causal, scale=scale,
         )  # fmt: skip
-    g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
+    g, q, k, v, o = (x.transpose(1, 2) for x in tensors)
+    unused = torch.empty(2, dtype=torch.uint64, device=lse.device)
     made = ops._flash_attention_backward(
         g, q, k, v, o, lse, None, None, *sizes, 0.0, causal, unused, unused, scale=scale
     )
-    a, b, c = (x.transpose(1, 2) for x in made)
-    return a, b, c
+    return [x.transpose(1, 2) for x in made]
 
 
-def _rotate(pairs: Pairs, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def _rotate(pairs: Pairs, x: torch.Tensor, rotation: Any) -> torch.Tensor:
     # Heads are next to each other in memory; the result of a compiled rotation keeps that.
     of_tokens = each_table(rotation, lambda table: table.unsqueeze(-2))
     return pairs.rotate(x.transpose(1, 2), of_tokens).transpose(1, 2)
@@ -306,7 +288,6 @@ def _fused(function: _Function, query: torch.Tensor, value: torch.Tensor) -> _Fu
 def compute(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output, ``[batch, heads, queries, columns]``, and log-sum-exp."""
     batch, heads, queries, columns = query.shape
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
@@ -319,7 +300,7 @@ def compute(
         for tile, mask in _tiles(call, band, query, key):
             given = tile.queries(q), tile.among(k), tile.among(value)
             kernel = kernel_of(tile, query, value)
-            made = forward(kernel, *given, tile.shape != WHOLE, call.scale, mask)
+            made = forward(kernel, given, tile.shape != WHOLE, call.scale, mask)
             out, new = map(tile.back, made)
             there, old = (x.narrow(2, tile.row, new.shape[2]) for x in (total, lse))
             if tile.row < merged or call.sinks is not None:
@@ -340,7 +321,6 @@ def differentiate(
     lse: torch.Tensor,
     call: Call,
 ) -> list[torch.Tensor]:
-    """Return gradients of query, key and value."""
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
     for band in call.bands:
@@ -350,7 +330,7 @@ def differentiate(
             given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
             more = tile.queries(out), tile.queries(lse).contiguous()
             kernel = kernel_of(tile, query, value)
-            made = backward(kernel, *given, *more, tile.shape != WHOLE, call.scale, mask)
+            made = backward(kernel, (*given, *more), tile.shape != WHOLE, call.scale, mask)
             firsts = tile.row, tile.key, tile.key
             for into, first, x in zip((*found, total[2]), firsts, made, strict=True):
                 x = tile.back(x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._dynamo import config
@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, Pairs, Rotation, part_of, wide
+from rope_ext.attention.call import Call, Pairs, part_of, wide
 from rope_ext.methods.geometry import Geometry, extent
 
 _BLOCK = 128
@@ -58,37 +58,21 @@ def _options(
     return cards.options(card, heads, learns)
 
 
-class Part(NamedTuple):
-    """A band: visible keys and values, rotations and mask.
-
-    ``mask=None``: all keys are visible. ``apart``: distance from the first key to the first query,
-    a 0-dimensional tensor.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    of_query: Rotation
-    of_key: Rotation
-    mask: BlockMask | None
-    apart: torch.Tensor | None
-
-
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """Compute the attention of :class:`Call`."""
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    query, parts = call.scale_query(query), []
+    parts = []
     for band in call.bands:
         at = extent(band.geometry, queries, keys, call.start)
         if (count := at.stop - at.start) == 0:
             continue
-        mask = apart = None
+        mask = apart = None  # all keys are visible; distance from the first key to the first query
         if queries > 1:
             ends = queries, count, call.start + keys - queries, call.start + at.start
             mask = block_mask_of(band.geometry, *ends, query.device)
         if call.bias is not None:
             apart = torch.full((), keys - queries - at.start, device=query.device)
         k, v = key.narrow(2, at.start, count), value.narrow(2, at.start, count)
-        parts.append(Part(k, v, band.query, part_of(band.key, at), mask, apart))
+        parts.append((k, v, band.query, part_of(band.key, at), mask, apart))
     if not parts:
         return value.new_zeros(batch, heads, queries, value.shape[-1])
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
@@ -115,7 +99,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
 
 def _attend(
     query: torch.Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[Any],
     sinks: torch.Tensor | None,
     cap: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -127,7 +111,7 @@ def _attend(
     """Merge the outputs of bands, whose keys are disjoint, by their log-sum-exps."""
     pairs, outs, logs = Pairs(first, second), [], []
     kernel_options: Any = {x: int(y) for x, y in (one.split("=") for one in options.split())}
-    for part in parts:
+    for key, value, of_query, of_key, mask, apart in parts:
 
         def changed(
             score: torch.Tensor,
@@ -135,7 +119,7 @@ def _attend(
             head: torch.Tensor,
             row: torch.Tensor,
             column: torch.Tensor,
-            apart: torch.Tensor | None = part.apart,
+            apart: torch.Tensor | None = apart,
         ) -> torch.Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
@@ -144,13 +128,13 @@ def _attend(
             return score
 
         out, aux = flex_attention(
-            pairs.rotate(query, part.of_query),
-            pairs.rotate(part.key, part.of_key),
-            part.value,
+            pairs.rotate(query, of_query),
+            pairs.rotate(key, of_key),
+            value,
             score_mod=None if cap is None and bias is None else changed,
-            block_mask=part.mask,
+            block_mask=mask,
             scale=float(scale),
-            enable_gqa=query.shape[1] != part.key.shape[1],
+            enable_gqa=query.shape[1] != key.shape[1],
             kernel_options=kernel_options,
             return_aux=AuxRequest(lse=True),
         )

@@ -2,8 +2,7 @@ from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, lengthened
+from rope_ext.encodings.base import Block, Encoding, Heads, Learned, lengthened
 from rope_ext.methods.checked import Whole
 from rope_ext.methods.kinds import register
 

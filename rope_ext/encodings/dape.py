@@ -4,9 +4,8 @@ from typing import Literal, cast
 import torch
 import torch.nn.functional as F
 
-from rope_ext.encodings.base import Bounds, Encoding, Heads, Learned
+from rope_ext.encodings.base import Block, Bounds, Encoding, Heads, Learned, linear
 from rope_ext.encodings.fire import FIRE
-from rope_ext.encodings.scores import Block, linear
 from rope_ext.methods.checked import Tokens, not_none
 from rope_ext.methods.kinds import build_method, register
 

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import Heads, InputEncoding, Learned
-from rope_ext.encodings.scores import STD, Block, by_tables, lengthened
+from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned, by_tables, lengthened
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 

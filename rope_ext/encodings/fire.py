@@ -1,7 +1,6 @@
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import Block, linear
+from rope_ext.encodings.base import Block, Encoding, Heads, Learned, linear
 from rope_ext.methods.checked import Positive, Tokens
 from rope_ext.methods.kinds import register
 

@@ -3,8 +3,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from rope_ext.encodings.base import Encoding, Learned
-from rope_ext.encodings.scores import STD
+from rope_ext.encodings.base import STD, Encoding, Learned
 from rope_ext.methods.kinds import Rope, register
 
 

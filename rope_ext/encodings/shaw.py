@@ -2,8 +2,17 @@ from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned, sinusoid
-from rope_ext.encodings.scores import STD, Block, by_tables, lengthened, row_of
+from rope_ext.encodings.base import (
+    STD,
+    Block,
+    Encoding,
+    Heads,
+    Learned,
+    by_tables,
+    lengthened,
+    row_of,
+    sinusoid,
+)
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import register
 

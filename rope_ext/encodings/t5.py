@@ -3,8 +3,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import lengthened
+from rope_ext.encodings.base import Encoding, Heads, Learned, lengthened
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import register
 

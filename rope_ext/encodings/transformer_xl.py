@@ -2,8 +2,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import Encoding, Heads, Learned
-from rope_ext.encodings.scores import STD, Block
+from rope_ext.encodings.base import STD, Block, Encoding, Heads, Learned
 from rope_ext.methods.checked import Base, Whole
 from rope_ext.methods.kinds import register
 

@@ -93,9 +93,8 @@ class Served:
         places = torch.arange(first, last, dtype=torch.float64)
         temperature = self.method.query_scaling(places, self.rope)
         if temperature is not None:
-            temperature = temperature.float()
-        call = Call(bands, pairs, scale * self.scaling, temperature=temperature)
-        return attention.attend(query, key, value, call)
+            query = (query * temperature.float()[:, None]).to(query.dtype)
+        return attention.attend(query, key, value, Call(bands, pairs, scale * self.scaling))
 
 
 def _served() -> Served | None:

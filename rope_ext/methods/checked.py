@@ -3,20 +3,11 @@
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
 import torch
 
@@ -68,7 +59,7 @@ Base = Annotated[float, Number(above=1)]  # of frequencies
 def _hints(cls: type) -> dict[str, Any]:
     """Return annotations by option, also those that ``from __future__ import annotations`` made."""
     try:
-        return get_type_hints(cls, include_extras=True)
+        return typing.get_type_hints(cls, include_extras=True)
     except NameError:  # of a name that only type checkers import
         return {field.name: field.type for field in dataclasses.fields(cls)}
 
@@ -92,15 +83,15 @@ class Checked:
 
     def _check(self, option: str, hint: Any) -> None:
         value, optional = getattr(self, option), False
-        if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
-            optional, kinds = True, [kind for kind in get_args(hint) if kind is not NoneType]
+        if typing.get_origin(hint) in (Union, UnionType) and NoneType in typing.get_args(hint):
+            optional, kinds = True, [kind for kind in typing.get_args(hint) if kind is not NoneType]
             if value is None or len(kinds) > 1:
                 return
             hint = kinds[0]
         if hint is bool:
             self.require(option, isinstance(value, bool), "True or False")
-        elif get_origin(hint) is Literal:
-            choices = get_args(hint)
+        elif typing.get_origin(hint) is Literal:
+            choices = typing.get_args(hint)
             holds = any(type(value) is type(one) and value == one for one in choices)  # no arrays
             self.require(option, holds, " or ".join(map(repr, choices)))
         for valid in getattr(hint, "__metadata__", ()):

@@ -73,7 +73,6 @@ class Method(Checked):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether frequencies depend on the sequence."""
         return False
 
     def target_length(self, rope: Rope) -> int:

@@ -37,7 +37,6 @@ class Rope:
 
     @property
     def dim(self) -> int:
-        """Rotary dimension: two per frequency."""
         return 2 * self.inv_freq.numel()
 
     @property

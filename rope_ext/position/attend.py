@@ -6,7 +6,6 @@ change the layer; in plain operations for few queries and for arbitrary masks; o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,16 +18,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.attention import bands as plain
-from rope_ext.attention import dispatch, runs
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, wide
-from rope_ext.attention.runs import BACK, goes_back
-from rope_ext.errors import OptionError, UnsupportedModelError
+from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import inputs, learned
-from rope_ext.position.forward import FEW, PositionForward
+from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import LAYER, Layout
 from rope_ext.position.map import BandRotations, PositionMap
-from rope_ext.position.masks import BatchMask, clipped, shown
+from rope_ext.position.masks import BatchMask, shown
 from rope_ext.position.tensors import WHY, Dense, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 from rope_ext.rotary.sites import text_config
@@ -168,9 +165,9 @@ def _attend(
 def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     layer, forward = asked.layer, getattr(asked.mask, "owner", None)
     if layer is not None and layer.layout is not None:
-        mask = _batch_mask(layer.map, asked.mask)
+        mask = _batch_mask(layer.map, asked.module, asked.mask)
         asked, forward = asked._replace(mask=mask), mask.forward
-        if layer.map.computes_positions:
+        if layer.map.encoding.computes_positions():
             query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
     out = _by_layer(asked, forward)
@@ -196,21 +193,8 @@ def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
         )
     forward = forward.on(asked.query.device)
     query, key, value = _prepared(asked, layer, forward)
-    few = not forward.regular and forward.tokens <= min(FEW, layer.map.reach or FEW)
     call = layer.adding(asked.call, forward.distances, query)
-    found = None
-    if not forward.traced and (not few or forward.documents is not None):
-        found = _in_runs(asked, layer, forward)
-    if found is not None:
-        calls = [
-            (run, replace(call, bands=bands, temperature=temperature))
-            for run, bands, temperature in found
-        ]
-        out = dispatch.attend_runs(query, key, value, calls, layer.map.kernel)
-    else:
-        step = _step(asked, layer, forward)
-        attend = step.attend if few or not forward.traced else step.many
-        out = attend(query, key, value, call)
+    out = _step(asked, layer, forward).attend(query, key, value, call)
     return out.transpose(1, 2).contiguous()
 
 
@@ -242,87 +226,17 @@ def _offset(asked: Asked, layer: Layer, forward: PositionForward) -> int:
     return max(0, forward.room - asked.key.shape[2])
 
 
-def _step(asked: Asked, layer: Layer, forward: PositionForward) -> Step:
+def _step(asked: Asked, layer: Layer, forward: PositionForward, whole: bool = False) -> Step:
     """Return the state that layers of this layout share."""
-    tempered = layer.window is None
+    given = forward, layer.rotations, layer.window is None, layer.biased is not None
     if forward.traced:
-        make = lambda: Step(forward, layer.rotations, tempered)  # noqa: E731
+        make = lambda: Step(*given)  # noqa: E731
         return forward.shared(("step", layer.number), make)
-    mask, offset = asked.mask, _offset(asked, layer, forward)
-    name = "step", layer.number, offset, forward.device
-    if name in mask.made:
-        return mask.made[name]
-    if mask.given is None and forward.documents is None and forward.begins:
-        back = goes_back(mask.forward.key, mask.forward.real())
-        forward.require(~back, UnsupportedModelError, BACK)
-    rotations, seen = clipped(layer.rotations, mask.window), None
-    if rotations is None or not mask.causal or forward.documents is not None:
-        rotations = _seeing_ahead(layer, rotations or layer.rotations, mask.ahead)
-        seen = mask.dense_on(forward.device)
-    if seen is not None:
-        seen = shown(seen[..., offset - mask.offset : forward.room - mask.offset])
-    mask.made[name] = Step(forward, rotations, tempered, offset, seen)
-    return mask.made[name]
-
-
-def _seeing_ahead(layer: Layer, rotations: BandRotations, ahead: int) -> BandRotations:
-    """Return them for a mask that shows queries up to ``ahead`` later tokens, as within an image.
-
-    Later keys get the rotations of the nearest keys before a query.
-    """
-    if ahead == 0:
-        return rotations
-    reach, seeing = 0, []
-    for geometry, *rotated in rotations:
-        if isinstance(geometry, Distance) and geometry.first == 0 and layer.biased is None:
-            reach = math.inf if geometry.last is None else geometry.last - 1
-            geometry = replace(geometry, first=-ahead)
-        seeing.append((geometry, *rotated))
-    if ahead > reach:
-        wider = "choose a larger window, or " if reach else ""
-        raise UnsupportedModelError(
-            f"the attention mask shows a token another one that is {ahead} tokens after it (the "
-            f"tokens of an image, or a prompt that is read in both directions), and "
-            f"{layer.map.named} can express {reach} here; {wider}{layer.map.instead}"
-        )
-    return seeing
-
-
-_InRun = tuple[runs.Run, list[RotatedBand], torch.Tensor | None]
-
-
-def _in_runs(asked: Asked, layer: Layer, forward: PositionForward) -> list[_InRun] | None:
-    """Return runs of consecutive tokens, their bands, and the factors of their queries.
-
-    None if what queries see requires positions and a mask.
-    """
-    mask, offset = asked.mask, _offset(asked, layer, forward)
-    device, dtype = asked.query.device, wide(asked.value)
-    name = "runs", layer.number, offset, device, dtype
-    if name in mask.made:
-        return mask.made[name]
-    rotations = clipped(layer.rotations, mask.window) if mask.causal else None
-    found = None if rotations is None else mask.runs(offset)
-    if found is not None and rotations is not None:
-        made, reach = [], layer.map.reach
-        for run in runs.within(found, reach):
-            end = run.start + run.keys.stop - run.keys.start
-            begin = end - (run.queries.stop - run.queries.start)
-            given = device, dtype, (begin + end - 1) // 2 if reach else 0
-            bands = [
-                RotatedBand(
-                    geometry,
-                    of_query.between(begin, end, *given),
-                    of_key.between(run.start, end, *given),
-                )
-                for geometry, of_query, of_key in rotations
-            ]
-            t = torch.arange(begin, end, device=device)
-            tempered = layer.map.temperature(t, dtype) if layer.window is None else None
-            made.append((run, bands, tempered))
-        found = made
-    mask.made[name] = found
-    return found
+    made, offset = asked.mask.made, _offset(asked, layer, forward)
+    name = "step", layer.number, offset, forward.device, whole
+    if name not in made:
+        made[name] = Step(*given, offset, asked.mask, whole)
+    return made[name]
 
 
 def _natively(asked: Asked, forward: Any) -> torch.Tensor:
@@ -360,7 +274,6 @@ def _native_dense(asked: Asked, mask: torch.Tensor | None) -> Dense:
 
 
 def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
-    """Return the call for plain operations."""
     layer, mask = asked.layer, asked.mask
     if layer is None or layer.layout is None or forward is None:
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
@@ -368,22 +281,15 @@ def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
     forward = forward.on(asked.query.device)
     query, key, _ = _prepared(asked, layer, forward)
     call = layer.adding(asked.call, forward.distances, query)
-    return _step(asked, layer, forward).dense(query, key, call)
+    return _step(asked, layer, forward, whole=True).dense(query, key, call)
 
 
-def _batch_mask(position_map: PositionMap, mask: BatchMask | torch.Tensor | None) -> BatchMask:
+def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> BatchMask:
     """Return a mask with its forward, even if generate created it before the forward."""
-    if isinstance(mask, BatchMask) and mask.owner is not None:
-        return mask
-    forward = current(position_map)
-    if forward is None:
-        raise UnsupportedModelError(
-            f"an attention layer patched with {position_map.method.name} was run by itself, or "
-            f"again by gradient checkpointing with a mask of your own; run the whole model, "
-            f"without that mask or without checkpointing"
-        )
+    forward = inputs.forward_of(position_map, module, (mask,), {})
     if isinstance(mask, BatchMask):
-        mask.belong_to(forward)
+        if mask.owner is None:
+            mask.belong_to(forward)
         return mask
     if mask is not None and mask.ndim == 4:
         key = "given mask", id(mask)  # shared by layers; the BatchMask keeps it alive

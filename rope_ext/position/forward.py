@@ -26,8 +26,8 @@ from rope_ext.attention.runs import BACK, goes_back
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
-from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.context import NOTE, UNKNOWN, ForwardContext
+from rope_ext.rotary import context, hooks
+from rope_ext.rotary.context import NOTE, ForwardContext
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
@@ -93,9 +93,9 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
     keys = getattr(cache, NOTE, None)
     if keys is not None and (keys.patch != patch.key or keys.counted is not None):
         return None
-    if keys is None and not calls.is_exporting():
+    if keys is None and not context.is_exporting():
         if layer.is_initialized:
-            torch._assert_async(layer.cumulative_length == 0, UNKNOWN)
+            torch._assert_async(layer.cumulative_length == 0, context.UNKNOWN)
         return forward(0, layer.max_cache_len)
     # A copy, since layers increment it in place.
     filled = layer.cumulative_length.clone() if layer.is_initialized else 0
@@ -125,7 +125,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.__class__ = DynamicLayer  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens, as in assisted decoding."""
         count = abs(tokens_to_remove)
         left = self.cumulative_length - count
         kept = 0 if self.keys is None else self.keys.shape[-2] - count
@@ -193,17 +192,16 @@ class PositionForward(ForwardContext):
     ) -> None:
         super().__init__(patch, rows, tokens, filled, cache, traced)
         self.map, self.weights, self.shown = patch, weights, shown
-        self.room: int = self.filled_count + tokens if room is None else room
+        self.room: int = self.filled + tokens if room is None else room
         self.begins = isinstance(filled, int) and filled == 0
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
         if mask is not None:
             self.pad(mask)
         elif shown is not None and not self.begins:  # cached tokens that no query sees are padding
-            seen = shown[..., : self.filled_count].flatten(1, -2).any(1)
+            seen = shown[..., : self.filled].flatten(1, -2).any(1)
             self.pad(F.pad(seen, (0, tokens), value=True))
 
     def pad(self, mask: torch.Tensor) -> None:
-        """Record the padding."""
         mask = mask[:, : self.room] != 0
         self.padding = F.pad(mask, (0, self.room - mask.shape[1]))
 
@@ -304,12 +302,11 @@ class PositionForward(ForwardContext):
         return ((self.key == self.counted()) | ~self.real()).all()
 
     def note(self, cache: Cache) -> None:
-        """Record metadata of a cache's keys on the cache."""
         if self.exported or not self.located:
             return
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
-        new = CachedKeys(self.map.key, None if counts else self.filled_count, self.apart)
+        new = CachedKeys(self.map.key, None if counts else self.filled, self.apart)
         if getattr(cache, NOTE, None) != new:
             setattr(cache, NOTE, new)
 
@@ -327,15 +324,13 @@ class PositionForward(ForwardContext):
         """Slot of the first token of every row, int64, ``[rows or 1, 1]``."""
         if self.padding is None:
             return torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        padding = self.padding
-        return self.shared("origin", lambda: padding.int().argmax(1, keepdim=True))
+        return self.padding.int().argmax(1, keepdim=True)
 
     def counted(self) -> torch.Tensor:
         """Number of tokens before each filled slot, int64, ``[rows or 1, room]``."""
         if self.padding is None:
             return self.slots()[None]
-        padding = self.padding
-        return self.shared("counted", lambda: padding.long().cumsum(1) - 1)
+        return self.padding.long().cumsum(1) - 1
 
     def real(self) -> torch.Tensor:
         """Mask of slots with a token, bool, ``[rows or 1, room]``."""
@@ -375,7 +370,7 @@ def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor
     t = t.double().clamp(min=0)
     stored = at(position_map.stored, t)
     inv_freq, scaling = position_map.inv_freq(site, t.device), position_map.frequencies[site][1]
-    phase = position_map.phase(t)
+    phase = position_map.encoding.phase(t)
     if stored.shape[-1] == 1 and phase is None:
         stored = stored.squeeze(-1)
     else:  # pairs have different positions: fold them into the frequencies, at position 1
@@ -389,7 +384,7 @@ def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor
 
 def once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the same tensors via a custom operator; inductor would recompute them per layer."""
-    alone = calls.is_exporting() or not torch.compiler.is_compiling()
+    alone = context.is_exporting() or not torch.compiler.is_compiling()
     return tensors if alone else _held(tensors)
 
 

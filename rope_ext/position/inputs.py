@@ -19,7 +19,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from rope_ext.attention.call import Pairs
-from rope_ext.encodings import Encoding, InputEncoding
+from rope_ext.encodings import InputEncoding
 from rope_ext.errors import OptionError, UnsupportedModelError
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import Layout
@@ -85,8 +85,9 @@ def forward_of(
     forward = next((mask.owner for mask in masks if mask.owner is not None), current(position_map))
     if forward is None or not forward.located:
         raise UnsupportedModelError(
-            f"{type(layer).__name__} was run by itself under {position_map.method.name}, so the "
-            f"positions of its tokens are not known; run the whole model"
+            f"{type(layer).__name__} was run by itself under {position_map.method.name}, or again "
+            f"by gradient checkpointing with a mask of your own, so the positions of its tokens "
+            f"are not known; run the whole model, without that mask or without checkpointing"
         )
     return forward
 
@@ -140,7 +141,7 @@ def enter_heads(
     changes: Changes,
 ) -> None:
     """Make attention modules compute positions, and verify that these can rotate their keys."""
-    encoding = cast("Encoding", position_map.encoding)
+    encoding = position_map.encoding
     for module, layout in layouts.items():
         if layout.inputs is None:
             raise UnsupportedModelError(
@@ -207,7 +208,6 @@ def rotated(
 def _before(
     position_map: PositionMap, layout: Layout, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """Pre-hook of an attention module."""
     forward = forward_of(position_map, module, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it

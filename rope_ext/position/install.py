@@ -24,18 +24,7 @@ from rope_ext.position.layers import (
 )
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
-from rope_ext.rotary import calls, hooks
-from rope_ext.rotary.calls import cached_on_device
-from rope_ext.rotary.context import (
-    cache_among,
-    caches_in,
-    current,
-    forget_failed_exports,
-    forward_context,
-    run,
-    run_eagerly,
-    shape_of,
-)
+from rope_ext.rotary import context, hooks
 from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -84,7 +73,7 @@ class Installed:
         self._put_layers(decoder, layouts, kept, changes)
         handles, kept = [], [] if follow else kept
         for module in kept:
-            names, site = calls.parameters(type(module)), rotated[module].site
+            names, site = context.parameters(type(module)), rotated[module].site
             if "position_embeddings" not in names:
                 raise UnsupportedModelError(
                     f"{type(decoder).__name__}: {type(module).__name__} takes no "
@@ -105,9 +94,9 @@ class Installed:
         changes.append(self._give_back)
         self._before = self._config._attn_implementation_internal
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
-        if encoding is not None and encoding.entered:
+        if encoding.entered:
             self.notes.append(inputs.enter(decoder, position_map, changes))
-        if position_map.computes_positions:
+        if encoding.computes_positions():
             own = {module: rotated[module] for module in self.mapped}
             inputs.enter_heads(decoder, position_map, own, changes)
 
@@ -127,7 +116,7 @@ class Installed:
         _ = position_map.reach  # cached, since a graph could not
         temperature = position_map.learned_temperature
         projections: dict[nn.Module, KeyProjection] = {}
-        if encoding is not None and encoding.projected:
+        if encoding.projected:
             sites = list(position_map.frequencies)
             projections = find_key_projections(decoder, sites, self.mapped)
         numbers: dict[tuple, int] = {}
@@ -137,7 +126,7 @@ class Installed:
                 set_attribute(module, LAYER, Layer(position_map), changes)
                 continue
             owner = None
-            if window is None and encoding is not None and encoding.changes_logits():
+            if window is None and encoding.changes_logits():
                 # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
                 # parameters only while that layer runs.
                 own = not encoding.shared and encoding.initial(Heads(1, 1, 1))
@@ -167,10 +156,10 @@ class Installed:
         if device.type == "meta":
             return
         self.map.inv_freq(site, device)
-        cached_on_device(site.columns, "pair", device)
+        context.cached_on_device(site.columns, "pair", device)
         for rotations in (by for _, *both in layer.rotations for by in both):
             for name in rotations.constants:
-                cached_on_device(rotations, name, device)
+                context.cached_on_device(rotations, name, device)
 
     def unbatched(self) -> str:
         """Error message for continuous batching, with the alternative."""
@@ -193,7 +182,7 @@ class Installed:
                 f"windows: {len(self._short)} layers attend to the last {self.map.window} tokens, "
                 f"and a DynamicCache keeps {SPARE} others of them"
             )
-        if added is not None and added != self.map.method:
+        if added.changes_logits() and added != self.map.method:
             what = ", ".join([added.name, *option_texts(added)])
             notes.append(f"bias: {what}, added to the logits there by distance")
         if windowed:
@@ -203,26 +192,26 @@ class Installed:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
-        forget_failed_exports()
-        given = calls.arguments(decoder, args, kwargs)
+        context.forget_failed_exports()
+        given = context.arguments(decoder, args, kwargs)
         forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
         if forward is None:
             self._begin(given)
         else:
-            forward_context.stack.append(forward)
+            context.forward_context.stack.append(forward)
 
     def traceable(self) -> bool:
         """Whether a graph is being traced, and no error has to be raised eagerly."""
         return (
             torch.compiler.is_compiling()
-            and not calls.is_sharded()
+            and not context.is_sharded()
             and self._config._attn_implementation == NAME
         )
 
-    @run_eagerly(tensors.WHY)
+    @context.run_eagerly(tensors.WHY)
     def _begin(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
-        calls.refuse_sharded(name, self.map.instead)
+        context.refuse_sharded(name, self.map.instead)
         refuse_presses(self._modules, name, self.map.instead)
         attention = self._config._attn_implementation
         if attention != NAME:
@@ -231,13 +220,13 @@ class Installed:
                 f"patched with {name}, which needs its own; call rope_ext.unpatch(model) first, or "
                 f"patch again with replace=True"
             )
-        if calls.is_exporting():
+        if context.is_exporting():
             raise UnsupportedModelError(
                 f"an exported program cannot hold this call of {name}, only some with an empty "
                 f"cache or a StaticCache under torch.no_grad() (docs/limits.md); use a frequency "
                 f"method such as 'yarn'"
             )
-        cache = cache_among(given)
+        cache = context.cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
         mask = given.get("attention_mask")
@@ -258,25 +247,25 @@ class Installed:
         elif cache is not None:
             self._shorten(cache)
         forward = PositionForward(
-            *(self.map, *shape_of(given), filled, cache, False),
+            *(self.map, *context.shape_of(given), filled, cache, False),
             padding if dimensions == 2 else None,
             weights=bool(given.get("output_attentions")),
             shown=shown(padding) if dimensions == 4 else None,
         )
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
-        forward_context.stack.append(forward)
+        context.forward_context.stack.append(forward)
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records metadata on caches, including one that the decoder created."""
-        run(self.map, self._leave, output)
+        context.run(self.map, self._leave, output)
 
     def _leave(self, output: Any) -> None:
-        forward = current(self.map)
+        forward = context.current(self.map)
         if forward is None:  # an error was raised before it started
             return
-        forward_context.stack.remove(forward)
-        for cache in caches_in(output):
+        context.forward_context.stack.remove(forward)
+        for cache in context.caches_in(output):
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
                 self._shorten(cache)
@@ -285,12 +274,12 @@ class Installed:
         self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
         """Rotary module hook: rotates to the positions at which keys are cached."""
-        return run(self.map, self._rotated, site, native, args, kwargs, output)
+        return context.run(self.map, self._rotated, site, native, args, kwargs, output)
 
     def _rotated(
         self, site: RotarySite, native: bool, args: tuple, kwargs: dict, output: Any
     ) -> Any:
-        forward = current(self.map)
+        forward = context.current(self.map)
         if forward is None or not site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -307,7 +296,7 @@ class Installed:
 
         ``place`` is the index of ``position_embeddings`` among the layer's arguments.
         """
-        native = run(self.map, self._kept, site, module, args, kwargs)
+        native = context.run(self.map, self._kept, site, module, args, kwargs)
         if "position_embeddings" in kwargs:
             return args, {**kwargs, "position_embeddings": native}
         return (*args[:place], native, *args[place + 1 :]), kwargs
@@ -328,7 +317,7 @@ def _chosen(
     """Return the attention modules that ``layers=`` or, by default, the encoding selects."""
     layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
     known = {number for number in map(_number, modules) if number >= 0}
-    if layers is None and encoding is not None:
+    if layers is None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)
         if layers is not None and not encoding.by_layer:
             layers = tuple(known.intersection(layers)) or None
@@ -355,7 +344,6 @@ def _chosen(
 
 
 def _native(site: RotarySite) -> tuple[str, str, str | None]:
-    """Name of the trained rotation among what a forward has made."""
     return "native", site.name, site.layer_type
 
 

@@ -263,7 +263,6 @@ def _spread(hidden: torch.Tensor) -> float:
 
 
 def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the rows of a probe differ in the queries or keys of a layer."""
     if len(x) != 2:
         raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
     return _differs(x, _TOLERANCE.get(x.dtype, _EXACT))
@@ -396,7 +395,6 @@ def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
 
 
 def _columns(index: torch.Tensor) -> slice | torch.Tensor:
-    """Convert evenly spaced columns to a slice."""
     steps = {*index.diff().tolist()} or {1}
     if len(steps) > 1 or min(steps) < 1:
         return index

@@ -248,7 +248,6 @@ class InputPositions(Learning):
 
     @property
     def factor(self) -> float | torch.Tensor | None:
-        """The scale of ``p``; None if it has none."""
         return self._buffers.get("scale", getattr(self.encoding, "scale", None))
 
 

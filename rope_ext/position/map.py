@@ -18,7 +18,7 @@ from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.methods.kinds import at
 from rope_ext.methods.temperature import SSMax
 from rope_ext.position.layers import Layout
-from rope_ext.rotary.calls import cached_on_device
+from rope_ext.rotary.context import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
 Origin = int | torch.Tensor
@@ -127,7 +127,7 @@ class PositionMap:
     precise: bool  # compute angles in float64 instead of float32, which transformers uses
     kernel: str
     include_sliding: bool  # also patch layers with sliding-window attention
-    encoding: Encoding | None = None  # the method itself, or ``bias=``
+    encoding: Encoding  # the method itself, ``bias=``, or one that does nothing
     layers: tuple[int, ...] | str | None = None
     named: str = ""  # a short name of the patch, such as "yarn with layers="
     instead: str = "use a frequency method such as 'yarn'"  # advice for errors
@@ -145,7 +145,7 @@ class PositionMap:
     @property
     def window(self) -> int | None:
         """Window in tokens of rotating layers that the encoding does not change; None: no limit."""
-        return None if self.encoding is None else self.encoding.window_beside()
+        return self.encoding.window_beside()
 
     @property
     def stored(self) -> Map:
@@ -163,7 +163,7 @@ class PositionMap:
     @functools.cached_property
     def reach(self) -> int | None:
         """Maximum distance in tokens between queries that are rotated together; None: no limit."""
-        growth = None if self.encoding is None else self.encoding.growth(1)
+        growth = self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
     def rotations(self, layout: Layout, window: int | None = None) -> BandRotations:
@@ -177,7 +177,7 @@ class PositionMap:
 
     def _made(self, layout: Layout, window: int | None) -> BandRotations:
         inv_freq = self.frequencies[layout.site][0]
-        growth = None if self.encoding is None else self.encoding.growth(len(inv_freq))
+        growth = self.encoding.growth(len(inv_freq))
         inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
         if window is not None:
             idle = RotationTable(0, 0, inv_freq)
@@ -190,15 +190,6 @@ class PositionMap:
             return RotationTable(to, self.stored, inv_freq)
 
         return [(band.geometry, table(band.query), table(band.key)) for band in self.bands]
-
-    @property
-    def computes_positions(self) -> bool:
-        """Whether layers compute their positions from hidden states."""
-        return self.encoding is not None and self.encoding.computes_positions()
-
-    def phase(self, t: torch.Tensor) -> torch.Tensor | None:
-        """Phase in radians that the encoding adds to all pairs of a token."""
-        return None if self.encoding is None else self.encoding.phase(t)
 
     @functools.cached_property
     def learned_temperature(self) -> SSMax | None:

@@ -63,7 +63,6 @@ def _parts(function: Callable) -> list[Callable]:
 
 
 def _held(function: Callable) -> list[Any]:
-    """Return the closure of ``function``."""
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
@@ -108,7 +107,6 @@ class BatchMask:
 
     @property
     def forward(self) -> PositionForward:
-        """The forward that the mask belongs to."""
         assert self.owner is not None, "generation made this mask, and no forward has used it yet"
         return self.owner
 

@@ -8,6 +8,7 @@ which breaks the graph.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ from torch import nn
 from rope_ext.attention import bands as plain
 from rope_ext.attention import decode, dispatch
 from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of, wide
+from rope_ext.attention.runs import BACK, Run, goes_back, within
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.methods.geometry import Distance
 from rope_ext.position.forward import FEW, PositionForward, in_cache, once
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
-from rope_ext.position.masks import BatchMask
-from rope_ext.rotary import calls
-from rope_ext.rotary.context import cache_among, forward_context, is_paged, shape_of
+from rope_ext.position.masks import BatchMask, clipped, shown
+from rope_ext.rotary import context
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "
@@ -43,14 +45,14 @@ def traced(
 ) -> PositionForward | None:
     """Create the forward for these arguments in tensors; None if tensors cannot express it."""
     encoding, reach = position_map.encoding, position_map.reach
-    if position_map.computes_positions or (encoding is not None and encoding.entered):
+    if encoding.computes_positions() or encoding.entered or position_map.include_sliding:
         return None
-    if position_map.include_sliding or forward_context.look is not None:
+    if context.forward_context.look is not None or given.get("output_attentions"):
         return None
-    if given.get("output_attentions") or is_paged(given) or calls.runs_layers_again(decoder):
+    if context.is_paged(given) or context.runs_layers_again(decoder):
         return None
-    rows, count = shape_of(given)
-    cache, mask = cache_among(given), given.get("attention_mask")
+    rows, count = context.shape_of(given)
+    cache, mask = context.cache_among(given), given.get("attention_mask")
     positions, forward = given.get("position_ids"), in_cache(position_map, cache, rows, count)
     if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
         mask = mask.get("full_attention", False)
@@ -66,11 +68,11 @@ def traced(
             return None
         if count > FEW and torch.is_grad_enabled():
             return None
-    if reach is not None or (encoding is not None and encoding.scored()):
+    if reach is not None or encoding.scored():
         regular = False  # kernels for many queries do not support these as tensors
         if count > min(FEW, reach or FEW):
             return None
-    forward.regular, forward.exported = regular, calls.is_exporting()
+    forward.regular, forward.exported = regular, context.is_exporting()
     if padding is not None:
         forward.pad(padding)
     return forward
@@ -98,35 +100,111 @@ class Dense(NamedTuple):
         return plain.attend(self.query[:, :, queries], self.key, None, call, places)
 
 
+def _seeing_ahead(
+    position_map: PositionMap, rotations: BandRotations, ahead: int, biased: bool
+) -> BandRotations:
+    """Return them for a mask that shows queries up to ``ahead`` later tokens, as within an image.
+
+    Later keys get the rotations of the nearest keys before a query.
+    """
+    if ahead == 0:
+        return rotations
+    reach, seeing = 0, []
+    for geometry, *rotated in rotations:
+        if isinstance(geometry, Distance) and geometry.first == 0 and not biased:
+            reach = math.inf if geometry.last is None else geometry.last - 1
+            geometry = replace(geometry, first=-ahead)
+        seeing.append((geometry, *rotated))
+    if ahead > reach:
+        wider = "choose a larger window, or " if reach else ""
+        raise UnsupportedModelError(
+            f"the attention mask shows a token another one that is {ahead} tokens after it (the "
+            f"tokens of an image, or a prompt that is read in both directions), and "
+            f"{position_map.named} can express {reach} here; {wider}{position_map.instead}"
+        )
+    return seeing
+
+
 class Step:
     """State that layers of one layout share in a forward; never synchronizes with a GPU.
 
-    ``offset`` is the slot of the first key, for caches that keep only the last ones. ``seen`` are
-    the visible keys, ``[rows or 1, heads or 1, queries, keys]``; None: all earlier keys.
+    Except in eager forwards of many queries or with a mask.
+
+    Args:
+        forward: on the device of the layers.
+        rotations: of the layout.
+        tempered: whether queries get the temperature.
+        biased: whether layers have a bias.
+        offset: slot of the first key, for caches that keep only the last ones.
+        mask: the layers' mask, for forwards that are not traced.
+        whole: whether :meth:`dense` is needed for any number of queries.
     """
+
+    runs: list[Run] | None = None  # all queries in runs of consecutive tokens, if they are
+    seen: torch.Tensor | None = None  # [rows or 1, heads or 1, queries, keys]; None: earlier keys
 
     def __init__(
         self,
         forward: PositionForward,
         rotations: BandRotations,
         tempered: bool,
+        biased: bool,
         offset: int = 0,
-        seen: torch.Tensor | None = None,
+        mask: BatchMask | None = None,
+        whole: bool = False,
     ) -> None:
         self.forward, self.rotations, self.tempered = forward, rotations, tempered
-        self.offset, self.seen = offset, seen
+        self.offset, reach = offset, forward.map.reach
+        self.few = not forward.regular and forward.tokens <= min(FEW, reach or FEW)
         self.made: dict[Any, Any] = {}
+        if mask is None:
+            return
+        documents = forward.documents is not None
+        near = clipped(rotations, mask.window)
+        if near is not None and mask.causal and not whole and (documents or not self.few):
+            self.runs = mask.runs(offset)
+        if mask.given is None and not documents and forward.begins and self.runs is None:
+            back = goes_back(mask.forward.key, mask.forward.real())
+            forward.require(~back, UnsupportedModelError, BACK)
+        self.rotations = near or rotations
+        if self.runs is None and (near is None or not mask.causal or documents):
+            seen, first = mask.dense_on(forward.device), offset - mask.offset
+            self.rotations = _seeing_ahead(forward.map, self.rotations, mask.ahead, biased)
+            if seen is not None:
+                self.seen = shown(seen[..., first : forward.room - mask.offset])
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        """Compute attention in plain operations, or for few queries on a GPU, with a kernel."""
+        """Compute attention: for few queries on a GPU, in runs, in a graph, or from positions."""
+        if self.runs is not None:
+            query, kernel = self._scaled(query), self.forward.map.kernel
+            calls = [(run, replace(call, bands=x)) for run, x in self._in_runs(wide(query))]
+            return dispatch.attend_runs(query, key, value, calls, kernel)
+        if self.forward.traced and not self.few:
+            return self._many(query, key, value, call)
         if self._has_kernel(query, key, value, call):
             return decode.attend(query, key, value, call, self._ranges())
         dense = self.dense(query, key, call)
         return plain.attend(dense.query, dense.key, value, dense.call, dense.places)
 
-    def many(
+    def _in_runs(self, dtype: torch.dtype) -> list[tuple[Run, list[RotatedBand]]]:
+        """Return the runs with their bands, split where queries have to be rotated together."""
+        if ("runs", dtype) not in self.made:
+            reach, made = self.forward.map.reach, []
+            for run in within(self.runs or [], reach):
+                end = run.start + run.keys.stop - run.keys.start
+                begin = end - (run.queries.stop - run.queries.start)
+                given = self.forward.device, dtype, (begin + end - 1) // 2 if reach else 0
+                bands = [
+                    RotatedBand(x, q.between(begin, end, *given), k.between(run.start, end, *given))
+                    for x, q, k in self.rotations
+                ]
+                made.append((run, bands))
+            self.made["runs", dtype] = made
+        return self.made["runs", dtype]
+
+    def _many(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
     ) -> torch.Tensor:
         """Compute attention for many queries in a graph."""
@@ -140,11 +218,10 @@ class Step:
             torch._assert_async(apart, BEYOND)
         sequences = forward.real().long() - 1
         first = torch.as_tensor(forward.filled)
-        at = forward.key, sequences, first
-        return dispatch.attend_placed(query, key, value, call, at, forward.map.kernel)
+        at = [forward.key, sequences, first]
+        return dispatch.attend_encoded(query, key, value, call, at, forward.map.kernel)
 
     def dense(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> Dense:
-        """Return the call for plain operations."""
         forward, dtype, reach = self.forward, wide(query), self.forward.map.reach
         apart = forward.distances if forward.begins else forward.tokens
         if reach is not None and apart > reach:
@@ -176,7 +253,6 @@ class Step:
         return not (torch.is_grad_enabled() and learns)
 
     def _ranges(self) -> decode.Ranges:
-        """Return the slots that queries see, and rotations."""
         if "ranges" not in self.made:
             forward, t = self.forward, self.forward.query
             if forward.padding is not None and not forward.reads:  # otherwise already checked
@@ -218,7 +294,6 @@ class Step:
         return self.forward.map.temperature(self.forward.query, dtype) if self.tempered else None
 
     def _scaled(self, query: torch.Tensor) -> torch.Tensor:
-        """Multiply queries by their temperature."""
         name = "temperature", wide(query)
         if name not in self.made:
             made = self._temperature(name[1])
@@ -254,7 +329,6 @@ class Step:
         return self.made[name]
 
     def _places(self) -> Places:
-        """Return the positions of queries and keys, and which keys are visible."""
         if "places" not in self.made:
             forward, offset = self.forward, self.offset
             query, key, real = forward.query, forward.key[:, offset:], forward.real()[:, offset:]

@@ -1,4 +1,4 @@
-"""A thread-local stack of forwards in progress, for all patches, eager and compiled.
+"""A thread-local stack of forwards in progress, for all patches, and helpers for their hooks.
 
 It is thread-local because several threads may serve the same model. State that outlives a single
 call belongs to a request and is stored on its cache.
@@ -6,12 +6,18 @@ call belongs to a request and is stored on its cache.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
+
+from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.rotary.swapping import Changes, wrap
 
 UNKNOWN = (
     "this cache was taken for an empty one, and it has tokens that were put there without this "
@@ -39,12 +45,8 @@ class ForwardContext:
         self, patch: Any, rows: int, tokens: int, filled: Any, cache: Cache | None, traced: bool
     ) -> None:
         self.patch, self.rows, self.tokens = patch, rows, tokens
-        self.filled, self.cache, self.traced = filled, cache, traced
-
-    @property
-    def filled_count(self) -> int:
-        """``filled`` as an int, for forwards that are not traced."""
-        return cast("int", self.filled)
+        self.filled: Any = filled
+        self.cache, self.traced = cache, traced
 
     def require(self, holds: torch.Tensor, error: type[Exception], message: str) -> None:
         """Raise ``error`` unless ``holds``; graphs raise RuntimeError when they run."""
@@ -123,3 +125,82 @@ def caches_in(output: Any) -> list[Any]:
         if hasattr(cache, "get_seq_length"):
             found.append(cache)
     return found
+
+
+@functools.cache
+def parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    return {**dict(zip(parameters(type(module)), args, strict=False)), **kwargs}
+
+
+def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
+    """Return the constant tensor ``owner.name`` on ``device``; the copy is cached on ``owner``.
+
+    Copying in every forward would synchronize with the GPU and prevent CUDA graphs.
+    """
+    x = getattr(owner, name)
+    if x.device == device:
+        return x
+    kept = f"_{name}_on_{device.type}_{device.index}"
+    copy = getattr(owner, kept, None)
+    if copy is None:
+        if torch.compiler.is_compiling():
+            return x.to(device)
+        with torch.inference_mode(False):  # the copy outlives inference mode
+            copy = x.to(device)
+        owner.__dict__[kept] = copy
+    return copy
+
+
+_ATTENTION = nn.functional.scaled_dot_product_attention
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is tracing.
+
+    ``torch.compiler.is_exporting()`` is True in every graph of torch 2.11 (pytorch issue 176347).
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def is_sharded() -> bool:
+    """Whether each device may get only part of every sequence; traceable."""
+    return nn.functional.scaled_dot_product_attention is not _ATTENTION
+
+
+def runs_layers_again(decoder: nn.Module) -> bool:
+    """Whether gradient checkpointing will rerun the layers after the forward."""
+    trains = torch.is_grad_enabled() and decoder.training
+    return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
+
+
+def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) -> None:
+    """Make continuous batching (``model.generate_batch``) raise CacheError with ``reason``.
+
+    Otherwise the error would come from a worker thread, or transformers would reject the attention
+    implementation.
+    """
+    # All of its entry points call this one.
+    wrap(model, "init_continuous_batching", functools.partial(_refuse, reason), changes)
+
+
+def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
+    raise CacheError(reason)
+
+
+@run_eagerly()
+def refuse_sharded(name: str, instead: str, *hooked: Any) -> None:
+    """Raise if each device of a context-parallel group gets only part of every sequence.
+
+    ``context_parallel`` of torch and of accelerate replaces ``scaled_dot_product_attention`` while
+    it is active. As a pre-hook, it is given the module and arguments, too.
+    """
+    module = getattr(nn.functional.scaled_dot_product_attention, "__module__", None)
+    if str(module).startswith("torch.distributed."):
+        raise UnsupportedModelError(
+            f"context parallelism gives every device a part of each sequence, and {name} needs "
+            f"its positions whole; {instead}, or use one device for each sequence (cp_size 1)"
+        )

@@ -21,31 +21,10 @@ from torch import nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.rotary.calls import (
-    arguments,
-    cached_on_device,
-    is_exporting,
-    is_sharded,
-    refuse_continuous_batching,
-    refuse_sharded,
-    runs_layers_again,
-)
-from rope_ext.rotary.context import (
-    NOTE,
-    UNKNOWN,
-    ForwardContext,
-    cache_among,
-    caches_in,
-    current,
-    forward_context,
-    is_paged,
-    run,
-    run_eagerly,
-    shape_of,
-)
+from rope_ext.rotary import context
 from rope_ext.rotary.probe import refuse_presses, replaced
 from rope_ext.rotary.sites import PatchTarget, RotarySite, evaluating, vocabulary_of
-from rope_ext.rotary.swapping import Changes, mark_hooked, wrap
+from rope_ext.rotary.swapping import Changes, wrap
 
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
@@ -67,18 +46,20 @@ class RotaryHook:
 
     def put(self, changes: Changes) -> None:
         """Hook the module of the site until ``changes`` are undone."""
-        mark_hooked(self.site.module, changes)
+        # Graphs are guarded by modules and not by their hooks, and would be used again.
+        torch.compiler.reset()
+        changes.append(torch.compiler.reset)
         changes.append(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        inv_freq = cached_on_device(self, "inv_freq", positions.device)
+        inv_freq = context.cached_on_device(self, "inv_freq", positions.device)
         used: tuple[Any, Any] = inv_freq, self.scaling
-        if self.sequences is not None:
+        if (owner := self.sequences) is not None:
             dtype = torch.float64 if self.precise else torch.float32
-            used = run(self.sequences, self.sequences.frequencies, self.site, positions, dtype)
+            used = context.run(owner, owner.frequencies, self.site, positions, dtype)
         return rotation(self.site, positions, *used, self.precise, output)
 
 
@@ -133,7 +114,7 @@ def rotation(
     """
     dtype, columns = torch.float64 if precise else torch.float32, site.columns
     inv_freq = inv_freq.to(positions.device, dtype)
-    pair = cached_on_device(columns, "pair", positions.device)
+    pair = context.cached_on_device(columns, "pair", positions.device)
     if columns.axis is not None and positions.ndim == 3:
         of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
         angles = of_column.to(dtype) * inv_freq[..., pair]
@@ -175,7 +156,7 @@ class Request:
     exported = False
 
 
-class SequenceForward(ForwardContext):
+class SequenceForward(context.ForwardContext):
     """One forward under a dynamic method; in a graph, ``filled`` is 0.
 
     ``started`` are the sequences recorded on the cache; None: they start in this forward.
@@ -188,7 +169,7 @@ class SequenceForward(ForwardContext):
     packed: tuple[dict[tuple, Any], torch.Tensor] | None = None
 
     def _start(self, positions: torch.Tensor) -> Started:
-        filled, old = self.filled_count, self.started
+        filled, old = self.filled, self.started
         positions = positions.amax(0) if positions.ndim == 3 else positions
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
@@ -306,7 +287,7 @@ class Sequences:
             f"continuous batching packs many sequences into one row, and {method.name} follows the "
             f"positions of each; {self.cure}, or call generate with a padded batch"
         )
-        refuse_continuous_batching(place.model, self.unbatched, changes)
+        context.refuse_continuous_batching(place.model, self.unbatched, changes)
         begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
@@ -318,7 +299,7 @@ class Sequences:
         self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of the forward in progress, whose position ids are ``positions``."""
-        forward = current(self)
+        forward = context.current(self)
         if forward is None:
             raise UnsupportedModelError(
                 f"a rotary module was run by itself, or again by gradient checkpointing, and "
@@ -340,23 +321,23 @@ class Sequences:
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
-        given = arguments(decoder, args, kwargs)
-        compiles = torch.compiler.is_compiling() and not is_exporting()
+        given = context.arguments(decoder, args, kwargs)
+        compiles = torch.compiler.is_compiling() and not context.is_exporting()
         if not (compiles and self._trace(decoder, given)):
             self._begin(given)
 
     def _trace(self, decoder: nn.Module, given: dict[str, Any]) -> bool:
         """Start a forward in tensors, and return whether they can express it."""
-        if is_paged(given) or is_sharded() or runs_layers_again(decoder):
+        if context.is_paged(given) or context.is_sharded() or context.runs_layers_again(decoder):
             return False
-        rows, tokens = shape_of(given)
-        cache, stored = cache_among(given), None
+        rows, tokens = context.shape_of(given)
+        cache, stored = context.cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
-        if isinstance(filled, torch.Tensor) and not hasattr(cache, NOTE):
-            torch._assert_async(filled == 0, UNKNOWN)
+        if isinstance(filled, torch.Tensor) and not hasattr(cache, context.NOTE):
+            torch._assert_async(filled == 0, context.UNKNOWN)
             filled = 0
         if isinstance(filled, torch.Tensor) or filled:
-            stored = getattr(cache, NOTE, None)
+            stored = getattr(cache, context.NOTE, None)
             if stored is None or stored.patch is not self.method or not stored.begun:
                 return False
             if len(stored.lengths) not in (1, rows):
@@ -365,43 +346,43 @@ class Sequences:
                 if tokens > 1:  # may be the first tokens of a cache that was reset
                     return False
                 torch._assert_async(filled > 0, _FILLED)
-        elif current(self.requests) is not None:
+        elif context.current(self.requests) is not None:
             return False  # the lengths of its sequences have to be read
         forward = SequenceForward(self, rows, tokens, 0, None, True)
         forward.started, forward.mask = stored, given.get("attention_mask")
-        forward_context.stack.append(forward)
+        context.forward_context.stack.append(forward)
         return True
 
-    @run_eagerly()
+    @context.run_eagerly()
     def _begin(self, given: dict[str, Any]) -> None:
         """Start a forward whose values can be read."""
         name = self.method.name
-        refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
+        context.refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
         refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
-        if is_exporting():
+        if context.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"
             )
-        if is_paged(given):
+        if context.is_paged(given):
             raise CacheError(self.unbatched)
-        rows, tokens = shape_of(given)
-        cache = cache_among(given)
+        rows, tokens = context.shape_of(given)
+        cache = context.cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(self, rows, tokens, filled, cache, False)
-        forward.mask, request = given.get("attention_mask"), current(self.requests)
+        forward.mask, request = given.get("attention_mask"), context.current(self.requests)
         if filled:
             forward.started = self._stored(cache, rows, tokens + filled)
         if request is not None:
             due, request.due = request.due, False
             forward.request = request if due or request.guided else None
-        forward_context.stack.append(forward)
+        context.forward_context.stack.append(forward)
 
     def _stored(self, cache: Any, rows: int, reached: int) -> Started:
         """Return the sequences recorded on a cache that will have ``reached`` tokens.
 
         Warns once if a sequence has become longer than its frequencies are computed for.
         """
-        stored = getattr(cache, NOTE, None)
+        stored = getattr(cache, context.NOTE, None)
         if stored is None or stored.patch != self.method:
             raise CacheError(
                 f"this cache was started before the model was patched with {self.method} (or by "
@@ -427,41 +408,41 @@ class Sequences:
 
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: records the sequences on the cache, which the decoder may have created."""
-        run(self, self._end, output)
+        context.run(self, self._end, output)
 
     def _end(self, output: Any) -> None:
-        forward: SequenceForward | None = current(self)
+        forward: SequenceForward | None = context.current(self)
         if forward is None:  # an error was raised before it started
             return
-        forward_context.stack.remove(forward)
+        context.forward_context.stack.remove(forward)
         if forward.started is None or output is None:
             return
-        for cache in (forward.cache, *caches_in(output)):
-            if cache is not None and getattr(cache, NOTE, None) is not forward.started:
-                setattr(cache, NOTE, forward.started)
+        for cache in (forward.cache, *context.caches_in(output)):
+            if cache is not None and getattr(cache, context.NOTE, None) is not forward.started:
+                setattr(cache, context.NOTE, forward.started)
 
     def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Run generate as a request, unless an assistant drafts for the sequences of one."""
         drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
-        if drafts and current(self.requests) is not None:
+        if drafts and context.current(self.requests) is not None:
             return original(*args, **kwargs)
         request: Any = Request(self.requests)
-        forward_context.stack.append(request)
+        context.forward_context.stack.append(request)
         try:
             return original(*args, **kwargs)
         finally:
-            forward_context.stack.remove(request)
+            context.forward_context.stack.remove(request)
 
     def plan(self, original: Any, config: Any, *args: Any) -> Any:
         """Record how many tokens there will be at most, which generate has found."""
-        request = current(self.requests)
+        request = context.current(self.requests)
         if request is not None and request.room is None:  # not an assistant's
             request.room, request.guided = args[-1] + 1, config.guidance_scale not in (None, 1)
         return original(config, *args)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Mark the next forward as generate's own; called right before it."""
-        request = current(self.requests)
+        request = context.current(self.requests)
         if request is not None:
             request.due = True
         return original(*args, **kwargs)

@@ -14,8 +14,7 @@ from torch import nn
 
 from rope_ext.config.record import SIDECAR, Record
 from rope_ext.errors import RecordError
-from rope_ext.rotary.calls import arguments
-from rope_ext.rotary.context import cache_among
+from rope_ext.rotary.context import arguments, cache_among
 from rope_ext.rotary.sites import PatchTarget, text_config
 from rope_ext.rotary.swapping import Changes, wrap
 

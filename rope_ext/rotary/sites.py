@@ -111,7 +111,6 @@ class RotarySite:
         return inv_freq, scaling
 
     def target_length(self, method: Method) -> int:
-        """Target length in tokens under ``method``."""
         return method.target_length(self.rope) if self.raised is None else self.raised[1]
 
     @property
@@ -163,13 +162,11 @@ def text_decoder(model: nn.Module) -> nn.Module:
 
 
 def text_config(module: nn.Module) -> Any:
-    """Return the configuration of the text model in ``module``."""
     config: Any = module.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
-    """Return the token embeddings of a decoder."""
     return cast("Any", decoder).get_input_embeddings()
 
 

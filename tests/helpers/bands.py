@@ -114,10 +114,9 @@ def dense(query, key, value, call, places=None):
     return plain.attend(query, key, value, call, places or Places.following(call, query, key))
 
 
-def oracle(tensors, bands, pairs, temperature=None, dtype=torch.float64, **options):
+def oracle(tensors, bands, pairs, dtype=torch.float64, **options):
     """Compute the reference in float64; the sinks are the fourth tensor, if any."""
     query, key, value, *sinks = (x.to(dtype) for x in tensors)
-    options["temperature"] = None if temperature is None else temperature.to(dtype)
     options["sinks"] = sinks[0] if sinks else None
     return by(dense, query, key, value, bands, pairs, **options)
 

@@ -10,8 +10,7 @@ from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from rope_ext.position.install import Installed
-from rope_ext.rotary import calls
-from rope_ext.rotary.context import forward_context
+from rope_ext.rotary import context
 from tests.helpers.graphs import static
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, GEOMETRIES, decoded, logits, patch
@@ -38,7 +37,7 @@ def test_what_a_graph_holds_is_what_the_eager_path_computes(name: str, ids, in_t
             patched.setattr(Installed, "traceable", lambda self, turn=number % 3: turn > 0)
             said.append(logits(model, piece, past_key_values=cache))
     torch.testing.assert_close(torch.cat(said, 1), right, **EXACT)
-    assert forward_context.stack == []
+    assert context.forward_context.stack == []
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -58,7 +57,7 @@ def test_positions_that_do_not_count_are_refused_when_the_graph_runs(tokens, ids
         given = {"position_ids": positions[None, :tokens], "past_key_values": cache}
         with pytest.raises(RuntimeError, match="count the tokens of the attention mask"):
             logits(model, ids[:, :tokens], **given)
-    assert forward_context.stack == []
+    assert context.forward_context.stack == []
 
 
 @pytest.mark.parametrize("name", [pytest.param("rerope", marks=pytest.mark.slow), "dual_chunk"])
@@ -108,7 +107,7 @@ def test_the_exporter_of_transformers_decodes_in_a_static_cache(name: str, ids) 
 @pytest.fixture
 def in_a_program(in_tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an exported program would hold: of the tokens in a cache it knows their number."""
-    monkeypatch.setattr(calls, "is_exporting", lambda: True)
+    monkeypatch.setattr(context, "is_exporting", lambda: True)
 
 
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "lm_infinite"])

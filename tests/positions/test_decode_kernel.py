@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,12 +85,10 @@ def check(
 
         of_row = [RotatedBand(b.geometry, part(b.query, t[row]), part(b.key, there)) for b in bands]
         exact = Call(of_row, pairs, 0.3, sinks=None if of_heads is None else of_heads.double())
-        exact = Call(of_row, pairs, 0.3, 0, None if scales is None else scales[row].double(),
-                     more.get("softcap"), exact.sinks, more.get("bias"))  # fmt: skip
+        exact = replace(exact, **more)
+        of_row = query[row : row + 1].double() * (1 if scales is None else scales[row][:, None])
         key_there, value_there = (x[row : row + 1, :, before:slots].double() for x in (key, value))
-        expected = dense(
-            query[row : row + 1].double(), key_there, value_there, exact, Places(t[row], there)
-        )
+        expected = dense(of_row, key_there, value_there, exact, Places(t[row], there))
         error = (found[row].double() - expected[0]).norm() / expected.norm()
         assert error < tolerance, (method, row, float(error))
 

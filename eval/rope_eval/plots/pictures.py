@@ -17,8 +17,8 @@ from rope_ext.advice.describe import require_length
 from rope_ext.apply.method import refuse_scaled
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Encoding, Heads
+from rope_ext.encodings.base import Block
 from rope_ext.encodings.rotation import RoPE
-from rope_ext.encodings.scores import Block
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.patching import first_site

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -36,12 +37,8 @@ NUMBERS = 2**20
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    call: Call,
-    places: Places | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor | None, call: Call, places: Places | None = None
+) -> Tensor:
     """Compute the attention of :class:`Call`; ``places`` are positions that are not consecutive.
 
     ``value=None`` returns the weights, ``[batch, heads, queries, keys]``, float32 or better: a row
@@ -75,10 +72,10 @@ def attend(
 def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
     """Select one row of a batch, since scores need positions that all rows share."""
 
-    def of(x: torch.Tensor, least: int) -> torch.Tensor:
+    def of(x: Tensor, least: int) -> Tensor:
         return x if x.dim() < least else x[row if len(x) > 1 else 0]
 
-    def table(x: torch.Tensor) -> torch.Tensor:
+    def table(x: Tensor) -> Tensor:
         return of(x, 4).flatten(0, -3)[0] if x.dim() > 2 else x
 
     bands = [
@@ -92,7 +89,7 @@ def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
 
 def _shown(
     call: Call, places: Places, rows: slice, counted: int | None
-) -> list[tuple[slice, torch.Tensor | None]]:
+) -> list[tuple[slice, Tensor | None]]:
     """For each band, the keys that any query in ``rows`` sees, and a mask; None: all are visible.
 
     ``counted``: number of keys up to the last query, if positions are consecutive.
@@ -100,7 +97,7 @@ def _shown(
     name = rows.start, rows.stop, *(band.geometry for band in call.bands)
     if places.made is not None and name in places.made:
         return places.made[name]
-    found: list[tuple[slice, torch.Tensor | None]] = []
+    found: list[tuple[slice, Tensor | None]] = []
     for band in call.bands:
         keys = slice(0, places.key.shape[-1])
         if counted is not None:
@@ -123,13 +120,13 @@ def _block(
     rows: slice,
     counted: int | None,
     names: tuple[str, ...],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *learned: torch.Tensor,
-) -> torch.Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    *learned: Tensor,
+) -> Tensor:
     """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
     query = query[:, :, rows]
     (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
@@ -197,7 +194,7 @@ def _block(
     return out
 
 
-def _logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _logits(query: Tensor, key: Tensor) -> Tensor:
     """``query @ key.mT`` in float32 or better, ``[rows, heads, queries, keys]``."""
     to = wide(query)
     with _without_autocast(query):
@@ -209,7 +206,7 @@ def _logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return _product(query.to(to), key.to(to).mT)
 
 
-def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """Disable autocast, which would round operands and results to half precision."""
     device = x.device.type
     if _has_autocast(device) and torch.is_autocast_enabled(device):
@@ -223,7 +220,7 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """Compute ``a @ b`` in four dimensions as a single operation, also in a graph.
 
     For a single row, inductor would decompose it into a sum of products and recompute ``a`` for

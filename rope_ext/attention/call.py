@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rope_ext.methods.geometry import Geometry
 
-Rotation = tuple[torch.Tensor, torch.Tensor] | None
+Rotation = tuple[Tensor, Tensor] | None
 """Cosine and sine, ``[tokens or 1, pairs]`` each; None rotates nothing.
 
 Plain PyTorch operations also support ``[rows or 1, 1, tokens or 1, pairs]``.
 """
 
 
-def each_table(rotation: Rotation, function: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
+def each_table(rotation: Rotation, function: Callable[[Tensor], Tensor]) -> Rotation:
     """Apply ``function`` to cosine and sine; None stays None."""
     return None if rotation is None else (function(rotation[0]), function(rotation[1]))
 
@@ -57,12 +58,10 @@ class Pairs:
             Columns in neither are not rotated.
     """
 
-    first: slice | torch.Tensor
-    second: slice | torch.Tensor
+    first: slice | Tensor
+    second: slice | Tensor
 
-    def rotate(
-        self, x: torch.Tensor, rotation: Rotation, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def rotate(self, x: Tensor, rotation: Rotation, dtype: torch.dtype | None = None) -> Tensor:
         """Rotate ``x`` (``[..., tokens, columns]``); computed in the dtype of the rotation.
 
         ``dtype``: dtype of the result; None: that of ``x``. If nothing is rotated, nothing is cast.
@@ -117,12 +116,12 @@ class Call:
     scale: float
     start: int = 0
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    scores: tuple[Any, Mapping[str, torch.Tensor]] | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    scores: tuple[Any, Mapping[str, Tensor]] | None = None
 
 
-def wide(x: torch.Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
     """The dtype of logits: float32, or float64 for float64.
 
     In half precision, logits have errors of up to 0.2 %, which exceeds 1 for logits above 500, and
@@ -131,7 +130,7 @@ def wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def by_distance(bias: torch.Tensor, first: int, queries: int, keys: int) -> torch.Tensor:
+def by_distance(bias: Tensor, first: int, queries: int, keys: int) -> Tensor:
     """Return the bias of consecutive tokens, ``[heads, queries, keys]``.
 
     ``first``: distance from the first query to the first key. Each query has the previous query's
@@ -155,13 +154,13 @@ class Places:
         made: cache for visible keys, shared by calls with the same places; None: no cache.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    mask: torch.Tensor | None = None
-    newest: torch.Tensor | None = None
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None = None
+    newest: Tensor | None = None
     made: dict[Any, Any] | None = None
 
-    def sees(self, geometry: Geometry, queries: slice, keys: slice) -> torch.Tensor:
+    def sees(self, geometry: Geometry, queries: slice, keys: slice) -> Tensor:
         """Return which keys these queries see, ``[queries, keys]``, or by row and head."""
         seen = geometry.sees(self.query[..., queries, None], self.key[..., None, keys])
         seen = seen[:, None] if seen.dim() == 3 else seen
@@ -173,22 +172,20 @@ class Places:
             seen = seen & (index <= self.newest[queries][:, None])
         return seen
 
-    def biased(self, bias: torch.Tensor, queries: slice, keys: slice) -> torch.Tensor:
+    def biased(self, bias: Tensor, queries: slice, keys: slice) -> Tensor:
         """Look up a :class:`Call`'s ``bias`` by distance, ``[heads, queries, keys]``, or by row."""
         apart = self.query[..., queries, None] - self.key[..., None, keys]
         found = bias[:, apart.clamp(0, bias.shape[1] - 1)]
         return found.movedim(1, 0) if found.dim() == 4 else found
 
     @classmethod
-    def following(cls, call: Call, query: torch.Tensor, key: torch.Tensor) -> Places:
+    def following(cls, call: Call, query: Tensor, key: Tensor) -> Places:
         """Return consecutive positions from ``call.start`` on; the queries are the last keys."""
         positions = torch.arange(call.start, call.start + key.shape[2], device=key.device)
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
 
     @classmethod
-    def in_slots(
-        cls, query: torch.Tensor, key: torch.Tensor, real: torch.Tensor, filled: int | torch.Tensor
-    ) -> Places:
+    def in_slots(cls, query: Tensor, key: Tensor, real: Tensor, filled: int | Tensor) -> Places:
         """Return the places of queries in the slots from ``filled`` on, whose positions may repeat.
 
         A token never sees later slots. Tensors are ``[rows or 1, tokens]``; ``real`` is True for

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rope_ext.attention import cards
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation
@@ -42,23 +43,23 @@ class Ranges:
         launchers: prepared launches of this step, by what its layers may differ in.
     """
 
-    low: torch.Tensor
-    high: torch.Tensor
-    origin: torch.Tensor
-    filled: torch.Tensor
+    low: Tensor
+    high: Tensor
+    origin: Tensor
+    filled: Tensor
     query: Rotation
     query_rotated: int
     key: Rotation
-    temperature: torch.Tensor | None
-    launchers: dict[Any, Callable[..., torch.Tensor]] = field(default_factory=dict)
+    temperature: Tensor | None
+    launchers: dict[Any, Callable[..., Tensor]] = field(default_factory=dict)
 
 
 def ranges_of(
     bands: Sequence[RotatedBand],
-    t: torch.Tensor,
-    origin: torch.Tensor,
-    filled: torch.Tensor,
-    temperature: torch.Tensor | None = None,
+    t: Tensor,
+    origin: Tensor,
+    filled: Tensor,
+    temperature: Tensor | None = None,
 ) -> Ranges:
     """Return what queries at ``t`` see in each band.
 
@@ -102,7 +103,7 @@ def _stacked(rotations: list[Rotation]) -> Rotation:
     return cos, sin
 
 
-def refusal(query: torch.Tensor, value: torch.Tensor, pairs: Pairs) -> str | None:
+def refusal(query: Tensor, value: Tensor, pairs: Pairs) -> str | None:
     """Return why the kernel does not support these heads; None if it does."""
     if not runs_on(query.device):
         return "it needs Triton and a GPU of capability 8.0 or later"
@@ -145,9 +146,7 @@ def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] 
     return first.start, second.start, step, count, rest_at, rest
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, ranges: Ranges
-) -> torch.Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, ranges: Ranges) -> Tensor:
     """Compute attention of few queries on all slots, without gradients.
 
     ``call`` has no bands and no scores; ``ranges`` are what the queries see.
@@ -197,9 +196,7 @@ def _power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _launcher(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: Any
-) -> Callable[..., torch.Tensor]:
+def _launcher(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Callable[..., Tensor]:
     """Return a function of query, key, value, sinks and bias that differ in their numbers only.
 
     It returns ``[rows, queries, heads, value columns]``. Its calls share memory for the splits, so
@@ -245,12 +242,8 @@ def _launcher(
     )  # fmt: skip
 
     def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         if query.is_cuda and query.device.index != torch.cuda.current_device():
             with torch.cuda.device(query.device):  # Triton launches on the current device
                 return run(query, key, value, sinks, bias)
@@ -284,7 +277,7 @@ class _Launch:
             self.compiled = lambda *tensors: run(*tensors, *constants)
 
 
-def _by_row(x: torch.Tensor, dim: int) -> int:
+def _by_row(x: Tensor, dim: int) -> int:
     """Return the stride of the rows; 0 if one row serves all."""
     return x.stride(dim) if x.shape[dim] > 1 else 0
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from rope_ext.attention import bands, cards, flash, flex
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, each_table, wide
@@ -27,13 +28,7 @@ _PLAIN = "runs by plain operations of torch, which are slower"
 KERNELS = ("auto", "flash", "flex", "reference")
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    kernel: str = "auto",
-) -> torch.Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = "auto") -> Tensor:
     """Compute the attention of :class:`Call` with the chosen kernel.
 
     ``kernel`` is ``"flash"`` (CPU, or half precision on CUDA), ``"flex"`` (CUDA), ``"reference"``
@@ -85,7 +80,7 @@ def attend(
 
 
 def chosen(
-    query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
+    query: Tensor, value: Tensor, call: Call, card: cards.Card | None
 ) -> tuple[str, str | None]:
     """Return the kernel for ``kernel="auto"``, and, on a GPU, why it is not a fused one.
 
@@ -105,7 +100,7 @@ def chosen(
 
 
 def refusal(
-    kernel: str, query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
+    kernel: str, query: Tensor, value: Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
     """Return why ``"flash"`` or ``"flex"`` does not support a call; None if it does."""
     if call.scores is not None:
@@ -125,12 +120,8 @@ def log_once(sentence: str) -> None:
 
 
 def attend_runs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    found: list[tuple[Run, Call]],
-    kernel: str,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, found: list[tuple[Run, Call]], kernel: str
+) -> Tensor:
     """Compute attention for every run with its call; zero for queries outside all runs."""
     out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
     for run, call in found:
@@ -157,13 +148,8 @@ _OPEN = 2**62
 
 
 def attend_encoded(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    at: list[torch.Tensor] | None,
-    kernel: str,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, call: Call, at: list[Tensor] | None, kernel: str
+) -> Tensor:
     """Compute attention as a custom operator, whose arguments are only integers and tensors.
 
     ``at``: places and sequences, as for :func:`runs`, and the slot of the first query. Rotations
@@ -188,9 +174,9 @@ def attend_encoded(
 
 
 def _unpacked(
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    tables: list[torch.Tensor],
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    tables: list[Tensor],
     plan: list[int],
     start: int,
     scale: float,
@@ -212,8 +198,8 @@ def _unpacked(
 
 
 def _compute(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fused: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, call: Call, fused: bool
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter is empty without a fused kernel."""
     if not fused:
         return bands.attend(query, key, value, call), query.new_empty(0, dtype=wide(query))
@@ -286,7 +272,7 @@ def _(query, key, value, sinks, bias, tables, at, *rest):  # noqa: ANN001, ANN00
     return _empty(query, value), query.new_empty(lse, dtype=wide(query))
 
 
-def _empty(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _empty(query: Tensor, value: Tensor) -> Tensor:
     """Return an empty output with the memory layout that the model expects."""
     rows, heads, queries, _ = query.shape
     return query.new_empty(rows, queries, heads, value.shape[-1]).transpose(1, 2)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.attention import cards
 from rope_ext.attention.call import Call, Pairs, RotatedBand, by_distance, each_table, wide
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
-_Tensors = Sequence[torch.Tensor]
+_Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
 ROWS = 256
@@ -45,21 +45,21 @@ class Tile(NamedTuple):
     keys: int
     blocks: int = 1
 
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
+    def queries(self, x: Tensor) -> Tensor:
         """Select this tile's queries; each block becomes a row of the batch."""
         return self._part(x, self.row, self.rows)
 
-    def among(self, x: torch.Tensor) -> torch.Tensor:
+    def among(self, x: Tensor) -> Tensor:
         """Select this tile's keys; each block becomes a row of the batch."""
         return self._part(x, self.key, self.keys)
 
-    def _part(self, x: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    def _part(self, x: Tensor, first: int, count: int) -> Tensor:
         part = x.narrow(2, first, self.blocks * count)
         if self.blocks > 1:
             part = part.unflatten(2, (self.blocks, count)).transpose(1, 2).flatten(0, 1)
         return part.flip(2) if self.shape == REVERSED else part
 
-    def back(self, x: torch.Tensor) -> torch.Tensor:
+    def back(self, x: Tensor) -> Tensor:
         """Undo :meth:`queries` or :meth:`among`."""
         x = x.flip(2) if self.shape == REVERSED else x
         if self.blocks > 1:
@@ -144,8 +144,8 @@ def _short(tile: Tile) -> Iterator[Tile]:
 
 
 def _tiles(
-    call: Call, band: RotatedBand, query: torch.Tensor, key: torch.Tensor
-) -> Iterator[tuple[Tile, torch.Tensor | None]]:
+    call: Call, band: RotatedBand, query: Tensor, key: Tensor
+) -> Iterator[tuple[Tile, Tensor | None]]:
     """Yield the tiles of a band, and the bias of each."""
     queries, keys = query.shape[2], key.shape[2]
     for tile in tiles(band.geometry, queries, keys, call.start):
@@ -158,9 +158,7 @@ def _tiles(
             yield part, (mask.flip(1, 2) if part.shape == REVERSED else mask)[None]
 
 
-def refusal(
-    query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card | None
-) -> str | None:
+def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card | None) -> str | None:
     """Return why the device's kernel does not support a call; None if it does."""
     columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
     if call.softcap is not None:
@@ -182,7 +180,7 @@ def refusal(
     return None
 
 
-def uses_cudnn(query: torch.Tensor, value: torch.Tensor, card: cards.Card | None) -> bool:
+def uses_cudnn(query: Tensor, value: Tensor, card: cards.Card | None) -> bool:
     """Whether cuDNN's attention computes the long tiles of a call.
 
     torch's own switches apply: ``sdpa_kernel``, deterministic algorithms, and another flash
@@ -201,7 +199,7 @@ def _cudnn_is_allowed() -> bool:
     return enabled and not torch.are_deterministic_algorithms_enabled()
 
 
-def kernel_of(tile: Tile, query: torch.Tensor, value: torch.Tensor) -> str:
+def kernel_of(tile: Tile, query: Tensor, value: Tensor) -> str:
     """Return the kernel for a tile of a call: ``"cpu"``, ``"flash"`` or ``"cudnn"``."""
     if query.device.type == "cpu":
         return "cpu"
@@ -210,8 +208,8 @@ def kernel_of(tile: Tile, query: torch.Tensor, value: torch.Tensor) -> str:
 
 
 def forward(
-    kernel: str, given: _Tensors, causal: bool, scale: float, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel: str, given: _Tensors, causal: bool, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return output, ``[batch, heads, queries, columns]``, and its log-sum-exp.
 
     ``given``: query, key and value. ``causal`` requires as many queries as keys; only
@@ -234,7 +232,7 @@ def forward(
 
 
 def backward(
-    kernel: str, given: _Tensors, causal: bool, scale: float, mask: torch.Tensor | None
+    kernel: str, given: _Tensors, causal: bool, scale: float, mask: Tensor | None
 ) -> _Tensors:
     """Return gradients of query, key and value.
 
@@ -261,13 +259,13 @@ def backward(
     return [x.transpose(1, 2) for x in made]
 
 
-def _rotate(pairs: Pairs, x: torch.Tensor, rotation: Any) -> torch.Tensor:
+def _rotate(pairs: Pairs, x: Tensor, rotation: Any) -> Tensor:
     # Heads are next to each other in memory; the result of a compiled rotation keeps that.
     of_tokens = each_table(rotation, lambda table: table.unsqueeze(-2))
     return pairs.rotate(x.transpose(1, 2), of_tokens).transpose(1, 2)
 
 
-def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, new: torch.Tensor) -> None:
+def _merge(total: Tensor, lse: Tensor, out: Tensor, new: Tensor) -> None:
     weight = torch.sigmoid(new - lse).transpose(1, 2)[..., None]
     total.transpose(1, 2).lerp_(out.transpose(1, 2).to(total.dtype), weight)
     lse.copy_(torch.logaddexp(lse, new))
@@ -278,16 +276,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _fused(function: _Function, query: torch.Tensor, value: torch.Tensor) -> _Function:
+def _fused(function: _Function, query: Tensor, value: Tensor) -> _Function:
     """Compile elementwise operations where they would take as long as cuDNN's attention."""
     card = cards.card(query.device) if query.is_cuda else None
     fuses = uses_cudnn(query, value, card) and cards.compiles()
     return cast("_Function", _compiled(function)) if fuses else function
 
 
-def compute(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     batch, heads, queries, columns = query.shape
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
@@ -313,14 +309,8 @@ def compute(
 
 
 def differentiate(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: Call,
-) -> list[torch.Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> list[Tensor]:
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
     for band in call.bands:

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -30,7 +31,7 @@ LEAST_COLUMNS = 16
 """Minimum number of columns of a head: the smallest matrix product on the device."""
 
 
-def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card) -> str | None:
+def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card) -> str | None:
     """Return why the fused kernel does not support a call on this card; None if it does."""
     columns = min(query.shape[-1], value.shape[-1])
     if columns < LEAST_COLUMNS:
@@ -50,7 +51,7 @@ def refusal(query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Ca
 
 
 def _options(
-    query: torch.Tensor, value: torch.Tensor, call: Call, card: cards.Card
+    query: Tensor, value: Tensor, call: Call, card: cards.Card
 ) -> dict[str, int | bool] | None:
     size = query.element_size()
     heads = cards.Heads(query.shape[-1], value.shape[-1], size, call.bias is not None)
@@ -58,7 +59,7 @@ def _options(
     return cards.options(card, heads, learns)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
     parts = []
     for band in call.bands:
@@ -98,29 +99,29 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
 
 
 def _attend(
-    query: torch.Tensor,
+    query: Tensor,
     parts: Sequence[Any],
-    sinks: torch.Tensor | None,
-    cap: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    sinks: Tensor | None,
+    cap: Tensor | None,
+    bias: Tensor | None,
     scale: str,
     options: str,
     first: Any,
     second: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Merge the outputs of bands, whose keys are disjoint, by their log-sum-exps."""
     pairs, outs, logs = Pairs(first, second), [], []
     kernel_options: Any = {x: int(y) for x, y in (one.split("=") for one in options.split())}
     for key, value, of_query, of_key, mask, apart in parts:
 
         def changed(
-            score: torch.Tensor,
-            _batch: torch.Tensor,
-            head: torch.Tensor,
-            row: torch.Tensor,
-            column: torch.Tensor,
-            apart: torch.Tensor | None = apart,
-        ) -> torch.Tensor:
+            score: Tensor,
+            _batch: Tensor,
+            head: Tensor,
+            row: Tensor,
+            column: Tensor,
+            apart: Tensor | None = apart,
+        ) -> Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
             if bias is not None and apart is not None:
@@ -161,7 +162,7 @@ def block_mask_of(
     Allocates no tensor of size queries times keys, and does not synchronize with the device.
     """
 
-    def number(value: int | None) -> torch.Tensor:  # filled on the device, without synchronizing
+    def number(value: int | None) -> Tensor:  # filled on the device, without synchronizing
         value = _OPEN if value is None else value
         return torch.full((), value, dtype=torch.int32, device=device)
 
@@ -181,7 +182,7 @@ def block_mask_of(
         of_tensors: Any = type(geometry)(*numbers)  # type: ignore[arg-type]
         first_query, first_key = number(query), number(key)
 
-        def seen(_batch: Any, _head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        def seen(_batch: Any, _head: Any, row: Tensor, column: Tensor) -> Tensor:
             return of_tensors.sees(row + first_query, column + first_key)
 
         listed: list[Any] = [y for x in (some & ~every, every) for y in _listed(x)]
@@ -189,7 +190,7 @@ def block_mask_of(
         return BlockMask.from_kv_blocks(*listed, mask_mod=seen, **sizes)
 
 
-def _listed(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
     """Return each query block's number of visible key blocks, and their indices, listed first."""
     order = torch.argsort(seen.int(), dim=-1, descending=True, stable=True)
     count, order = (x.int().view(1, 1, *x.shape) for x in (seen.sum(-1), order))
@@ -204,12 +205,12 @@ _COMPILERS = ("triton", "torch._inductor", "torch._dynamo")
 """Modules whose errors mean that a kernel did not compile, or does not fit on the GPU."""
 
 
-def fuses(x: torch.Tensor) -> bool:
+def fuses(x: Tensor) -> bool:
     """Whether to compile a call: on GPUs only, unless the call is already part of a graph."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
 @cache
-def compiled() -> Callable[..., torch.Tensor]:
+def compiled() -> Callable[..., Tensor]:
     """Compile :func:`_attend`, with one graph for each kind of call."""
     return torch.compile(_attend, dynamic=True, fullgraph=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 BACK = (
     "the position ids go back within one row, where a position method would have to attend to the "
@@ -18,7 +18,7 @@ BACK = (
 )
 
 
-def goes_back(places: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def goes_back(places: Tensor, real: Tensor) -> Tensor:
     """Whether a token's position is lower than an earlier one's in its row; a scalar bool tensor.
 
     ``places``, and ``real`` (which slots have a token): ``[rows or 1, slots]``.
@@ -42,7 +42,7 @@ class Run(NamedTuple):
     start: int
 
 
-def runs(places: torch.Tensor, sequences: torch.Tensor, rows: int, first: int) -> list[Run] | None:
+def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] | None:
     """Split a batch into runs; None if positions jump, or if a sequence has padding between tokens.
 
     Args:

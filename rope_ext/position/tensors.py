@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.attention import bands as plain
 from rope_ext.attention import decode, dispatch
@@ -81,12 +81,12 @@ def traced(
 class Dense(NamedTuple):
     """One call of an attention layer, for plain operations."""
 
-    query: torch.Tensor  # [rows, heads, queries, columns], with its temperature
-    key: torch.Tensor  # [rows, kv_heads, keys, columns]
+    query: Tensor  # [rows, heads, queries, columns], with its temperature
+    key: Tensor  # [rows, kv_heads, keys, columns]
     call: Call  # with rotations for one row, or [rows, 1, tokens, pairs]
     places: Places
 
-    def weights(self, queries: slice = slice(None)) -> torch.Tensor:
+    def weights(self, queries: slice = slice(None)) -> Tensor:
         """Return attention weights of some queries, ``[rows, heads, queries, keys]``."""
         bands = [
             RotatedBand(band.geometry, part_of(band.query, queries), band.key)
@@ -141,7 +141,7 @@ class Step:
     """
 
     runs: list[Run] | None = None  # all queries in runs of consecutive tokens, if they are
-    seen: torch.Tensor | None = None  # [rows or 1, heads or 1, queries, keys]; None: earlier keys
+    seen: Tensor | None = None  # [rows or 1, heads or 1, queries, keys]; None: earlier keys
 
     def __init__(
         self,
@@ -173,9 +173,7 @@ class Step:
             if seen is not None:
                 self.seen = shown(seen[..., first : forward.room - mask.offset])
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Compute attention: for few queries on a GPU, in runs, in a graph, or from positions."""
         if self.runs is not None:
             query, kernel = self._scaled(query), self.forward.map.kernel
@@ -204,9 +202,7 @@ class Step:
             self.made["runs", dtype] = made
         return self.made["runs", dtype]
 
-    def _many(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-    ) -> torch.Tensor:
+    def _many(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Compute attention for many queries in a graph."""
         forward = self.forward
         query = self._scaled(query)
@@ -221,7 +217,7 @@ class Step:
         at = [forward.key, sequences, first]
         return dispatch.attend_encoded(query, key, value, call, at, forward.map.kernel)
 
-    def dense(self, query: torch.Tensor, key: torch.Tensor, call: Call) -> Dense:
+    def dense(self, query: Tensor, key: Tensor, call: Call) -> Dense:
         forward, dtype, reach = self.forward, wide(query), self.forward.map.reach
         apart = forward.distances if forward.begins else forward.tokens
         if reach is not None and apart > reach:
@@ -235,9 +231,7 @@ class Step:
         call = replace(call, bands=self._bands(dtype, apart=True))
         return Dense(self._scaled(query), key, call, self._places())
 
-    def _has_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
-    ) -> bool:
+    def _has_kernel(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
         """Whether :mod:`rope_ext.attention.decode` supports a call."""
         forward = self.forward
         if decode.refusal(query, value, call.pairs) is not None:
@@ -273,7 +267,7 @@ class Step:
         return self.made["ranges"]
 
     def _at(
-        self, by: RotationTable | Decay, t: torch.Tensor, dtype: torch.dtype, origin: Any = 0
+        self, by: RotationTable | Decay, t: Tensor, dtype: torch.dtype, origin: Any = 0
     ) -> Rotation:
         """Return the rotation of tokens at ``t``, ``[rows or 1, tokens, pairs]``."""
         counted = not self.forward.begins and self.forward.shown is None  # and less than the room
@@ -290,10 +284,10 @@ class Step:
         made = by.between(0, room, device, torch.float32)
         return each_table(made, lambda x: x.expand(room, -1).contiguous())
 
-    def _temperature(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def _temperature(self, dtype: torch.dtype) -> Tensor | None:
         return self.forward.map.temperature(self.forward.query, dtype) if self.tempered else None
 
-    def _scaled(self, query: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, query: Tensor) -> Tensor:
         name = "temperature", wide(query)
         if name not in self.made:
             made = self._temperature(name[1])
@@ -310,7 +304,7 @@ class Step:
             query, key, middle = self.forward.query, self.forward.key[:, self.offset :], 0
             if self.forward.map.reach is not None and apart:
                 middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2
-            flat: list[torch.Tensor] = []
+            flat: list[Tensor] = []
             for _, *both in self.rotations:
                 for by, t in zip(both, (query, key), strict=True):
                     flat += self._at(by, t, dtype, middle) or ()
@@ -321,8 +315,7 @@ class Step:
             left = iter(flat)
             self.made[name] = [
                 RotatedBand(
-                    geometry,
-                    *(None if by.idle else (next(left), next(left)) for by in both),
+                    geometry, *(None if by.idle else (next(left), next(left)) for by in both)
                 )
                 for geometry, *both in self.rotations
             ]

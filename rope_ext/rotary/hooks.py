@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
@@ -39,7 +39,7 @@ class RotaryHook:
     """Forward hook of a rotary module that replaces cosine and sine."""
 
     site: RotarySite
-    inv_freq: torch.Tensor  # float64, [pairs]
+    inv_freq: Tensor  # float64, [pairs]
     scaling: float
     precise: bool  # compute angles in float64; else in float32, as transformers does
     sequences: Sequences | None  # a dynamic method's; they have their own frequencies and scaling
@@ -94,15 +94,15 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
 
 def _spoil(module: nn.Module, args: tuple, output: Any) -> Any:
     """Forward hook of a rotary module, after which whatever uses its output is NaN."""
-    single = isinstance(output, torch.Tensor)
+    single = isinstance(output, Tensor)
     return output * math.nan if single else tuple(x * math.nan for x in output)
 
 
 def rotation(
     site: RotarySite,
-    positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    scaling: float | torch.Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    scaling: float | Tensor,
     precise: bool,
     like: Any,
 ) -> Any:
@@ -137,7 +137,7 @@ class Started:
     patch: FrequencyMethod  # the method
     # number of tokens that each row's frequencies are computed for, [rows], on the CPU; 0 for rows
     # with only padding so far. One row if all are equal
-    lengths: torch.Tensor
+    lengths: Tensor
     room: int  # number of tokens in the whole batch including padding, as counted by a cache
     begun: bool = True  # whether every row has a token
     # frequencies and scaling, by site, device and dtype
@@ -152,7 +152,7 @@ class Request:
     room: int | None = None  # planned number of tokens, including padding; None: not known
     guided: bool = False  # whether guidance runs further forwards
     due: bool = False  # whether the next forward is its own, not a streamer's or criterion's
-    lengths: torch.Tensor | None = None  # of rows in its first forward
+    lengths: Tensor | None = None  # of rows in its first forward
     exported = False
 
 
@@ -166,9 +166,9 @@ class SequenceForward(context.ForwardContext):
     request: Request | None = None  # the call of generate that runs it
     mask: Any = None  # the attention mask that the decoder received
     # as in Started: frequencies, and lengths of documents that start here, [rows, tokens]
-    packed: tuple[dict[tuple, Any], torch.Tensor] | None = None
+    packed: tuple[dict[tuple, Any], Tensor] | None = None
 
-    def _start(self, positions: torch.Tensor) -> Started:
+    def _start(self, positions: Tensor) -> Started:
         filled, old = self.filled, self.started
         positions = positions.amax(0) if positions.ndim == 3 else positions
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
@@ -202,8 +202,8 @@ class SequenceForward(context.ForwardContext):
         return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
 
     def frequencies(
-        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, site: RotarySite, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
 
         Rows and tokens are 1 where all are equal. The first call finds the sequences from
@@ -226,11 +226,11 @@ class SequenceForward(context.ForwardContext):
         return tables[-1][0][key]
 
 
-def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def read(mask: Any, filled: int, tokens: int) -> tuple[Tensor | None, Tensor | None]:
     """Return masks of real tokens and of sequence starts; bool, ``[rows, tokens]``, or None."""
     if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
         mask = mask.get("full_attention", next(iter(mask.values()), None))
-    if not isinstance(mask, torch.Tensor):
+    if not isinstance(mask, Tensor):
         return None, None
     if mask.ndim == 2:
         mask = mask[:, filled : filled + tokens]
@@ -246,9 +246,7 @@ def read(mask: Any, filled: int, tokens: int) -> tuple[torch.Tensor | None, torc
     return real, earliest.flip(1).cummin(1).values.flip(1) >= place
 
 
-def documents(
-    positions: torch.Tensor, real: torch.Tensor | None, edges: torch.Tensor | None
-) -> torch.Tensor:
+def documents(positions: Tensor, real: Tensor | None, edges: Tensor | None) -> Tensor:
     """Return the length of each token's sequence, int64, as ``positions``: ``[rows, tokens]``.
 
     A row starts at its first ``real`` token; tokens before it get 0. A new document starts where
@@ -296,8 +294,8 @@ class Sequences:
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
     def frequencies(
-        self, site: RotarySite, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, site: RotarySite, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return those of the forward in progress, whose position ids are ``positions``."""
         forward = context.current(self)
         if forward is None:
@@ -308,9 +306,7 @@ class Sequences:
             )
         return forward.frequencies(site, positions, dtype)
 
-    def at_lengths(
-        self, site: RotarySite, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def at_lengths(self, site: RotarySite, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """``[lengths, pairs]`` and ``[lengths]``, float64."""
         method: Any = self.method  # dynamic methods compute frequencies and scaling by length
         inv_freq = method.inv_freq_at(site.rope, lengths)
@@ -333,16 +329,16 @@ class Sequences:
         rows, tokens = context.shape_of(given)
         cache, stored = context.cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
-        if isinstance(filled, torch.Tensor) and not hasattr(cache, context.NOTE):
+        if isinstance(filled, Tensor) and not hasattr(cache, context.NOTE):
             torch._assert_async(filled == 0, context.UNKNOWN)
             filled = 0
-        if isinstance(filled, torch.Tensor) or filled:
+        if isinstance(filled, Tensor) or filled:
             stored = getattr(cache, context.NOTE, None)
             if stored is None or stored.patch is not self.method or not stored.begun:
                 return False
             if len(stored.lengths) not in (1, rows):
                 return False
-            if isinstance(filled, torch.Tensor):
+            if isinstance(filled, Tensor):
                 if tokens > 1:  # may be the first tokens of a cache that was reset
                     return False
                 torch._assert_async(filled > 0, _FILLED)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.config.settings import RopeSettings, rope_settings, trained_length
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
@@ -41,7 +41,7 @@ class RotarySite:
     rope: Rope  # the embedding that the checkpoint was trained with
     # the checkpoint's frequencies, float32 on the CPU, [pairs]: from the buffer, or rebuilt if a
     # cast has rounded it
-    loaded: torch.Tensor
+    loaded: Tensor
     scaling: float  # factor of cosine and sine in the checkpoint
     rope_type: str  # transformers' name for the checkpoint's scaling
     local: bool  # whether only sliding-window layers use it
@@ -57,7 +57,7 @@ class RotarySite:
     raised: tuple[Mapping[str, Any], int] | None = None
     # patched buffer values, float32 on the CPU, by name; empty if transformers changes the
     # buffers itself
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -97,7 +97,7 @@ class RotarySite:
                 on_rotation *= number
         return on_rotation, on_softmax
 
-    def under(self, method: FrequencyMethod) -> tuple[torch.Tensor, float]:
+    def under(self, method: FrequencyMethod) -> tuple[Tensor, float]:
         """Frequencies (float64, ``[pairs]``) and scaling under ``method``."""
         scaling, _ = self.factors(method)
         inv_freq = method.inv_freq(self.rope)
@@ -230,11 +230,7 @@ def _require_in_use(decoder: nn.Module) -> None:
 
 
 def _site(
-    decoder: nn.Module,
-    name: str,
-    module: nn.Module,
-    layer_type: str | None,
-    length: int | None,
+    decoder: nn.Module, name: str, module: nn.Module, layer_type: str | None, length: int | None
 ) -> RotarySite:
     config = getattr(module, "config", None) or text_config(decoder)
     prefix = f"{layer_type}_" if layer_type else ""
@@ -305,7 +301,7 @@ def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, floa
     return found
 
 
-def _base(decoder: nn.Module, base: Any, loaded: torch.Tensor) -> float:
+def _base(decoder: nn.Module, base: Any, loaded: Tensor) -> float:
     if base is None and len(loaded) > 1 and 0 < loaded[1] < 1:
         return loaded[1].item() ** (-len(loaded))
     number = plain_number(base)
@@ -317,7 +313,7 @@ def _base(decoder: nn.Module, base: Any, loaded: torch.Tensor) -> float:
     return float(number)
 
 
-def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> torch.Tensor:
+def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> Tensor:
     """Return the frequencies that a buffer was loaded with, float32 on the CPU.
 
     They are rebuilt if the buffer is on the meta device, or was rounded by a cast to bfloat16 or
@@ -346,7 +342,7 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> t
     )
 
 
-def _is_rounded(found: torch.Tensor, built: torch.Tensor) -> bool:
+def _is_rounded(found: Tensor, built: Tensor) -> bool:
     """Whether ``found`` equals ``built`` after casts to bfloat16 and float16, in any order."""
     if found.shape != built.shape:
         return False

@@ -175,11 +175,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, ranges: Ranges
 def tiles(rows: int, columns: int, value_columns: int, size: int) -> dict[str, int]:
     """Return rows and keys of a tile, and warps, that fit in registers and 96 KiB.
 
-    Args:
-        rows: queries times the heads of a key.
-        columns: of queries and keys, padded to powers of two.
-        value_columns: of values, likewise.
-        size: bytes of a number.
+    ``rows`` are queries times the heads of a key; columns are padded to powers of two; ``size`` is
+    bytes per number.
     """
     width = max(columns, value_columns) * size  # bytes
     height = min(max(_power(rows), 16), 64 if width <= 256 else 32 if width <= 512 else 16)

@@ -53,6 +53,22 @@ class Block:
         apart = self.query_at[:, None] - self.key_at
         return apart.clamp(min=0).to(self.content.dtype)
 
+    def row_of(self, table: torch.Tensor) -> torch.Tensor:
+        """The row of each distance in a table, whose last row is for all larger distances."""
+        return self.distance.long().clamp(max=table.shape[-2] - 1)
+
+    def by_tables(self, of_query: torch.Tensor, of_key: torch.Tensor | None = None) -> torch.Tensor:
+        """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.
+
+        Tables are ``[heads or 1, distances, columns]``; larger distances share the last row.
+        """
+        found = self.query @ of_query.to(self.query).mT
+        more = found.gather(-1, self.row_of(of_query).expand(self.content.shape))
+        if of_key is not None:
+            found = of_key.to(self.key) @ self.key.mT
+            more = more + found.gather(-2, self.row_of(of_key).expand(more.shape))
+        return self.content + self.scale * more
+
 
 class Heads(NamedTuple):
     """The query heads of a layer: their number, columns per head, and columns of the values."""
@@ -291,23 +307,3 @@ def lengthened(
     if repeat:
         more = learned.narrow(dim, rows - 1, 1).expand_as(more)
     return torch.cat((learned, more), dim)
-
-
-def by_tables(
-    block: Block, of_query: torch.Tensor, of_key: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.
-
-    Tables are ``[heads or 1, distances, columns]``; larger distances share the last row.
-    """
-    found = block.query @ of_query.to(block.query).mT
-    more = found.gather(-1, row_of(block, of_query).expand(block.content.shape))
-    if of_key is not None:
-        found = of_key.to(block.key) @ block.key.mT
-        more = more + found.gather(-2, row_of(block, of_key).expand(more.shape))
-    return block.content + block.scale * more
-
-
-def row_of(block: Block, table: torch.Tensor) -> torch.Tensor:
-    """The row of each distance in a table, whose last row is for all larger distances."""
-    return block.distance.long().clamp(max=table.shape[-2] - 1)

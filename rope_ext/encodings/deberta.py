@@ -4,7 +4,7 @@ from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned, by_tables, lengthened
+from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned, lengthened
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 
@@ -71,4 +71,4 @@ class DeBERTa(InputEncoding):
         return lengthened(learned, initial, 1, repeat=True) if absolute is None else absolute
 
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
-        return 1 / math.sqrt(3) * by_tables(block, learned["key"], learned["query"])
+        return 1 / math.sqrt(3) * block.by_tables(learned["key"], learned["query"])

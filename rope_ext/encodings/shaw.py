@@ -2,17 +2,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import (
-    STD,
-    Block,
-    Encoding,
-    Heads,
-    Learned,
-    by_tables,
-    lengthened,
-    row_of,
-    sinusoid,
-)
+from rope_ext.encodings.base import STD, Block, Encoding, Heads, Learned, lengthened, sinusoid
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import register
 
@@ -71,14 +61,14 @@ class Shaw(Encoding):
         return lengthened(learned, initial, 0, repeat=True)
 
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
-        return by_tables(block, self._from_zero(learned["key"])[None])
+        return block.by_tables(self._from_zero(learned["key"])[None])
 
     def more(self, weights: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor | None:
         if not self.values:
             return None
         table = self._from_zero(learned["value"])
         total = weights.new_zeros(*weights.shape[:3], len(table))
-        total = total.scatter_add(-1, row_of(block, table).expand(weights.shape), weights)
+        total = total.scatter_add(-1, block.row_of(table).expand(weights.shape), weights)
         return total @ table.to(weights)
 
     def _from_zero(self, table: torch.Tensor) -> torch.Tensor:

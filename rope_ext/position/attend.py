@@ -96,10 +96,7 @@ def _mask(**arguments: Any) -> Any:
 
 def _innermost() -> PositionForward | None:
     """The innermost forward in progress under any position map."""
-    for forward in reversed(forward_context.stack):
-        if isinstance(forward, PositionForward):
-            return forward
-    return None
+    return next((x for x in forward_context.stack[::-1] if isinstance(x, PositionForward)), None)
 
 
 @run_eagerly(WHY)

@@ -14,13 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-)
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from rope_ext.attention.runs import BACK, goes_back
 from rope_ext.errors import CacheError, UnsupportedModelError
@@ -47,14 +42,6 @@ class CachedKeys:
     patch: tuple[Any, ...]  # must match to continue the cache
     counted: int | None = None  # slots up to which tokens are consecutive; None: all
     apart: bool = False  # whether rows may have padding between tokens
-
-
-def whole(cache: Any) -> StaticLayer | None:
-    """The first layer of a static cache that keeps every token; None for other caches."""
-    for layer in getattr(cache, "layers", ()):
-        if isinstance(layer, StaticLayer) and not layer.is_sliding:
-            return layer
-    return None
 
 
 def require_known(cache: Cache, patch: PositionMap) -> None:
@@ -86,11 +73,12 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
         return forward(0, tokens)
     if not isinstance(cache, Cache) or cache.offloading:
         return None
-    layer = whole(cache)
-    if layer is None:
+    layers = getattr(cache, "layers", ())
+    static = [x for x in layers if isinstance(x, StaticLayer) and not x.is_sliding]
+    if not static:
         length = cache.get_seq_length()
         return forward(0, tokens) if isinstance(length, int) and length == 0 else None
-    keys = getattr(cache, NOTE, None)
+    layer, keys = static[0], getattr(cache, NOTE, None)  # a layer that keeps every token
     if keys is not None and (keys.patch != patch.key or keys.counted is not None):
         return None
     if keys is None and not context.is_exporting():
@@ -118,11 +106,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
         first = -(self.sliding_window - 1 + SPARE)
         self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
         return keys, values
-
-    def reset(self) -> None:
-        """Keep every token again, since an empty cache may be used with any model."""
-        super().reset()
-        self.__class__ = DynamicLayer  # type: ignore[assignment]
 
     def crop(self, tokens_to_remove: int) -> None:
         count = abs(tokens_to_remove)

@@ -12,16 +12,9 @@ from transformers.cache_utils import Cache
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import inputs, learned, tensors
+from rope_ext.position import inputs, layers, learned, tensors
 from rope_ext.position.attend import NAME, Layer
 from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
-from rope_ext.position.layers import (
-    LAYER,
-    KeyProjection,
-    Layout,
-    find_key_projections,
-    find_layouts,
-)
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import context, hooks
@@ -50,7 +43,7 @@ class Installed:
             )
         refuse_presses(decoder.modules(), name, position_map.instead)
         sites = list(position_map.frequencies)
-        layouts = find_layouts(decoder, sites, position_map.instead)
+        layouts = layers.find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
         within = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
         if not within:
@@ -107,7 +100,7 @@ class Installed:
     def _put_layers(
         self,
         decoder: nn.Module,
-        layouts: dict[nn.Module, Layout | None],
+        layouts: dict[nn.Module, layers.Layout | None],
         kept: list[nn.Module],
         changes: Changes,
     ) -> None:
@@ -115,15 +108,15 @@ class Installed:
         position_map, encoding = self.map, self.map.encoding
         _ = position_map.reach  # cached, since a graph could not
         temperature = position_map.learned_temperature
-        projections: dict[nn.Module, KeyProjection] = {}
+        projections: dict[nn.Module, layers.KeyProjection] = {}
         if encoding.projected:
             sites = list(position_map.frequencies)
-            projections = find_key_projections(decoder, sites, self.mapped)
+            projections = layers.find_key_projections(decoder, sites, self.mapped)
         numbers: dict[tuple, int] = {}
         for module, layout in layouts.items():
             window = position_map.window if module in kept else None
             if layout is None or (module in kept and window is None):
-                set_attribute(module, LAYER, Layer(position_map), changes)
+                set_attribute(module, layers.LAYER, Layer(position_map), changes)
                 continue
             owner = None
             if window is None and encoding.changes_logits():
@@ -147,7 +140,7 @@ class Installed:
                 learned.put(module, learned.TEMPERATURE, scales, changes)
             number = numbers.setdefault((layout, window), len(numbers))
             layer = Layer(position_map, layout, number, window, owner)
-            set_attribute(module, LAYER, layer, changes)
+            set_attribute(module, layers.LAYER, layer, changes)
             self._copy_constants(layout.site, layer)
 
     def _copy_constants(self, site: RotarySite, layer: Layer) -> None:
@@ -193,20 +186,14 @@ class Installed:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
         context.forget_failed_exports()
-        given = context.arguments(decoder, args, kwargs)
-        forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
+        given, forward = context.arguments(decoder, args, kwargs), None
+        traces = torch.compiler.is_compiling() and not context.is_sharded()
+        if traces and self._config._attn_implementation == NAME:  # else an error is raised eagerly
+            forward = tensors.traced(self.map, decoder, given)
         if forward is None:
             self._begin(given)
         else:
             context.forward_context.stack.append(forward)
-
-    def traceable(self) -> bool:
-        """Whether a graph is being traced, and no error has to be raised eagerly."""
-        return (
-            torch.compiler.is_compiling()
-            and not context.is_sharded()
-            and self._config._attn_implementation == NAME
-        )
 
     @context.run_eagerly(tensors.WHY)
     def _begin(self, given: dict[str, Any]) -> None:

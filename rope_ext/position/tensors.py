@@ -126,18 +126,11 @@ def _seeing_ahead(
 
 
 class Step:
-    """State that layers of one layout share in a forward; never synchronizes with a GPU.
+    """State that layers of one layout share in a forward, on one device.
 
-    Except in eager forwards of many queries or with a mask.
-
-    Args:
-        forward: on the device of the layers.
-        rotations: of the layout.
-        tempered: whether queries get the temperature.
-        biased: whether layers have a bias.
-        offset: slot of the first key, for caches that keep only the last ones.
-        mask: the layers' mask, for forwards that are not traced.
-        whole: whether :meth:`dense` is needed for any number of queries.
+    Never synchronizes with a GPU if it is traced, or has few queries and no mask. ``offset`` is the
+    slot of the first key, for caches that keep only the last ones; ``mask`` is given if the forward
+    is not traced. ``whole``: :meth:`dense` is needed, also where there are runs.
     """
 
     runs: list[Run] | None = None  # all queries in runs of consecutive tokens, if they are

@@ -4,8 +4,6 @@ A position map rotates a query differently for near and far keys. The causal tri
 disjoint bands, and within a band, each query and each key has one rotation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,13 +177,13 @@ class Places:
         return found.movedim(1, 0) if found.dim() == 4 else found
 
     @classmethod
-    def following(cls, call: Call, query: Tensor, key: Tensor) -> Places:
+    def following(cls, call: Call, query: Tensor, key: Tensor) -> "Places":
         """Return consecutive positions from ``call.start`` on; the queries are the last keys."""
         positions = torch.arange(call.start, call.start + key.shape[2], device=key.device)
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
 
     @classmethod
-    def in_slots(cls, query: Tensor, key: Tensor, real: Tensor, filled: int | Tensor) -> Places:
+    def in_slots(cls, query: Tensor, key: Tensor, real: Tensor, filled: int | Tensor) -> "Places":
         """Return the places of queries in the slots from ``filled`` on, whose positions may repeat.
 
         A token never sees later slots. Tensors are ``[rows or 1, tokens]``; ``real`` is True for

@@ -1,7 +1,5 @@
 """Properties of CUDA GPUs that decide which kernels can be compiled for them."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -5,8 +5,6 @@ are computed on the device once per step, for all layers, without synchronizing;
 compiled steps and CUDA graphs run the same code. Queries and near keys are rotated in registers.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

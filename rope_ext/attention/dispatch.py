@@ -4,8 +4,6 @@ Graphs would unroll the tiles and blocks of kernels, and cannot read positions. 
 everything but FlexAttention is one operator with gradients, as is every fused call that trains.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ Outputs are merged by their log-sum-exps, and the backward pass passes each call
 and log-sum-exp, as in ring attention (Liu et al. 2023).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 This reads positions, which is not possible in a graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

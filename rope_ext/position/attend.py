@@ -4,8 +4,6 @@
 change the layer; in plain operations for few queries and for arbitrary masks; or with a kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ If layers compute positions, the rotary module rotates by zero. Keys are rotated
 the cache, and queries before attention, which then needs no positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast

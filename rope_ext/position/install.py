@@ -1,7 +1,5 @@
 """Installs a position map on a decoder: hooks, learned modules and the attention function."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -9,8 +9,6 @@ times larger than others, and some are zero. So random numbers replace the outpu
 and norms in attention layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast

@@ -1,7 +1,5 @@
 """Defines position maps, and rotation tables that move queries and keys to a band's positions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

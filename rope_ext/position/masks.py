@@ -10,8 +10,6 @@ Unknown functions are treated as arbitrary masks: their layers compute dense log
 correct but slow. Unrecognized packed documents raise an error, since their positions decrease.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, cast
@@ -110,7 +108,7 @@ class BatchMask:
         assert self.owner is not None, "generation made this mask, and no forward has used it yet"
         return self.owner
 
-    def contiguous(self) -> BatchMask:
+    def contiguous(self) -> "BatchMask":
         """Called by generate on a prepared mask."""
         return self
 

@@ -6,8 +6,6 @@ also use this, to avoid reading values on a GPU. Forwards that tensors cannot ex
 which breaks the graph.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple

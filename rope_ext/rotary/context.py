@@ -4,8 +4,6 @@ It is thread-local because several threads may serve the same model. State that 
 call belongs to a request and is stored on its cache.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

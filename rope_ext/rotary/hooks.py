@@ -9,8 +9,6 @@ and values of earlier tokens were computed with them. A request's state is store
 in its thread while it runs, since several threads may serve one model.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass, field
@@ -42,7 +40,7 @@ class RotaryHook:
     inv_freq: Tensor  # float64, [pairs]
     scaling: float
     precise: bool  # compute angles in float64; else in float32, as transformers does
-    sequences: Sequences | None  # a dynamic method's; they have their own frequencies and scaling
+    sequences: "Sequences | None"  # a dynamic method's; they have their own frequencies and scaling
 
     def put(self, changes: Changes) -> None:
         """Hook the module of the site until ``changes`` are undone."""

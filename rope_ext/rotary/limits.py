@@ -1,7 +1,5 @@
 """Warns once if inputs, a draft model or an adapter do not match a model's extension."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

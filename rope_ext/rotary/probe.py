@@ -7,8 +7,6 @@ Unsloth and similar packages replace methods of transformers classes. Their repl
 the output of the rotary module. Hooks of kvpress drop keys.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

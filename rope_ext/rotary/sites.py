@@ -4,8 +4,6 @@ Nothing here depends on the model family. A rotary site is a buffer whose name e
 ``inv_freq``, and ``probe`` verifies how its module uses it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -7,8 +7,6 @@ Where new values in rotary buffers are enough, the model's own code computes cos
 caches, attention kernels and compilation work as before; ``hooks`` handles the other cases.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

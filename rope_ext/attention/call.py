@@ -32,17 +32,11 @@ def part_of(rotation: Rotation, tokens: slice) -> Rotation:
 
 @dataclass(frozen=True)
 class RotatedBand:
-    """One band of the causal triangle, and the rotations of its queries and keys.
+    """One band of the causal triangle, and the rotations of its queries and keys."""
 
-    Args:
-        geometry: which keys each query sees in the band. The bands of a call are disjoint.
-        query: rotation of each query, ``[queries or 1, pairs]``.
-        key: rotation of each key, ``[keys or 1, pairs]``.
-    """
-
-    geometry: Geometry
-    query: Rotation
-    key: Rotation
+    geometry: Geometry  # which keys each query sees; the bands of a call are disjoint
+    query: Rotation  # of each query, [queries or 1, pairs]
+    key: Rotation  # of each key, [keys or 1, pairs]
 
 
 @dataclass(frozen=True)

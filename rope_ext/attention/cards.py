@@ -16,17 +16,11 @@ A100, H100, SLACK = 163 * 2**10, 227 * 2**10, 2**10
 
 
 class Card(NamedTuple):
-    """A GPU and the software that compiles kernels for it.
+    """A GPU and the software that compiles kernels for it."""
 
-    Args:
-        capability: such as ``(8, 6)``.
-        shared: bytes of shared memory available to a thread block.
-        compiles: whether Triton and its C compiler are installed.
-    """
-
-    capability: tuple[int, int]
-    shared: int
-    compiles: bool
+    capability: tuple[int, int]  # such as (8, 6)
+    shared: int  # bytes of shared memory available to a thread block
+    compiles: bool  # whether Triton and its C compiler are installed
 
     @property
     def version(self) -> str:

@@ -25,19 +25,12 @@ def goes_back(places: Tensor, real: Tensor) -> Tensor:
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of one sequence, in all rows that have them in the same slots.
+    """Consecutive tokens of one sequence, in all rows that have them in the same slots."""
 
-    Args:
-        rows: None: all.
-        keys: slots of its keys; the last ones are those of its queries.
-        queries: its queries among the new tokens.
-        start: position of its first key.
-    """
-
-    rows: list[int] | None
-    keys: slice
-    queries: slice
-    start: int
+    rows: list[int] | None  # None: all
+    keys: slice  # slots of its keys; the last ones are those of its queries
+    queries: slice  # its queries among the new tokens
+    start: int  # position of its first key
 
 
 def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] | None:

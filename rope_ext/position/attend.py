@@ -1,7 +1,7 @@
 """Attention function and mask function of models under a position map.
 
-:func:`_by_layer` chooses how a layer computes attention: like transformers if the map does not
-change the layer; in plain operations for few queries and for arbitrary masks; or with a kernel.
+A layer that the map does not change attends like transformers; for the others, ``tensors.Step``
+chooses between plain operations (few queries, arbitrary masks) and kernels.
 """
 
 from collections.abc import Callable, Iterator

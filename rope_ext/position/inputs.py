@@ -157,9 +157,7 @@ def enter_heads(
 class _RotatingCache:
     """Wraps a layer's cache in one forward, and rotates its new tokens.
 
-    Args:
-        pairs: the columns that rotate together.
-        angles: radians, ``[rows, key heads, tokens, pairs]``.
+    ``angles`` are in radians, ``[rows, key heads, tokens, pairs]``.
     """
 
     def __init__(self, pairs: Pairs, angles: torch.Tensor) -> None:

@@ -184,14 +184,17 @@ class Installed:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
         context.forget_failed_exports()
-        given, forward = context.arguments(decoder, args, kwargs), None
-        traces = torch.compiler.is_compiling() and not context.is_sharded()
-        if traces and self._config._attn_implementation == NAME:  # else an error is raised eagerly
-            forward = tensors.traced(self.map, decoder, given)
+        given = context.arguments(decoder, args, kwargs)
+        forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
         if forward is None:
             self._begin(given)
         else:
             context.forward_context.stack.append(forward)
+
+    def traceable(self) -> bool:
+        """Whether a graph is being traced, and no error has to be raised eagerly."""
+        native = self._config._attn_implementation != NAME
+        return torch.compiler.is_compiling() and not context.is_sharded() and not native
 
     @context.run_eagerly(tensors.WHY)
     def _begin(self, given: dict[str, Any]) -> None:

@@ -26,10 +26,8 @@ Origin = int | torch.Tensor
 class RotationTable:
     """Cosines and sines of ``to(t) - stored(t)`` for t = 0, 1, 2, ..., computed once on demand.
 
-    Args:
-        to: position of queries or keys in the band.
-        stored: position that they are already rotated to.
-        inv_freq: ``[pairs]``; angles are computed in its dtype.
+    Queries or keys are rotated to ``stored`` already. Angles are computed in the dtype of
+    ``inv_freq``, ``[pairs]``.
     """
 
     constants = ("inv_freq",)
@@ -70,13 +68,10 @@ class RotationTable:
 class Decay:
     """Factors ``exp(growth (t - origin))`` instead of cosines: pairs are scaled, not rotated.
 
-    Queries and keys have opposite growths, so the origin cancels in their products. It must be
-    close to the queries: then the factors of queries and of the keys they see are at most
-    :attr:`MOST`, representable in any dtype, and the factors of distant keys vanish, as they
-    should. In float64 queries may be :attr:`MOST_REACHES` times as far apart.
-
-    Args:
-        growth: growth of the logarithm per token, ``[pairs]``.
+    ``growth`` is that of the logarithm per token, ``[pairs]``. Queries and keys have opposite ones,
+    so the origin cancels in their products. It must be close to the queries: then the factors of
+    queries and of the keys they see are at most :attr:`MOST`, representable in any dtype, and those
+    of distant keys vanish. In float64 queries may be :attr:`MOST_REACHES` times as far apart.
     """
 
     constants = ("growth",)

@@ -82,11 +82,6 @@ class BatchMask:
         owner: the forward; None if generate creates a static cache's mask before it.
         arguments: arguments with which transformers requested a mask; None: a ready mask.
         given: the ready mask, bool or additive, ``[rows, 1, queries, keys]``.
-
-    Attributes:
-        plain: whether it is causal, as needed in a compiled forward.
-        valid: padding of all slots, ``[rows, slots]``, if it is created before a forward.
-        ready: the mask itself, for a single query.
     """
 
     ndim = 4  # transformers then treats it as a prepared mask
@@ -98,9 +93,10 @@ class BatchMask:
         given: torch.Tensor | None = None,
     ) -> None:
         self.owner, self.arguments, self.given = owner, arguments, given
-        self.valid: torch.Tensor | None = None
-        self.ready: torch.Tensor | None = None
-        self.plain = True
+        # Set if it is created before a forward, which may be compiled:
+        self.valid: torch.Tensor | None = None  # padding of all slots, [rows, slots]
+        self.ready: torch.Tensor | None = None  # the mask itself, for a single query
+        self.plain = True  # whether it is causal
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
 
     @property

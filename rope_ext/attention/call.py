@@ -134,23 +134,14 @@ def by_distance(bias: Tensor, first: int, queries: int, keys: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Positions of queries and keys that are not consecutive, and a mask.
+    """Positions of queries and keys that are not consecutive, and a mask."""
 
-    Args:
-        query: positions of the queries, int64, ``[queries]`` or ``[batch, queries]``, in any order
-            and with any gaps.
-        key: positions of the keys, ``[keys]`` or ``[batch, keys]``.
-        mask: bool, broadcast to ``[batch, heads, queries, keys]``; False hides. None hides nothing.
-        newest: index of the last key that a query sees, ``[queries]``: later keys are hidden even
-            at the same position. None: visibility depends on positions only.
-        made: cache for visible keys, shared by calls with the same places; None: no cache.
-    """
-
-    query: Tensor
-    key: Tensor
-    mask: Tensor | None = None
+    query: Tensor  # int64, [queries] or [batch, queries], in any order and with any gaps
+    key: Tensor  # [keys] or [batch, keys]
+    mask: Tensor | None = None  # bool, broadcast to [batch, heads, queries, keys]; False hides
+    # The last key that a query sees, [queries]: later ones are hidden even at the same position.
     newest: Tensor | None = None
-    made: dict[Any, Any] | None = None
+    made: dict[Any, Any] | None = None  # cache for visible keys, for calls with the same places
 
     def sees(self, geometry: Geometry, queries: slice, keys: slice) -> Tensor:
         """Return which keys these queries see, ``[queries, keys]``, or by row and head."""

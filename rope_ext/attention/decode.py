@@ -28,27 +28,20 @@ SPLITS = 32
 class Ranges:
     """Slot ranges that queries see, and rotations; shared by all layers with the same layout.
 
-    Args:
-        low: the first slot that a query sees in a band, int32, ``[bands, rows or 1, queries]``;
-            :data:`NOTHING` if it sees none. The bands whose keys are rotated come first.
-        high: one past the last slot; 0 if it sees none.
-        origin: slot of position 0, int32, ``[rows or 1]``.
-        filled: slot of the first query, int32, ``[1]``.
-        query: rotations of queries, float32, ``[bands, rows or 1, queries, pairs]``; None: none.
-        query_rotated: bit ``b`` is set if band ``b`` rotates its queries.
-        key: rotations of keys by position, ``[rotated bands, positions, pairs]``; None: none.
-        temperature: factor for every query, float32, ``[rows or 1, queries]``; None: no factor.
-        launchers: prepared launches of this step, by what its layers may differ in.
+    Bands whose keys are rotated come first.
     """
 
+    # The first slot that a query sees in a band, int32, [bands, rows or 1, queries]; NOTHING if it
+    # sees none; and one past the last slot; 0 if it sees none.
     low: Tensor
     high: Tensor
-    origin: Tensor
-    filled: Tensor
-    query: Rotation
-    query_rotated: int
-    key: Rotation
-    temperature: Tensor | None
+    origin: Tensor  # slot of position 0, int32, [rows or 1]
+    filled: Tensor  # slot of the first query, int32, [1]
+    query: Rotation  # of queries, float32, [bands, rows or 1, queries, pairs]
+    query_rotated: int  # bit b is set if band b rotates its queries
+    key: Rotation  # of keys by position, [rotated bands, positions, pairs]
+    temperature: Tensor | None  # factor for every query, float32, [rows or 1, queries]
+    # Prepared launches of this step, by what its layers may differ in.
     launchers: dict[Any, Callable[..., Tensor]] = field(default_factory=dict)
 
 

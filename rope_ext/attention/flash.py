@@ -31,10 +31,7 @@ It spends about 50 ms on a plan for each new shape.
 
 
 class Tile(NamedTuple):
-    """Ranges of queries and keys, in ``blocks`` of equal size.
-
-    Each block starts ``rows`` queries and ``keys`` keys after the previous one.
-    """
+    """Ranges of queries and keys, in ``blocks`` of ``rows`` and ``keys`` that follow each other."""
 
     shape: int
     row: int

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rope_ext.errors import OptionError
 from rope_ext.methods.checked import Positive
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope
 
-Learned = Mapping[str, torch.Tensor]
+Learned = Mapping[str, Tensor]
 Bounds = Mapping[str, tuple[float, float]]
 
 
@@ -39,25 +40,25 @@ class Block:
         scale: factor of the query-key products in ``content``.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    content: torch.Tensor
-    query_at: torch.Tensor
-    key_at: torch.Tensor
-    visible: torch.Tensor
+    query: Tensor
+    key: Tensor
+    content: Tensor
+    query_at: Tensor
+    key_at: Tensor
+    visible: Tensor
     scale: float
 
     @property
-    def distance(self) -> torch.Tensor:
+    def distance(self) -> Tensor:
         """Tokens from each query to each key, in the dtype of ``content``; 0 for later keys."""
         apart = self.query_at[:, None] - self.key_at
         return apart.clamp(min=0).to(self.content.dtype)
 
-    def row_of(self, table: torch.Tensor) -> torch.Tensor:
+    def row_of(self, table: Tensor) -> Tensor:
         """The row of each distance in a table, whose last row is for all larger distances."""
         return self.distance.long().clamp(max=table.shape[-2] - 1)
 
-    def by_tables(self, of_query: torch.Tensor, of_key: torch.Tensor | None = None) -> torch.Tensor:
+    def by_tables(self, of_query: Tensor, of_key: Tensor | None = None) -> Tensor:
         """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.
 
         Tables are ``[heads or 1, distances, columns]``; larger distances share the last row.
@@ -126,11 +127,11 @@ class Encoding(PositionMethod):
         """Whether layers rotate by positions that they compute from their hidden states."""
         return cls.places is not Encoding.places
 
-    def initial_positions(self, columns: int, heads: int) -> dict[str, torch.Tensor]:
+    def initial_positions(self, columns: int, heads: int) -> dict[str, Tensor]:
         """The initial parameters of :meth:`places` in a layer with ``heads`` key heads."""
         return {}
 
-    def places(self, x: torch.Tensor, t: torch.Tensor, learned: Learned) -> torch.Tensor:
+    def places(self, x: Tensor, t: Tensor, learned: Learned) -> Tensor:
         """Positions to rotate queries and keys by, ``[rows, key heads, tokens]``.
 
         They depend on the token alone, so that keys can be rotated before caching. ``x`` is
@@ -150,22 +151,22 @@ class Encoding(PositionMethod):
         """Number of tokens that layers with RoPE attend to; None: all."""
         return None
 
-    def phase(self, t: torch.Tensor) -> torch.Tensor | None:
+    def phase(self, t: Tensor) -> Tensor | None:
         """Additional rotation in radians of every pair at ``t`` (float64); None: 0."""
         return None
 
-    def growth(self, pairs: int) -> torch.Tensor | None:
+    def growth(self, pairs: int) -> Tensor | None:
         """Growth of the logarithm of a query, and decrease of that of a key, per token.
 
         Float64, ``[pairs]``, 0 or less, so that logits fall with the distance. None: no growth.
         """
         return None
 
-    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, Tensor]:
         """The initial learned parameters by name: float32, reproducible by torch's seed."""
         return {}
 
-    def constants(self, heads: Heads, device: torch.device) -> dict[str, torch.Tensor]:
+    def constants(self, heads: Heads, device: torch.device) -> dict[str, Tensor]:
         """Fixed tensors that :meth:`logits` gets with the learned parameters, by name: float32."""
         return {}
 
@@ -177,7 +178,7 @@ class Encoding(PositionMethod):
         """
         return {}
 
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+    def grown(self, name: str, learned: Tensor, initial: Tensor) -> Tensor | None:
         """Parameters learned with other options, in the shape of ``initial``.
 
         None if there is no exact conversion; patching then raises an error.
@@ -188,7 +189,7 @@ class Encoding(PositionMethod):
         """Distance (tokens) from which on the bias is constant; None: it never is."""
         return None
 
-    def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor | None:
+    def bias(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
         """The term that is added to the logits; None: no bias.
 
         ``[heads, n]`` for ``distance``, tokens from query to key, 0, 1, 2, ..., float32 or better,
@@ -196,7 +197,7 @@ class Encoding(PositionMethod):
         """
         return None
 
-    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> Tensor:
         """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
 
         ``learned`` also has the :meth:`constants` and, if ``projected``, ``key_projection``: the
@@ -205,7 +206,7 @@ class Encoding(PositionMethod):
         """
         raise NotImplementedError
 
-    def more(self, weights: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor | None:
+    def more(self, weights: Tensor, block: Block, learned: Learned) -> Tensor | None:
         """A term added to the output, ``[batch, heads, rows, value columns]``, or None.
 
         ``weights``: ``[batch, heads, rows, keys]``, float32 or better, after the softmax.
@@ -225,7 +226,7 @@ class InputEncoding(Encoding):
     tabled: ClassVar[bool] = False  # ``p`` of a position depends on all earlier ones
     extension: ClassVar[str] = ""  # what reaches beyond the table, for an error
 
-    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
+    def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, Tensor]:
         """The initial learned parameters by name, as in :meth:`initial`.
 
         ``size`` is the root mean square of the input of the first layer.
@@ -245,17 +246,17 @@ class InputEncoding(Encoding):
                 f"train the rest"
             )
 
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
+    def grown(self, name: str, learned: Tensor, initial: Tensor) -> Tensor | None:
         return lengthened(learned, initial, 0, repeat=False) if name == "table" else None
 
-    def p(self, t: torch.Tensor, columns: int, rope: Rope, learned: Learned) -> torch.Tensor:
+    def p(self, t: Tensor, columns: int, rope: Rope, learned: Learned) -> Tensor:
         """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
 
         If ``tabled``, ``t`` is ``0, 1, 2, ...``, in the dtype in which to compute.
         """
         return learned["table"][t.long()]
 
-    def join(self, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def join(self, x: Tensor, p: Tensor) -> Tensor:
         return x + p
 
 
@@ -271,7 +272,7 @@ class Sized(InputEncoding):
     scale: Positive | None = None
 
 
-def sinusoid(t: torch.Tensor, columns: int, base: float) -> torch.Tensor:
+def sinusoid(t: Tensor, columns: int, base: float) -> Tensor:
     """``sin(t / base^(2i / columns))`` in column ``2i`` and the cosine next to it: float32."""
     even = torch.arange(0, columns, 2, dtype=t.dtype, device=t.device)
     angles = t.unsqueeze(-1) * base ** -(even / columns)
@@ -279,7 +280,7 @@ def sinusoid(t: torch.Tensor, columns: int, base: float) -> torch.Tensor:
     return both.flatten(-2)[..., :columns]
 
 
-def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, torch.Tensor]:
+def linear(name: str, outputs: int, inputs: int, *kernel: int) -> dict[str, Tensor]:
     """Weight and bias of a linear layer or convolution, with torch's default initialization."""
     fan = inputs
     for size in kernel:
@@ -292,9 +293,7 @@ STD = 0.02
 """Standard deviation of initial tables, as for embeddings in transformers."""
 
 
-def lengthened(
-    learned: torch.Tensor, initial: torch.Tensor, dim: int, *, repeat: bool
-) -> torch.Tensor | None:
+def lengthened(learned: Tensor, initial: Tensor, dim: int, *, repeat: bool) -> Tensor | None:
     """A longer table that begins with the rows of a shorter one; None if it is not longer.
 
     With ``repeat``, new rows copy the last one, which all larger distances shared; else they are

@@ -3,6 +3,7 @@ from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from rope_ext.encodings.base import Block, Bounds, Encoding, Heads, Learned, linear
 from rope_ext.encodings.fire import FIRE
@@ -55,7 +56,7 @@ class DAPE(Encoding):
     def bounds(self) -> Bounds:
         return {} if self._bias is None else self._bias.bounds
 
-    def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
+    def initial(self, heads: Heads) -> dict[str, Tensor]:
         kernel = (self.width,) if self.version == 2 else ()
         of_bias = {} if self._bias is None else self._bias.initial(heads)
         prefix = _FIRE if self.on == "fire" else ""
@@ -70,7 +71,7 @@ class DAPE(Encoding):
         of_bias = 0 if self._bias is None else self._bias.pair_width(heads)
         return 4 * heads + 2 * self.hidden + of_bias
 
-    def logits(self, block: Block, learned: Learned) -> torch.Tensor:
+    def logits(self, block: Block, learned: Learned) -> Tensor:
         given = content = block.content
         if self._bias is not None:
             bias = self._added(self._bias, block, learned).expand_as(content)
@@ -80,7 +81,7 @@ class DAPE(Encoding):
         return content + adapt(given, block, learned)
 
     @staticmethod
-    def _added(bias: Encoding, block: Block, learned: Learned) -> torch.Tensor:
+    def _added(bias: Encoding, block: Block, learned: Learned) -> Tensor:
         """The bias ``B``, ``[heads, rows, keys]``."""
         if isinstance(bias, FIRE):
             own = {k.removeprefix(_FIRE): x for k, x in learned.items() if k.startswith(_FIRE)}
@@ -92,7 +93,7 @@ class DAPE(Encoding):
         every = torch.arange(int(distance.max()) + 1, dtype=distance.dtype, device=distance.device)
         return not_none(bias.bias(every, heads, learned))[:, distance.long()]
 
-    def _alone(self, both: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor:
+    def _alone(self, both: Tensor, block: Block, learned: Learned) -> Tensor:
         x = both.flatten(2)
         for name in ("first", "second"):
             weight, bias = _layer(name, learned, x)
@@ -100,7 +101,7 @@ class DAPE(Encoding):
             x = torch.baddbmm(bias[:, None], weight.expand(len(x), -1, -1), x)
         return x.unflatten(2, both.shape[2:])
 
-    def _beside(self, both: torch.Tensor, block: Block, learned: Learned) -> torch.Tensor:
+    def _beside(self, both: Tensor, block: Block, learned: Learned) -> Tensor:
         """Version 2: visible keys form one sequence, with hidden keys between them skipped."""
         visible = block.visible.expand(len(both), 1, *both.shape[2:])
         both = both * visible
@@ -116,9 +117,7 @@ class DAPE(Encoding):
             return x
         return torch.empty_like(x).scatter(-1, order.expand_as(x), x)
 
-    def _convolved(
-        self, both: torch.Tensor, visible: torch.Tensor, learned: Learned
-    ) -> torch.Tensor:
+    def _convolved(self, both: Tensor, visible: Tensor, learned: Learned) -> Tensor:
         """Convolve keys that are visible without a gap.
 
         The hidden layer continues beyond the last key that a query attends to, as in all rows of a
@@ -133,5 +132,5 @@ class DAPE(Encoding):
         return F.conv2d(F.pad(x, (side, 0)), weight.unsqueeze(2), bias)
 
 
-def _layer(name: str, learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _layer(name: str, learned: Learned, like: Tensor) -> tuple[Tensor, Tensor]:
     return learned[f"{name}_weight"].to(like), learned[f"{name}_bias"].to(like)

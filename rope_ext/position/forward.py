@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ COUNTED = (
     "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
     "on the left (padding_side='left' of the tokenizer)"
 )
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -293,7 +292,7 @@ class PositionForward(ForwardContext):
         if getattr(cache, NOTE, None) != new:
             setattr(cache, NOTE, new)
 
-    def shared(self, name: Any, make: Callable[[], _Made]) -> _Made:
+    def shared(self, name: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` computes in the first layer, for all layers."""
         if name not in self.made:
             self.made[name] = make()

@@ -157,10 +157,7 @@ def _path(decoder: nn.Module, module: nn.Module) -> str:
 
 
 class _Seen(NamedTuple):
-    """One attention call, with a row for each rotation.
-
-    ``hidden`` is the layer's first argument; ``returned`` are the outputs of its submodules.
-    """
+    """One attention call, with a row for each rotation."""
 
     module: nn.Module
     query: torch.Tensor
@@ -168,8 +165,8 @@ class _Seen(NamedTuple):
     value_columns: int
     window: int | None  # the layer's window
     scaling: float | None
-    hidden: Any
-    returned: dict[nn.Module, torch.Tensor]
+    hidden: Any  # the layer's first argument
+    returned: dict[nn.Module, torch.Tensor]  # the outputs of its submodules
 
 
 @torch.no_grad()

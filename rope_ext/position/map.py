@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rope_ext.attention.call import Rotation
 from rope_ext.encodings import Encoding
@@ -19,7 +20,7 @@ from rope_ext.position.layers import Layout
 from rope_ext.rotary.context import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
-Origin = int | torch.Tensor
+Origin = int | Tensor
 """A position close to the queries: one for all rows, or one per row, ``[rows, 1]``."""
 
 
@@ -32,13 +33,13 @@ class RotationTable:
 
     constants = ("inv_freq",)
 
-    def __init__(self, to: Map, stored: Map, inv_freq: torch.Tensor) -> None:
+    def __init__(self, to: Map, stored: Map, inv_freq: Tensor) -> None:
         self.to, self.stored, self.inv_freq = to, stored, inv_freq
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
-        self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
 
-    def at(self, t: torch.Tensor, dtype: torch.dtype, origin: Origin = 0) -> Rotation:
+    def at(self, t: Tensor, dtype: torch.dtype, origin: Origin = 0) -> Rotation:
         """For any positions, ``[tokens, pairs]``."""
         if self.idle:
             return None
@@ -80,17 +81,15 @@ class Decay:
     MOST_REACHES = 250
     _LEAST = 1e-26  # negligible times MOST, and not a subnormal number
 
-    def __init__(self, growth: torch.Tensor) -> None:
+    def __init__(self, growth: Tensor) -> None:
         self.growth = growth
 
     @classmethod
-    def reach(cls, growth: torch.Tensor) -> int:
+    def reach(cls, growth: Tensor) -> int:
         """Maximum distance in tokens between queries that share an origin in their middle."""
         return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
 
-    def at(
-        self, t: torch.Tensor, dtype: torch.dtype, origin: Origin = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, t: Tensor, dtype: torch.dtype, origin: Origin = 0) -> tuple[Tensor, Tensor]:
         """For any positions, ``[tokens, pairs]``."""
         growth = cached_on_device(self, "growth", t.device)
         numbers = ((t - origin).double().unsqueeze(-1) * growth).exp()
@@ -100,7 +99,7 @@ class Decay:
 
     def between(
         self, first: int, last: int, device: torch.device, dtype: torch.dtype, origin: Origin = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """For the positions from ``first`` to ``last - 1``."""
         return self.at(torch.arange(first, last, device=device), dtype, origin)
 
@@ -115,7 +114,7 @@ class PositionMap:
 
     method: PositionMethod  # resolved
     rope: Rope  # the trained embedding, after the frequency method if there is one
-    frequencies: dict[RotarySite, tuple[torch.Tensor, float]]  # float64, and scaling
+    frequencies: dict[RotarySite, tuple[Tensor, float]]  # float64, and scaling
     label: str  # the full description of the patch
     precise: bool  # compute angles in float64 instead of float32, which transformers uses
     kernel: str
@@ -145,7 +144,7 @@ class PositionMap:
         """The position map with which cached keys are rotated."""
         return self.bands[-1].key
 
-    def inv_freq(self, site: RotarySite, device: torch.device) -> torch.Tensor:
+    def inv_freq(self, site: RotarySite, device: torch.device) -> Tensor:
         """Inverse frequencies, float64, ``[pairs]``, cached on the device."""
         return cached_on_device(self._constants[site], "inv_freq", device)
 
@@ -190,7 +189,7 @@ class PositionMap:
         made = self.method.tempered(self.rope)
         return made if isinstance(made, SSMax) else None
 
-    def temperature(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def temperature(self, t: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return factors of queries at positions ``t``, ``[tokens]``; None if all are 1.
 
         Excludes :attr:`learned_temperature`.

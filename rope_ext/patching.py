@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,7 +21,7 @@ from rope_ext.apply import configuration, gguf_source
 from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.recommendation import Recommendation
-from rope_ext.config.record import FIELD, Record
+from rope_ext.config.record import FIELD, SIDECAR, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -29,7 +32,8 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary.limits import add_warnings
+from rope_ext.rotary.calls import arguments
+from rope_ext.rotary.context import cache_among
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -39,7 +43,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo
+from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
@@ -56,19 +60,10 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(PatchTarget, Applied):
     """An active patch: what was requested, what was changed, and how to undo it."""
 
-    method: Method
     options: Options
-    decoder: nn.Module
-    outermost: Any  # the top-level configuration, which may nest the text model's
-    sites: list[RotarySite]
-    scaled: list[RotarySite]
-    target_length: int  # tokens
-    precise: bool
-    native: bool  # whether plain transformers reloads the patch from the configuration
-    notes: tuple[str, ...]
     record: Record
     changes: Changes
 
@@ -212,7 +207,7 @@ def patch(
             folder,
         )
     # A problem only if plain transformers silently computes something else.
-    prefix = "sequences: " if state.native else "saving: "
+    prefix = "sequences: " if state.saved.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
         _logger.log(level, "rope_ext: %s on %s: %s", method.name, family, note)
@@ -380,23 +375,13 @@ def _patch(
         configuration.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
-        add_warnings(place, record, changes)
+        _add_warnings(place, record, changes)
     except BaseException:
         undo(changes)
         raise
+    applied = replace(applied, notes=tuple(notes))
     decoder.__dict__[_STATE] = Patch(
-        method=applied.method,
-        options=options,
-        decoder=decoder,
-        outermost=model.config,
-        sites=sites,
-        scaled=scaled,
-        target_length=applied.target_length,
-        precise=applied.precise,
-        native=saved.native,
-        notes=tuple(notes),
-        record=record,
-        changes=changes,
+        **vars(place), **vars(applied), options=options, record=record, changes=changes
     )
 
 
@@ -416,14 +401,9 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
 def _noted(place: PatchTarget, method: Method, options: Options, changes: Changes) -> Applied:
     rope = options.rope(place.scaled[0].rope)
     length = method.target_length(rope)
-    return Applied(
-        method=method.resolved(rope),
-        target_length=length,
-        saved=Written({}, False, {}, UNSAVED.format(REFUSED)),
-        plain=False,
-        precise=options.is_precise(length),
-        notes=("whether this family accepts it is checked when the weights are loaded",),
-    )
+    note = "whether this family accepts it is checked when the weights are loaded"
+    saved = Written({}, False, {}, UNSAVED.format(REFUSED))
+    return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 
 def note_target(model: nn.Module, target: int) -> None:
@@ -449,3 +429,73 @@ def first_site(
         )
     decoder = text_decoder(model)
     return chosen_sites(decoder, find_sites(decoder, length), sliding_layers)[0]
+
+
+class _Limit:
+    """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
+
+    def __init__(self, method: str, trained: int, target: int) -> None:
+        self.method, self.trained, self.target = method, trained, target
+        self.told = self.told_of_draft = False
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or self.told:
+            return
+        given = arguments(decoder, args, kwargs)
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        cache = cache_among(given)
+        filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
+            return  # do not wait for a length on a device
+        tokens, positions = inputs.shape[1] + filled, given.get("position_ids")
+        if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
+            tokens = int(positions.max()) + 1  # packed and padded rows are longer
+        if tokens > self.target:
+            self.told = True
+            _logger.warning(
+                "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
+                "factor=%g or more (replace=True)",
+                *(tokens, self.target, self.method, math.ceil(tokens / self.trained * 100) / 100),
+            )
+
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check the draft model of assisted generation, then call ``model.generate``."""
+        draft = kwargs.get("assistant_model")
+        if isinstance(draft, nn.Module) and not self.told_of_draft:
+            reach = getattr(text_config(draft), "max_position_embeddings", None)
+            if isinstance(reach, int) and reach < self.target:
+                self.told_of_draft = True
+                _logger.warning(
+                    "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond "
+                    "that its drafts are rejected and only cost time; extend it too: "
+                    "rope_ext.patch(assistant_model, ..., factor=%g)",
+                    *(reach, self.target, math.ceil(self.target / reach * 100) / 100),
+                )
+        return original(*args, **kwargs)
+
+
+def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
+    """Warn about longer texts, shorter drafts, and adapters that were trained otherwise."""
+    method = record.resolved
+    if not method.is_dynamic and method.kind in ("frequency", "position"):
+        limit = _Limit(method.name, record.trained_length, record.target_length)
+        changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
+        wrap(place.model, "generate", limit.generate, changes)
+    wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
+
+
+def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
+    folder = kwargs.get("peft_model_id", args[0] if args else None)
+    file = Path(str(folder)) / SIDECAR
+    try:
+        trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, ValueError):  # on the Hub, or trained without a patch
+        trained = record
+    if not trained.same(record):
+        _logger.warning(
+            "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
+            "patch it like that (replace=True)",
+            *(folder, trained.call(), record.call()),
+        )
+    return original(*args, **kwargs)

@@ -188,15 +188,9 @@ def apply_frequency(
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
         notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")
-    return Applied(
-        method=method,
-        target_length=length,
-        saved=saved,
-        # Plain transformers changes frequencies within a sequence, and only has float32 angles.
-        plain=saved.native and not precise and sequences is None,
-        precise=precise,
-        notes=tuple(notes),
-    )
+    # Plain transformers changes frequencies within a sequence, and only has float32 angles.
+    plain = saved.native and not precise and sequences is None
+    return Applied(method, length, saved, plain, precise, tuple(notes))
 
 
 def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
@@ -344,14 +338,8 @@ def apply_position(
             f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    return Applied(
-        method=given if isinstance(given, FrequencyMethod) else method,
-        target_length=length,
-        saved=unsaved(place, length),
-        plain=False,
-        precise=precise,
-        notes=tuple(notes),
-    )
+    used = given if isinstance(given, FrequencyMethod) else method
+    return Applied(used, length, unsaved(place, length), False, precise, tuple(notes))
 
 
 def _write(

@@ -274,7 +274,7 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 
 
 def model_name(state: Patch) -> str:
-    return getattr(state.outermost, "_name_or_path", "") or "MODEL"
+    return getattr(state.model.config, "_name_or_path", "") or "MODEL"
 
 
 def folder_of(saved: Saved | None) -> str:

@@ -26,14 +26,14 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     settings: dict[str, Any] = {}
     if not base.is_shipped(saved, state):
         base.refuse_positions(state, dynamic=True)
-        if not state.native:
+        if not state.saved.native:
             raise Refusal("it has no rope_type that builds these frequencies")
-        text = state.outermost.get_text_config(decoder=True)
+        text = state.model.config.get_text_config(decoder=True)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
     whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
     if saved is not None and whole and not (legacy and settings):
         return as_it_is(saved, settings)
-    config = state.outermost
+    config = state.model.config
     written, parameters = config.to_json_string(), settings["rope_parameters"]
     if legacy:
         if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
@@ -60,12 +60,12 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
     base.refuse_positions(state)
     family = base.family_of(state, "mlx")
     base.refuse_unproven(state, family.sliding_base)
-    if not state.native:
+    if not state.saved.native:
         raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = _parameters(base.Scaling.from_patch(state))
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-    own = state.outermost
+    own = state.model.config
     head = own.hidden_size // own.num_attention_heads
     for name, value in (_NEEDED | {"head_dim": head}).items():
         value = parameters.get(name, getattr(own, name, value))

@@ -77,7 +77,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
         raise Refusal(family.reason)
     base.refuse_unproven(state, family.sliding_base)
     architecture = family.name
-    if not state.native:
+    if not state.saved.native:
         raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
     parameters = scaling.parameters
@@ -208,7 +208,7 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
 
 def _files(state: Patch, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
     """Return names for a model's unpatched and patched GGUF files, and a note on the first."""
-    file = gguf_source.file_of(state.outermost)
+    file = gguf_source.file_of(state.model.config)
     if file is not None and saved is None:
         return file, f"{Path(file).stem}-long.gguf", ()
     note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}"

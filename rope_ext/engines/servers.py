@@ -110,7 +110,7 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
     config, family = text_config(state.decoder), base.family_of(state, engine)
     if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
         raise Refusal("models with several rotary embeddings have not been tested")
-    if not state.native:
+    if not state.saved.native:
         raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = dict(config.rope_parameters)
     if base.is_nested(parameters):
@@ -126,7 +126,7 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
             "beta": parameters["llama_4_scaling_beta"],
             "original_max_position_embeddings": parameters["original_max_position_embeddings"],
         }
-    path = path_to_text(base.served_config(state.outermost))
+    path = path_to_text(base.served_config(state.model.config))
     if engine == "sglang" and len(path) > 1:
         raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
     for name in reversed(path):

@@ -129,7 +129,7 @@ class RotarySite:
 class PatchTarget:
     """The parts of a model that a patch changes."""
 
-    model: nn.Module  # the unwrapped model
+    model: Any  # the unwrapped model
     decoder: nn.Module  # its text model
     sites: list[RotarySite]  # all rotary sites of the decoder
     scaled: list[RotarySite]  # the sites that the patch changes

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import running, verifying
+from rope_ext.engines import verifying
 from rope_ext.engines.verifying import Miniature
 from tests.helpers import openai_server
 
@@ -374,7 +374,7 @@ def test_a_written_miniature_is_served(
         assert done.exit_code == 0, done.output
     program, *flags = shlex.split(serve)
     assert program == "llama-server"
-    with running.serving(flags) as url:
+    with verifying.serving(flags) as url:
         assert run(*words, "--url", url, "--tolerance", "0.002").exit_code == 0
         wrong = run(folder, "--method", "pi", "--url", url)
     assert wrong.exit_code == 1

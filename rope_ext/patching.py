@@ -20,8 +20,7 @@ from torch import nn
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
-from rope_ext.config.recommendation import Recommendation
-from rope_ext.config.record import FIELD, SIDECAR, Record
+from rope_ext.config.record import FIELD, SIDECAR, Recommendation, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,

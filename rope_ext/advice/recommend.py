@@ -22,8 +22,7 @@ from transformers import PreTrainedConfig
 from rope_ext.advice.describe import call_text, require_length
 from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
-from rope_ext.config.recommendation import Recommendation
-from rope_ext.config.record import method_from_json
+from rope_ext.config.record import Recommendation, method_from_json
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import (
     AlreadyScaledError,

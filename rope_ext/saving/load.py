@@ -220,7 +220,7 @@ def _patch(model: Any, record: Record) -> None:
 def _expecting_learned(record: Record | None) -> Iterator[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys."""
     before = getattr(PreTrainedModel, _IGNORED)
-    if record is not None and record.has_parameters:
+    if record is not None:
         setattr(PreTrainedModel, _IGNORED, [*(before or ()), _LEARNED])
     try:
         yield

@@ -6,7 +6,7 @@ Each engine module states the version whose formulas it follows and that was tes
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -33,9 +33,10 @@ _MODELFILE = re.compile(r"FROM \./\S+\.gguf\nPARAMETER num_ctx \d+\n")
 
 @dataclass(frozen=True)
 class Family:
-    """How an engine interprets a family's RoPE parameters."""
+    """How an engine interprets the RoPE parameters of some families: a row of its table."""
 
-    kinds: tuple[str, ...] = ("default", "linear", "yarn", "llama3", "longrope")
+    families: str  # values of `model_type`, separated by spaces
+    kinds: Sequence[str] = ("default", "linear", "yarn", "llama3", "longrope")
     """Values of ``rope_type`` that the engine computes like transformers; ``"default"`` means that
     the base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
     reason: str = ""  # why the other values are not supported
@@ -54,20 +55,14 @@ class Family:
     keys: Mapping[str, Any] = field(default_factory=dict)
     """llama.cpp: further GGUF keys; a string names a configuration field."""
     sliding_base: float | None = None  # llama.cpp: fixed base of sliding layers
-
-
-def _read(rows: list[dict[str, Any]]) -> dict[str, Family]:
-    found = {}
-    for row in rows:
-        options = {k: v for k, v in row.items() if k not in ("families", "note")}
-        if "kinds" in options:
-            options["kinds"] = tuple(options["kinds"].split())
-        found |= dict.fromkeys(row["families"].split(), Family(**options))
-    return found
+    note: str = ""  # for readers of the table
 
 
 _DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-ENGINES = {name: _read(table["rows"]) for name, table in _DATA.items()}
+ENGINES = {
+    name: {kind: Family(**row) for row in table["rows"] for kind in row["families"].split()}
+    for name, table in _DATA.items()
+}
 """What each engine supports for each ``model_type``."""
 ENGINES["ollama"] = ENGINES["llama.cpp"]
 _NO_MINIATURE = (
@@ -249,13 +244,16 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
 
 
 def family_of(state: Patch, engine: str) -> Family:
-    """Look up the family of a patched model in an engine's table; raises :class:`Refusal`."""
+    """Look up the family of a model in an engine's table; refuse what no engine can compute."""
+    refuse_positions(state)
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]
     if kind not in families:
         raise Refusal(
             f"the family {kind!r} has not been tested with this engine; tested families: "
             f"{', '.join(name for name, family in families.items() if family.kinds)}"
         )
+    if not state.saved.native:
+        raise Refusal("no rope_type builds these frequencies")
     return families[kind]
 
 

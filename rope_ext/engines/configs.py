@@ -27,7 +27,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     if not base.is_shipped(saved, state):
         base.refuse_positions(state, dynamic=True)
         if not state.saved.native:
-            raise Refusal("it has no rope_type that builds these frequencies")
+            raise Refusal("no rope_type builds these frequencies")
         text = state.model.config.get_text_config(decoder=True)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
     whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
@@ -57,11 +57,8 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
 
     A saved folder either runs as patched or raises an error (``apply/configuration.py``).
     """
-    base.refuse_positions(state)
     family = base.family_of(state, "mlx")
     base.refuse_unproven(state, family.sliding_base)
-    if not state.saved.native:
-        raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = _parameters(base.Scaling.from_patch(state))
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)

@@ -71,14 +71,11 @@ def planned(state: Patch, in_file: bool) -> Plan:
             "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
-    base.refuse_positions(state)
     family = base.family_of(state, "llama.cpp")
     if not family.kinds:
         raise Refusal(family.reason)
     base.refuse_unproven(state, family.sliding_base)
     architecture = family.name
-    if not state.saved.native:
-        raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
     parameters = scaling.parameters
     if not site.scaled and state.frequencies is not None:

@@ -106,12 +106,9 @@ def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:
     """Return configuration fields, with the names that vLLM and SGLang add to transformers' own."""
-    base.refuse_positions(state)
     config, family = text_config(state.decoder), base.family_of(state, engine)
     if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
         raise Refusal("models with several rotary embeddings have not been tested")
-    if not state.saved.native:
-        raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = dict(config.rope_parameters)
     if base.is_nested(parameters):
         for site in state.scaled:

@@ -87,7 +87,7 @@ def test_every_miniature_tells_a_patch_from_known_mistakes(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize(
-    "family", [n for n, f in ENGINES["mlx"].items() if f.kinds == ("default",)]
+    "family", [n for n, f in ENGINES["mlx"].items() if [*f.kinds] == ["default"]]
 )
 def test_what_mlx_would_ignore_is_refused(family: str) -> None:
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)

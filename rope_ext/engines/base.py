@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from typing_extensions import Self
 
 from rope_ext.apply.configuration import part_of
@@ -20,7 +19,7 @@ from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.rotary.sites import text_config, unwrap
+from rope_ext.rotary.sites import text_config
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import Saved
@@ -94,25 +93,17 @@ class Export:
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``files`` to a directory, which is created if it does not exist.
 
-        A ``config.json`` of the same model and a ``Modelfile`` of ours are replaced; no other
-        existing file is.
-
-        Raises:
-            ExportError: there are no files, or another file has one of their names.
+        A ``config.json`` of the same model and a ``Modelfile`` of ours are replaced. Raises
+        ExportError if there are no files, or another file has one of their names.
         """
         folder = Path(folder)
         if not self.files:
-            raise ExportError(
-                f"{self.engine} reads no file of this patch; its settings are in the command"
-            )
+            raise ExportError(f"{self.engine} reads no file of this patch; use the command")
         if folder.exists() and not folder.is_dir():
             raise ExportError(f"{folder} is a file; give the name of a folder")
         for name, text in self.files.items():
             if not _replaceable(folder / name, text):
-                raise ExportError(
-                    f"{folder / name} exists and would be lost; delete it or move it away, or give "
-                    f"another folder"
-                )
+                raise ExportError(f"{folder / name} exists and would be lost; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             write_whole(folder / name, text)
@@ -237,8 +228,7 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
         )
     if method.is_dynamic and not dynamic:
         raise Refusal(
-            "it uses one set of frequencies for all sequences, but this method chooses them for "
-            "each; no supported engine follows the length of each request: patch with "
+            "no supported engine chooses frequencies by the length of each request; patch with "
             "length=TOKENS to fix them"
         )
 
@@ -263,8 +253,8 @@ def refuse_kind(family: Family, kind: str) -> None:
         raise Refusal(f"{family.reason} (rope_type {kind!r})")
 
 
-def precise_note(state: Patch) -> tuple[str, ...]:
-    return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
+def precise_note(state: Patch) -> list[str]:
+    return ["it computes angles in float32, the patch here in float64"] * state.precise
 
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
@@ -293,8 +283,3 @@ def served_config(own: Any) -> Any:
         return own
     text = found.get_text_config(decoder=True)
     return found if text.model_type == own.model_type else own
-
-
-def config_of(model: nn.Module) -> Any:
-    """Return the outermost configuration of a transformers model, unwrapped."""
-    return cast(Any, unwrap(model)).config

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
-from rope_ext.engines.base import ENGINES, Family, Refusal, config_of
+from rope_ext.engines.base import ENGINES, Family, Refusal
 from rope_ext.engines.llama_cpp import Plan, planned
 from rope_ext.errors import ExportError, LoadError, optional
 from rope_ext.methods import Method
@@ -144,7 +144,7 @@ def extended(
 def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path) -> Plan:
     """Write a model's patch, or the scaling in its configuration, into its GGUF file."""
     file = path if isinstance(path, GGUFFile) else GGUFFile.read(path)
-    state = current_patch(model) or current_patch(read_saved(config_of(model)).model)
+    state = current_patch(model) or current_patch(read_saved(unwrap(model).config).model)
     if state is None:
         raise ExportError(
             "llama.cpp cannot run the patch of this model: there is none; patch it, or give a "

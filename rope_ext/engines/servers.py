@@ -89,11 +89,11 @@ def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
     settings = {server.fields: fields, server.length: state.target_length}
     name, config = base.model_name(state), text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
-        notes, name = (*notes, "config.json says the rest"), base.folder_of(saved)
+        notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
     elif config.model_type in base.DRAFTS:
-        notes = (*notes, server.draft)
+        notes = [*notes, server.draft]
     return server.export(name, settings, *notes)
 
 

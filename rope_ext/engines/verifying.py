@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
 from rope_ext.engines import export, gguf_file, llama_server
-from rope_ext.engines.base import Refusal, Scaling, config_of, miniatures, refuse_unproven
+from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.errors import ExportError, RopeExtError, first_line
 from rope_ext.methods import FrequencyMethod, Rope
@@ -400,7 +400,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     whole = miniature.as_saved or by_plugin
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    config_of(miniature.model)._name_or_path = str(folder)
+    miniature.model.config._name_or_path = str(folder)
     commands, refusals = {}, []
     for engine in ["vllm"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"

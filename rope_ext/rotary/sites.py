@@ -135,7 +135,7 @@ class PatchTarget:
     scaled: list[RotarySite]  # the sites that the patch changes
 
 
-def unwrap(model: Any) -> nn.Module:
+def unwrap(model: Any) -> Any:
     """Return the transformers model inside a PEFT, compiled or data-parallel wrapper."""
     while True:
         if hasattr(model, "get_base_model"):

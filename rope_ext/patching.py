@@ -178,7 +178,7 @@ def patch(
     if earlier is not None:
         unpatch(model)
     try:
-        _patch(unwrap(model), decoder, method, keywords)
+        _patch(model, method, keywords)
         dropped = values.carry(decoder)
     except BaseException:
         _go_back(model, earlier, values)  # if the replacement fails, restore the model
@@ -217,14 +217,8 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Undo a patch, restore every buffer, scalar and configuration value bit for bit.
 
-    Args:
-        model: the model that was passed to :func:`rope_ext.patch`, or any wrapper of it.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        NotPatchedError: the model is not patched.
+    ``model`` is the one that was passed to :func:`rope_ext.patch`, or any wrapper of it, and is
+    returned. Raises NotPatchedError if it is not patched.
     """
     state = current_patch(model)
     if state is None:
@@ -257,17 +251,16 @@ def unpatched(model: Model) -> Iterator[Model]:
     again afterwards, with its learned parameters. A model that is not patched is unchanged.
     Caches and compiled graphs of the patched model do not carry over. Yields ``model`` itself.
     """
-    with _returning(model, functools.partial(_leave_off, model)):
+    with _returning(model, lambda: current_patch(model) and unpatch(model)):
         yield model
 
 
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
-    decoder = text_decoder(model)
     quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
-        earlier, values = current_patch(model), Earlier.from_model(decoder)
+        earlier, values = current_patch(model), Earlier.from_model(text_decoder(model))
         change()
     try:
         yield
@@ -276,19 +269,14 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
             _go_back(model, earlier, values)
 
 
-def _leave_off(model: nn.Module) -> None:
-    if current_patch(model) is not None:
-        unpatch(model)
-
-
 def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
     """Undo the model's patch, and apply an earlier one with its learned parameters."""
-    decoder = text_decoder(model)
-    _leave_off(model)
+    if current_patch(model) is not None:
+        unpatch(model)
     if earlier is not None:
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
-            _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-        values.carry(decoder)
+            _patch(model, earlier.record.method, earlier.options)
+        values.carry(text_decoder(model))
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -306,9 +294,8 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
         method = build_method(method, **options)
     elif not isinstance(method, Method):
         raise OptionError(
-            f"method={brief(method)} is not valid; it must be the name of a method such as 'yarn', "
-            f"or a method object such as rope_ext.YaRN(factor=4). The model comes first: "
-            f"rope_ext.patch(model, method)"
+            f"method={brief(method)} is not valid; call rope_ext.patch(model, method) with a name "
+            f"such as 'yarn', or an object such as rope_ext.YaRN(factor=4)"
         )
     elif options:
         raise OptionError(
@@ -321,12 +308,9 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 
 @torch.inference_mode(False)  # inference tensors could not be moved later
 def _patch(
-    model: nn.Module,
-    decoder: nn.Module,
-    method: Method,
-    options: Options,
-    apply: Callable[..., Applied] | None = None,
+    model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
+    model, decoder = unwrap(model), text_decoder(model)
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
@@ -393,7 +377,7 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """
     options = Options(**keywords)
     options.check(method)
-    _patch(unwrap(model), text_decoder(model), method, options, _noted)
+    _patch(model, method, options, _noted)
     return model
 
 

@@ -228,7 +228,7 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
         )
     if method.is_dynamic and not dynamic:
         raise Refusal(
-            "no supported engine chooses frequencies by the length of each request; patch with "
+            "no supported engine chooses frequencies by the length of each request: patch with "
             "length=TOKENS to fix them"
         )
 

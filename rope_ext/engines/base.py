@@ -98,7 +98,7 @@ class Export:
         """
         folder = Path(folder)
         if not self.files:
-            raise ExportError(f"{self.engine} reads no file of this patch; use the command")
+            raise ExportError(f"{self.engine} reads no file; its settings are in the command")
         if folder.exists() and not folder.is_dir():
             raise ExportError(f"{folder} is a file; give the name of a folder")
         for name, text in self.files.items():
@@ -233,16 +233,18 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
         )
 
 
-def family_of(state: Patch, engine: str) -> Family:
-    """Look up the family of a model in an engine's table; refuse what no engine can compute."""
-    refuse_positions(state)
+def family_of(state: Patch, engine: str, shipped: bool = False) -> Family:
+    """Look up a model's family in an engine's table; refuse patches, unless it is ``shipped`` so,
+    that are not expressed by frequencies that transformers builds.
+    """
+    refuse_positions(state, dynamic=shipped)
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]
     if kind not in families:
         raise Refusal(
             f"the family {kind!r} has not been tested with this engine; tested families: "
             f"{', '.join(name for name, family in families.items() if family.kinds)}"
         )
-    if not state.saved.native:
+    if not (shipped or state.saved.native):
         raise Refusal("no rope_type builds these frequencies")
     return families[kind]
 

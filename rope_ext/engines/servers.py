@@ -72,7 +72,7 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
         return Export("vllm", {}, shlex.join([*words, base.folder_of(saved)]), notes=(note,))
     if not base.is_shipped(saved, state):
         return _by_fields(_VLLM, state, saved)
-    base.refuse_kind(base.family_of(state, "vllm"), "longrope")
+    base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
     if state.method.attention_factor is not None:
         raise Refusal("it computes the temperature of two tables by itself")
     return _VLLM.export(

@@ -69,25 +69,16 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
 
     PEFT does not save the patch, and an adapter on an unpatched base model generates garbage.
     Call this wherever you save the adapter, in the main process only; :func:`load_adapter` and
-    :func:`from_pretrained` read the file.
+    :func:`from_pretrained` read the file. Returns its path.
 
-    Args:
-        model: a patched model or ``PeftModel``.
-        directory: the adapter's directory; created if needed.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        NotPatchedError: the model is not patched.
-        AdapterError: the directory is not writable; a file that is there stays as it was.
+    Raises NotPatchedError if the model is not patched, and AdapterError if the directory is not
+    writable; a file that is there stays as it was.
     """
     state = current_patch(model)
     if state is None:
         raise NotPatchedError(
-            f"this model is not patched, so there is no patch to write into {directory}; call "
-            f"rope_ext.patch(model, ...) before training. An adapter of an unpatched model needs "
-            f"no {SIDECAR}"
+            f"this model is not patched; call rope_ext.patch(model, ...) before training. An "
+            f"adapter of an unpatched model needs no {SIDECAR}"
         )
     path = Path(directory) / SIDECAR
     sidecar = Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
@@ -120,10 +111,9 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
     if sidecar is None:
         directory = str(Path(directory, kwargs.get("subfolder", "")))
         raise AdapterError(
-            f"the adapter in {directory} has no {SIDECAR}, so the patch it was trained under is "
-            f"unknown; if there was none, load it with peft.PeftModel.from_pretrained; otherwise "
-            f"patch the base as in training and call rope_ext.save_sidecar(model, {directory!r}) "
-            f"once"
+            f"the adapter in {directory} has no {SIDECAR}; if it was trained without a patch, load "
+            f"it with peft.PeftModel.from_pretrained; otherwise patch the base as in training and "
+            f"call rope_ext.save_sidecar(model, {directory!r}) once"
         )
     return sidecar
 
@@ -149,30 +139,23 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         directory: directory or Hub ID of the adapter.
         **kwargs: arguments of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
 
-    Returns:
-        The ``PeftModel``.
-
-    Raises:
-        AdapterError: the model or its patch does not match, or the adapter cannot be read. The
-            model is left unchanged.
-        LoadError: the directory does not exist.
-        RecordError: ``rope_ext.json`` cannot be read.
+    Returns the ``PeftModel``. Raises AdapterError if the model or its patch does not match,
+    LoadError or RecordError if the adapter or its ``rope_ext.json`` cannot be read. The model is
+    left unchanged then.
     """
     peft = require_peft()
     directory = hub.require_place(directory)
     sidecar = require_sidecar(directory, kwargs)
     if isinstance(model, peft.PeftModel):
         raise AdapterError(
-            "the model already has an adapter; pass the model you gave to rope_ext.patch, or add "
-            "this adapter with PEFT's model.load_adapter"
+            "the model already has an adapter; add this one with PEFT's model.load_adapter"
         )
     fault = sidecar.fault(model)
     if fault is not None:
         call = sidecar.record.call(*([] if current_patch(model) is None else ["replace=True"]))
         raise AdapterError(
             f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
-            f"{fault}; call {call} on the base model named in its adapter_config.json, or load "
-            f"both with rope_ext.from_pretrained({directory!r})"
+            f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
     with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)

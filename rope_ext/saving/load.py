@@ -59,15 +59,13 @@ def from_pretrained(
         **kwargs: arguments of ``from_pretrained`` of the saved class: ``dtype``, ``device_map``,
             ...; pass changes to the configuration as ``config``.
 
-    Returns:
-        The model in evaluation mode, with the same logits as the saved one. Patches that the
-        configuration describes in full are loaded by plain transformers.
+    Returns the model in evaluation mode, with the same logits as the saved one. Patches that the
+    configuration describes in full are loaded by plain transformers.
 
     Raises:
         AdapterError: the adapter has no ``rope_ext.json``, its base model is unknown or does not
             fit, or peft is not installed.
-        LoadError: the directory does not exist or contains no loadable model.
-        RecordError: the saved patch cannot be read or applied.
+        LoadError, RecordError: the model or its patch cannot be read.
     """
     folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
     path, kwargs = hub.require_place(folder), {**kwargs, **gguf}
@@ -79,10 +77,7 @@ def from_pretrained(
         model = _base_of(path, adapter, base, kwargs)
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
-        raise AdapterError(
-            f"{path} does not contain an adapter (no adapter_config.json), so base= and "
-            f"is_trainable= have no effect; leave them out"
-        )
+        raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
     loaded, record = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
@@ -91,9 +86,8 @@ def from_pretrained(
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
-                f"{path} was saved under {record.call()} with {record.outcome()}, but the same "
-                f"call now gives {state.record.outcome()}; load the original model and call "
-                f"rope_ext.patch with these options"
+                f"{path} was saved under {record.call()} with {record.outcome()}; the same call "
+                f"now gives {state.record.outcome()}: load the original model and patch it again"
             )
     return loaded
 
@@ -103,10 +97,7 @@ def _base_of(
 ) -> Any:
     """Load the base model that ``adapter_config.json`` names, with the adapter's patch."""
     if kwargs.pop("output_loading_info", False):
-        raise AdapterError(
-            f"{path} is an adapter, and output_loading_info= applies to whole models only; leave "
-            f"it out"
-        )
+        raise AdapterError(f"{path} is an adapter; leave output_loading_info= out")
     sidecar = require_sidecar(path, kwargs)
     cls, task, named, revision = read_base(adapter)
     for name in ("revision", "subfolder"):  # these locate the adapter
@@ -124,7 +115,7 @@ def _base_of(
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
-            f"or pass another one as base="
+            f"or pass base="
         ) from error
     if sidecar.is_of(model):
         _patch(model, sidecar.record)
@@ -169,8 +160,8 @@ def _load(
         if CURE not in str(error.__cause__):
             raise
         raise RecordError(
-            f"{where} belongs to a patched model, but its record of the patch is missing or does "
-            f"not restore the original configuration; load the original model and patch it again"
+            f"{where} belongs to a patched model, but its record is missing or does not restore "
+            f"the original configuration; load the original model and patch it again"
         ) from error
     if gguf_file is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
@@ -185,8 +176,7 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
     names = [name] if name else config.architectures or [""]
     if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
         raise LoadError(
-            f"config.json of {path} has architectures={names!r}; it must be a list of class "
-            f'names, such as ["LlamaForCausalLM"]'
+            f"config.json of {path} has architectures={names!r}; it must be a list of names"
         )
     cls: Any = getattr(transformers, names[0], None)
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
@@ -199,8 +189,8 @@ def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
     config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
     if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise RecordError(
-            f"{path} was saved under a patch that its config.json records and config= does not; "
-            f"leave config= out, or modify the configuration that AutoConfig loads from {path}"
+            f"{path} was saved under a patch that config= does not record; leave config= out, or "
+            f"modify the configuration that AutoConfig loads from {path}"
         )
 
 
@@ -248,8 +238,8 @@ def _load_learned(
             module.clamp()  # older versions stored values outside of their bounds
     if missing:
         raise LoadError(
-            f"{path} does not contain {', '.join(sorted(missing))}, the learned parameters of its "
-            f"patch, in safetensors; save the complete model again"
+            f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in "
+            f"safetensors; save the complete model again"
         )
 
 

@@ -80,7 +80,7 @@ def test_a_checkpoint_that_scales_by_itself_is_taken_as_it_is() -> None:
     assert (scaling.rope.length, scaling.target) == (64, 256) and scaling.scaling > 1
     with pytest.raises(rope_ext.ExportError, match="nothing to verify: there is no patch"):
         Miniature.from_config(LlamaConfig(**CONFIG))
-    with pytest.raises(rope_ext.ExportError, match="chooses them for each"):
+    with pytest.raises(rope_ext.ExportError, match="length of each request"):
         Miniature.from_config(LlamaConfig(**CONFIG), "dynamic_ntk", factor=4)
     other = LlamaConfig(**CONFIG)
     other.model_type = "gpt2"

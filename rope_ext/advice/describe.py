@@ -297,16 +297,9 @@ class Diagnosis:
 def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> Diagnosis:
     """Show which rotary pairs reach untrained angles at ``length`` tokens.
 
-    Args:
-        model: as for :func:`describe`.
-        length: tokens; below the trained length nothing is out of distribution.
-
-    Returns:
-        Wavelength, rotations and angles of every pair, before and after the patch.
-
-    Raises:
-        OptionError: the length is not a positive number.
-        MeasureError, NoRopeError, UnsupportedModelError, RecordError: as :func:`describe`.
+    ``model`` is as for :func:`describe`, ``length`` counts tokens. Returns wavelength, rotations
+    and angles of every pair, before and after the patch. Raises OptionError if the length is not a
+    positive number, or the errors of :func:`describe`.
     """
     require_length("length", length)
     if not isinstance(model, nn.Module):
@@ -362,8 +355,7 @@ def model_card(
     state, found = current_patch(saved.model), describe(saved.model)
     if state is None:
         raise ExportError(
-            f"the configuration in {folder} does not extend the model, so there is nothing to "
-            f"write on a card; save a patched model there first"
+            f"{folder} holds no extended model to write a card about; save a patched one there"
         )
     name = " ".join(Path(folder).resolve().name.split()) or "model"
     head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
@@ -385,8 +377,7 @@ def model_card(
             table = (Path(report) / "table.md").read_text(encoding="utf-8").strip()
         except OSError:
             raise ExportError(
-                f"{report} has no table.md; give the output folder of rope-ext compare or "
-                f"rope-ext eval"
+                f"{report} has no table.md; give the output folder of rope-ext compare or eval"
             ) from None
         lines += ["", "## Evaluation", "", table]
     return "\n".join(lines) + "\n"

@@ -121,9 +121,7 @@ def recommend(
         engine: an engine of :func:`rope_ext.export`: recommend only methods that it can run. None
             returns two methods: ``method`` for this process and ``serve`` for other engines.
 
-    Returns:
-        A recommendation to print, or to pass to :func:`rope_ext.patch`: method, factor, reasons
-        with sources, and alternatives.
+    Returns a recommendation to print, or to pass to :func:`rope_ext.patch`.
 
     Raises:
         OptionError: the target is within the trained length, or the calibration is for another
@@ -149,9 +147,9 @@ def recommend(
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif calibration is not None:
             raise OptionError(
-                f"this calibration is of {found.model}, from {found.trained_length} to "
-                f"{found.target_length} tokens, and this is {name}, from {trained} to "
-                f"{target_length}; leave calibration out, or calibrate for this one"
+                f"calibration= is of {found.model}, {found.trained_length} -> "
+                f"{found.target_length} tokens, and this is {name}, {trained} -> {target_length}; "
+                f"leave it out, or calibrate this one"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
@@ -204,9 +202,8 @@ def _without_patch(
     if beyond:
         raise AlreadyScaledError(
             f"{name} reaches {state.target_length} tokens by its own two tables (longrope, from "
-            f"{state.length}), which nothing stretches further. Up to there, {next_step}; for "
-            f"{target} tokens choose another checkpoint, or search for a table with "
-            f"rope_ext.search and fine-tune"
+            f"{state.length}), which nothing stretches further. Up to there, {next_step}; beyond, "
+            f"choose another checkpoint, or search for a table with rope_ext.search and fine-tune"
         )
     raise OptionError(
         f"target_length={target} is within the {state.target_length} tokens that {name} reaches: "
@@ -221,8 +218,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
     if target <= configured:
         raise OptionError(
             f"target_length={target} is within the {configured} tokens that "
-            f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
-            f"unpatched, or give a target above {configured}"
+            f"{type(decoder).__name__} was trained on; use it unpatched, or give a longer target"
         )
     scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
     if scaled is not None:
@@ -373,14 +369,12 @@ def calibration_in(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise MeasureError(
-            f"cannot read the calibration {file}: {reason}; give the file that "
-            f"`rope-ext calibrate` wrote"
+            f"cannot read the calibration {file}: {reason}; give a file of `rope-ext calibrate`"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise MeasureError(
-            f"{path}: this is not what a calibration found ({reason}); give the {NAME}.json that "
-            f"`rope-ext calibrate` wrote"
+            f"{path} is no calibration ({reason}); give the {NAME}.json of `rope-ext calibrate`"
         ) from None
 
 
@@ -395,8 +389,7 @@ def calibration_for(model: Any, given: Any) -> Any:
     if not isinstance(given, (str, Path)):
         if not all(hasattr(given, name) for name in ("model", "method", "sentence", "to_json")):
             raise OptionError(
-                f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or "
-                f"its file or folder"
+                f"calibration={given!r} is not a result of rope_ext.calibrate, its file or folder"
             )
         return given
     with calibration_in(given) as data:

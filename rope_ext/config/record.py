@@ -70,8 +70,8 @@ class Record:
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
             raise RecordError(
-                f"the record of a patch in {where} has version {version}, and this rope_ext reads "
-                f"up to {VERSION}; install a newer rope_ext"
+                f"the record of a patch in {where} has version {version}, above {VERSION}; install "
+                f"a newer rope_ext"
             )
         try:
             if version not in (1, 2, VERSION):
@@ -96,9 +96,8 @@ class Record:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise RecordError(
                 f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
-                f"model (or its sidecar) again, or leave the record aside: load the base model, or "
-                f"this one with the rope_type in its config.json set back to what it was and "
-                f"rope_scaling removed, and call "
+                f"model (or its sidecar) again, or load the base model, or this one with rope_type "
+                f"set back and rope_scaling removed in its config.json, and call "
                 f"rope_ext.patch(model, METHOD, original_max_position_embeddings=TOKENS)"
             ) from error
         return record

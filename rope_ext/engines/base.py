@@ -234,8 +234,9 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
 
 
 def family_of(state: Patch, engine: str, shipped: bool = False) -> Family:
-    """Look up a model's family in an engine's table; refuse patches, unless it is ``shipped`` so,
-    that are not expressed by frequencies that transformers builds.
+    """Look up a model's family in an engine's table; refuse what no ``rope_type`` expresses.
+
+    ``shipped``: see :func:`is_shipped`.
     """
     refuse_positions(state, dynamic=shipped)
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]

@@ -48,8 +48,8 @@ def load_tokenizer(model: str) -> Any:
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
     if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
         raise MeasureError(
-            f"the tokenizer of {model!r} has an empty vocabulary, probably because its files are "
-            f"missing; save it next to the model with tokenizer.save_pretrained"
+            f"the tokenizer of {model!r} has an empty vocabulary; save its files next to the model "
+            f"with tokenizer.save_pretrained"
         )
     return tokenizer
 
@@ -70,9 +70,8 @@ def load_model(
 ) -> Any:
     """Load a causal language model from a folder, Hub ID or GGUF file, in evaluation mode.
 
-    With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. ``attn``
-    names an attention implementation of transformers. ``as_saved`` keeps the patch recorded in the
-    configuration; otherwise it is removed.
+    With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. The patch
+    recorded in the configuration is removed, unless ``as_saved``.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -116,15 +115,14 @@ def resolve_device(device: str) -> str:
         return "cpu" if accelerator is None else str(accelerator)
     try:
         found = torch.empty(0, device=device).device
-        reason = "it stores no data" if found.type == "meta" else None
+        if found.type == "meta":
+            raise RuntimeError("it stores no data")
+        return str(found)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        reason = first_line(error)
-    if reason is not None:
         raise MeasureError(
-            f"device {device!r} cannot be used here ({reason}); set --device to auto, cpu, "
-            f"cuda, cuda:1 or mps"
-        )
-    return str(found)
+            f"device {device!r} cannot be used here ({first_line(error)}); set --device to auto, "
+            f"cpu, cuda, cuda:1 or mps"
+        ) from None
 
 
 def require_attention(name: str | None) -> None:
@@ -157,8 +155,7 @@ def trained_length(config: Any) -> int:
     length = trained_length_of(config.get_text_config(decoder=True))
     if length is None:
         raise MeasureError(
-            "the configuration of the model has no max_position_embeddings, so its trained "
-            "length is unknown; set --trained-length TOKENS"
+            "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
         )
     return length
 

@@ -8,8 +8,8 @@ from typing import Any
 from rope_ext.config.record import ARGUMENTS, SIDECAR, Record, option_texts
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import Method, build_method, method_class
-from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.checkpoints import saved_under
+from rope_ext.saving.load import read_sidecar
 
 UNPATCHED = "none"
 """Used instead of a method name: the model without a patch."""

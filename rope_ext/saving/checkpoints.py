@@ -17,9 +17,8 @@ from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.position.learned import learned
 from rope_ext.saving import hub
-from rope_ext.saving.load import from_pretrained
+from rope_ext.saving.load import copy_learned, from_pretrained
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -92,20 +91,15 @@ def load_model(
 
 
 def load_learned(model: Any, adapter: str) -> None:
-    """Load the encoding's parameters that were saved with the adapter into a patched model.
+    """Load the learned parameters of a patch that were saved with an adapter.
 
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
     """
-    if not (parameters := learned(model)):
-        return
-    with hub.loading("adapter", adapter, MeasureError, _ADAPTER), torch.no_grad():
+    with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
         from peft.utils import load_peft_weights
 
-        saved = load_peft_weights(adapter, device="cpu")
-        for name, parameter in parameters.items():
-            if name in saved and saved[name].shape == parameter.shape:
-                parameter.copy_(saved[name])
+        copy_learned(model, load_peft_weights(adapter, device="cpu").items())
 
 
 def resolve_device(device: str) -> str:

@@ -280,9 +280,8 @@ def verify(
             f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
             f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
         )
-    ((name, values),) = asked.methods().items() or [(None, {})]
-    values = values if name is None else values | asked.arguments()
-    miniature = verifying.Miniature.from_config(load_config(asked.model), name, **values)
+    method, arguments = asked.build(), asked.arguments()
+    miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
     if write is not None:
         commands, refusals = verifying.write(miniature, write)
         tell(f"wrote {write}; serve it with one of these commands, then run again with --url")

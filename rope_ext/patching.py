@@ -349,8 +349,8 @@ def _patch(
         # A larger base alone is not reported as scaling by any rope_type.
         if not record.plain or any(part["rope_type"] == "default" for part in parts):
             values[FIELD] = record.to_json()
-        earlier = configuration.saved_record(config, native=False)
-        if earlier is not None:
+        earlier = configuration.saved_record(config)
+        if earlier is not None and not earlier.native:
             notes.append(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"

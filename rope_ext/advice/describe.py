@@ -46,25 +46,12 @@ class MethodInfo:
 
 
 @dataclass(frozen=True)
-class _Site:
+class SiteDescription:
     """One set of rotary frequencies."""
 
     name: str  # path of its module
     layer_type: str  # the layers that use it
     base: float  # `rope_theta` of the checkpoint
-
-    def title(self, pairs: int) -> str:
-        return f"  {self.name} [{self.layer_type}] {pairs} pairs, base {self.base:g}"
-
-
-def _names(site: RotarySite) -> tuple[str, str, float]:
-    return site.name or "rotary", site.layer_type or "all layers", site.rope.base
-
-
-@dataclass(frozen=True)
-class SiteDescription(_Site):
-    """One set of rotary frequencies, before and after a patch."""
-
     inv_freq_before: tuple[float, ...]  # radians per token, fastest pair first
     inv_freq_after: tuple[float, ...]
     attention_scaling: float  # current factor of cosine and sine
@@ -74,8 +61,10 @@ class SiteDescription(_Site):
 
     def __str__(self) -> str:
         pairs = len(self.inv_freq_before)
-        scaled = f"cos and sin x {self.attention_scaling:.4g}"
-        lines = [f"{self.title(pairs)}: {self.status}, {scaled}"]
+        lines = [
+            f"  {self.name} [{self.layer_type}] {pairs} pairs, base {self.base:g}: {self.status}, "
+            f"cos and sin x {self.attention_scaling:.4g}"
+        ]
         if self.inv_freq_after != self.inv_freq_before:
             lines.append("    pair    wavelength before    after (tokens)    theta / new theta")
             for i in sorted(_spread(pairs)):
@@ -202,7 +191,8 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"
     before, after = tuple(site.rope.inv_freq.tolist()), tuple(after.tolist())
-    return SiteDescription(*_names(site), before, after, scaling, status)
+    name, layers = site.name or "rotary", site.layer_type or "all layers"
+    return SiteDescription(name, layers, site.rope.base, before, after, scaling, status)
 
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
@@ -237,9 +227,12 @@ class PairDiagnosis:
 
 
 @dataclass(frozen=True)
-class SiteDiagnosis(_Site):
+class SiteDiagnosis:
     """One set of rotary frequencies at a length."""
 
+    name: str  # path of its module
+    layer_type: str  # the layers that use it
+    base: float  # `rope_theta` of the checkpoint
     critical_dimension: int
     """Columns whose pairs make a full rotation within the trained length (arXiv 2310.05209:
     ``2 ceil(d / 2 log_base(L / 2 pi))``)."""
@@ -283,7 +276,8 @@ class Diagnosis:
             said += f" before the patch, {new[1]} at {site.distances_after:g} after"
             title += f"{'':>13} {'patched':>12} {'angle':>10}  status"
         lines = [
-            f"{site.title(count)}, critical dimension {site.critical_dimension} of {2 * count}",
+            f"  {site.name} [{site.layer_type}] {count} pairs, base {site.base:g}, critical "
+            f"dimension {site.critical_dimension} of {2 * count}",
             f"    {new[0]} pairs out of distribution {said}",
             title,
         ]
@@ -337,13 +331,14 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
         (before * rope.inv_freq).tolist(),
         (after * frequencies).tolist(),
     )
+    name, layers = site.name or "rotary", site.layer_type or "all layers"
     critical = 2 * int((rope.rotations >= 1).sum())
     pairs = tuple(
         PairDiagnosis(*numbers, *(_status(numbers[2], numbers[3], angle) for angle in numbers[4:]))
         for numbers in zip(*columns, strict=True)
     )
     distances = float(before), float(after.max())
-    return SiteDiagnosis(*_names(site), critical, *distances, pairs)
+    return SiteDiagnosis(name, layers, rope.base, critical, *distances, pairs)
 
 
 def _status(rotations: float, trained: float, angle: float) -> str:

@@ -147,9 +147,8 @@ def recommend(
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif calibration is not None:
             raise OptionError(
-                f"calibration= is of {found.model}, {found.trained_length} -> "
-                f"{found.target_length} tokens, and this is {name}, {trained} -> {target_length}; "
-                f"leave it out, or calibrate this one"
+                f"the calibration is of {found.model}, {found.trained_length} -> "
+                f"{found.target_length} tokens, not {name}, {trained} -> {target_length}; leave it out"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
@@ -201,14 +200,12 @@ def _without_patch(
     name = saved.name or type(state.decoder).__name__
     if beyond:
         raise AlreadyScaledError(
-            f"{name} reaches {state.target_length} tokens by its own two tables (longrope, from "
-            f"{state.length}), which nothing stretches further. Up to there, {next_step}; beyond, "
-            f"choose another checkpoint, or search for a table with rope_ext.search and fine-tune"
+            f"{name} reaches {state.target_length} tokens by its own two tables (longrope), which "
+            f"nothing stretches: {next_step}, or search for a table with rope_ext.search and train"
         )
     raise OptionError(
-        f"target_length={target} is within the {state.target_length} tokens that {name} reaches: "
-        f"{call_text(state.method)} extends it from {state.length} tokens. {next_step}; for more, "
-        f"give a longer target"
+        f"target_length={target} is within the {state.target_length} tokens that {name} reaches by "
+        f"{call_text(state.method)}; {next_step}, or give a longer target"
     )
 
 

@@ -86,8 +86,7 @@ def require_scaling(place: PatchTarget, method: Method) -> None:
     if all(ignores_scaling(place.decoder, site) for site in place.scaled):
         raise UnsupportedModelError(
             f"{type(place.decoder).__name__} normalizes queries and keys after the rotation, which "
-            f"cancels attention_factor={method.attention_factor!r}; give temperature= a number, "
-            f"which multiplies queries after that"
+            f"cancels attention_factor={method.attention_factor!r}; give temperature= a number"
         )
 
 
@@ -170,11 +169,18 @@ def apply_frequency(
     saved, sequences = written(place, method, length), None
     if tempered:  # the frequencies stay the same, but no rope_type expresses it
         saved = replace(unsaved(place, length), built=saved.built)
+    if growing and not saved.native:
+        raise UnsupportedModelError(
+            f"transformers cannot build its dynamic type for {type(place.decoder).__name__}; use "
+            f"mode='fixed'"
+        )
     if method.is_dynamic and not growing:
         sequences = Sequences(place, method, changes)
     for site, (inv_freq, scaling) in targets.items():
-        if growing:
-            _grow(site, method.name, saved.native, changes)
+        if growing:  # transformers' own dynamic type computes them
+            grow_buffers(site, changes)
+            refuse = functools.partial(refuse_sharded, method.name, "use a fixed method: 'yarn'")
+            changes.append(site.module.register_forward_pre_hook(refuse).remove)
             continue
         values = saved.built.get(site, inv_freq.float()), scaling
         if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
@@ -191,18 +197,6 @@ def apply_frequency(
     # Plain transformers changes frequencies within a sequence, and only has float32 angles.
     plain = saved.native and not precise and sequences is None
     return Applied(method, length, saved, plain, precise, tuple(notes))
-
-
-def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
-    """Let transformers' own dynamic type compute the frequencies."""
-    if not native:
-        raise UnsupportedModelError(
-            f"{type(site.module).__name__}: transformers cannot build its dynamic type for this "
-            f"family; use mode='fixed'"
-        )
-    grow_buffers(site, changes)
-    refuse = functools.partial(refuse_sharded, name, "use a fixed frequency method such as 'yarn'")
-    changes.append(site.module.register_forward_pre_hook(refuse).remove)
 
 
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
@@ -349,9 +343,8 @@ def _write(
         inv_freq, _ = target(place, site, options.frequency, options)
     elif site.moving:
         raise AlreadyScaledError(
-            f"{type(place.decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
-            f"change with the sequence, so {methods[-1].name} cannot go on top of it; load it with "
-            f"rope_type 'default'"
+            f"{methods[-1].name} cannot go on top of rope_type {site.rope_type!r}, which changes "
+            f"with the sequence; load {type(place.decoder).__name__} with rope_type 'default'"
         )
     scaling, _ = site.factors(*methods)
     write_buffers(site, inv_freq.float(), scaling)

@@ -109,9 +109,8 @@ def _unread(engine: str, saved: Saved) -> Export:
     if engine == "transformers":
         return configs.as_it_is(saved)
     raise ExportError(
-        f"{engine} cannot run what this configuration says, rope_type "
-        f"{' and '.join(map(repr, sorted(kinds)))}: no setting is known by which it computes the "
-        f"same; 'transformers' can run this folder"
+        f"{engine} cannot run rope_type {' and '.join(map(repr, sorted(kinds)))} as this "
+        f"configuration says; 'transformers' can run this folder"
     )
 
 

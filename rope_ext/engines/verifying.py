@@ -33,7 +33,7 @@ from rope_ext.engines import export, gguf_file, llama_server
 from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.servers import PLUGIN_METHODS
 from rope_ext.errors import ExportError, RopeExtError, first_line
-from rope_ext.methods import FrequencyMethod, Rope
+from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, note_target, patch, unpatch
@@ -169,7 +169,7 @@ class Miniature:
     as_saved: bool  # whether the source configuration has the patch
 
     @classmethod
-    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Self:
+    def from_config(cls, config: Any, method: str | Method | None = None, **options: Any) -> Self:
         """Build one with the head size, layer types, base and scaling of a configuration.
 
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
@@ -372,11 +372,9 @@ def verify(
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if judged[0] == "cannot tell":
         notes.append(
-            f"either the engine's rounding errors are too large to tell them apart: serve the "
-            f"miniature in float32 (vLLM and SGLang: --dtype float32) and set --tolerance "
+            f"serve the miniature in float32 (vLLM, SGLang: --dtype float32) and set --tolerance "
             f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, "
-            f"increase --length, or accept smaller errors of the factor with --factor-error; or "
-            f"the engine computes something else"
+            f"increase --length or --factor-error; or the engine computes something else"
         )
     beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
     if not beyond:

@@ -142,9 +142,7 @@ def patch(
 
     Raises:
         UnknownMethodError, OptionError: the method or one of its options is invalid.
-        NoRopeError: the model has no rotary embedding.
-        UnsupportedModelError: the effect on this model family cannot be verified, or there would
-            be none.
+        NoRopeError, UnsupportedModelError: there would be no effect, or none that is verified.
         AlreadyPatchedError, AlreadyScaledError: pass ``replace=True`` or ``compose=True``.
         RecordError: the model was saved under a patch whose record cannot be read.
     """

@@ -138,13 +138,9 @@ def methods() -> list[MethodInfo]:
 def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """Describe the rotary embedding of ``model``, patched or not.
 
-    Args:
-        model: a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also of
-            an adapter) or Hub ID, which is described as saved. No weights are read for those.
-
-    Raises:
-        MeasureError: the directory has no configuration.
-        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
+    ``model`` is a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also
+    of an adapter) or Hub ID, which is described as saved. No weights are read for those. Raises
+    MeasureError if the directory has no configuration, or the errors of :func:`rope_ext.patch`.
     """
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)

@@ -147,8 +147,8 @@ def recommend(
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif calibration is not None:
             raise OptionError(
-                f"the calibration is of {found.model}, {found.trained_length} -> "
-                f"{found.target_length} tokens, not {name}, {trained} -> {target_length}; leave it out"
+                f"leave calibration out: it is of {found.model}, {found.trained_length} -> "
+                f"{found.target_length} tokens, not of {name}, {trained} -> {target_length}"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
@@ -363,15 +363,11 @@ def calibration_in(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         if data[NAME] != FORMAT:
             raise ValueError(f"its format is {data[NAME]!r}, not {FORMAT}")
         yield data
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise MeasureError(
-            f"cannot read the calibration {file}: {reason}; give a file of `rope-ext calibrate`"
-        ) from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise MeasureError(
-            f"{path} is no calibration ({reason}); give the {NAME}.json of `rope-ext calibrate`"
+            f"cannot read the calibration {file}: {getattr(error, 'strerror', None) or reason}; "
+            f"give the {NAME}.json of `rope-ext calibrate`"
         ) from None
 
 

@@ -57,10 +57,8 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         unpatched checkpoint (``"mlx"`` and ``"transformers"``: from the folder saved by the patched
         model). For a saved model: settings for its folder, often none.
 
-    Raises:
-        ExportError: there is no such engine, or it cannot run the patch.
-        NotPatchedError: there is no patch.
-        MeasureError: the folder has no configuration.
+    Raises ExportError if the engine cannot run the patch, NotPatchedError if there is none, and
+    MeasureError if the folder has no configuration.
     """
     check_engine(engine, **options)
     if isinstance(model, nn.Module) and (state := current_patch(model)) is not None:

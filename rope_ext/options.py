@@ -156,19 +156,16 @@ def _bias(given: Any) -> Encoding:
 
 def _layers(given: Any) -> tuple[int, ...] | str:
     """Resolve ``layers`` to ascending indices, or to a string such as "every 4th"."""
-    valid = "indices counted from 0, such as [3, 7, 11] or range(3, 32, 4), or 'every 4th'"
-    fault = ""
     if isinstance(given, str):
         every = re.fullmatch(r"every (\d{1,4})(st|nd|rd|th)", given.strip().lower())
         if every and int(every[1]) > 1:
             return f"every {int(every[1])}{every[2]}"
     elif isinstance(given, Sequence) and len(given):
         read = [whole_number(number, minimum=0) for number in given]
-        numbers = [number for number in read if number is not None]
-        if len(set(numbers)) == len(read):
+        numbers = {number for number in read if number is not None}
+        if len(numbers) == len(read):
             return tuple(sorted(numbers))
-        twice = next((n for n in numbers if numbers.count(n) > 1), None)
-        fault = "" if twice is None else f" ({twice} is given {numbers.count(twice)} times)"
-    elif whole_number(given) is not None:
-        fault = f" (one layer is [{given}])"
-    raise OptionError(f"layers={given!r} is not valid{fault}; it must be {valid}")
+    raise OptionError(
+        f"layers={given!r} is not valid; it must be different indices counted from 0, such as [3], "
+        f"[3, 7, 11] or range(3, 32, 4), or 'every 4th'"
+    )

@@ -106,9 +106,10 @@ def _unread(engine: str, saved: Saved) -> Export:
         )
     if engine == "transformers":
         return configs.as_it_is(saved)
+    said = " and ".join(map(repr, sorted(kinds)))
     raise ExportError(
-        f"{engine} cannot run rope_type {' and '.join(map(repr, sorted(kinds)))} as this "
-        f"configuration says; 'transformers' can run this folder"
+        f"{engine} cannot run what this configuration says, rope_type {said}; 'transformers' can "
+        f"run this folder"
     )
 
 

@@ -24,8 +24,8 @@ from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import Saved
 
-DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
-DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
+_DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+DRAFTS: list[str] = _DATA["drafts"]
 """Families whose checkpoints have a head for speculative decoding (MTP), which uses RoPE, too."""
 _MODELFILE = re.compile(r"FROM \./\S+\.gguf\nPARAMETER num_ctx \d+\n")
 
@@ -57,23 +57,18 @@ class Family:
     note: str = ""  # for readers of the table
 
 
-_DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 ENGINES = {
     name: {kind: Family(**row) for row in table["rows"] for kind in row["families"].split()}
-    for name, table in _DATA.items()
+    for name, table in _DATA["engines"].items()
 }
 """What each engine supports for each ``model_type``."""
 ENGINES["ollama"] = ENGINES["llama.cpp"]
-_NO_MINIATURE = (
-    *("falcon_h1", "gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "qwen4_exp_text"),
-    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-)
 
 
 def miniatures() -> list[str]:
     """Families that ``verify`` supports: those with a single, flat set of RoPE parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
-    return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
+    return [name for name in dict.fromkeys(found) if name not in _DATA["no miniature"]]
 
 
 class Refusal(Exception):

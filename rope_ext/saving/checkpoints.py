@@ -124,10 +124,9 @@ def require_attention(name: str | None) -> None:
     ours = ("rope_ext", "rope_ext_probe")  # set by patches, not by users
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
     if name is not None and name not in known and "/" not in name:
-        listed = ", ".join(one for one in known if not one.startswith("paged|"))
         raise OptionError(
             f"unknown attention implementation {name!r}{nearest(name, known)}; set --attn to one "
-            f"of {listed}, or to a kernel on the Hub"
+            f"of {', '.join(known)}, or to a kernel on the Hub"
         )
 
 

@@ -82,7 +82,7 @@ def from_pretrained(
     if kwargs.get("gguf_file") is None:
         adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
-        require_peft()
+        optional("peft", "an adapter needs", "peft", AdapterError)
         model = _base_of(path, adapter, base, kwargs)
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
@@ -157,9 +157,9 @@ def _load(
         config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
-        changes = [] if given else [name for name in kwargs if _is_field(config, name)]
-        for name in changes:
-            setattr(config, name, kwargs.pop(name))
+        for name in () if given else tuple(kwargs):
+            if _is_field(config, name):
+                setattr(config, name, kwargs.pop(name))
     elif kwargs.get("config") is not None and found is None:
         _require_no_record(path, kwargs)
     try:
@@ -393,7 +393,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
     LoadError or RecordError if the adapter or its ``rope_ext.json`` cannot be read. The model is
     left unchanged then.
     """
-    peft = require_peft()
+    peft = optional("peft", "an adapter needs", "peft", AdapterError)
     directory = hub.require_place(directory)
     sidecar = require_sidecar(directory, kwargs)
     if isinstance(model, peft.PeftModel):
@@ -425,10 +425,6 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
         raise
-
-
-def require_peft() -> Any:
-    return optional("peft", "an adapter needs", "peft", AdapterError)
 
 
 def frequencies_of(

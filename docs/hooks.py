@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
 from rope_eval.plots.pictures import draw
-from rope_ext.engines.servers import PLUGIN_METHODS
+from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.methods import Method, all_encodings, all_methods
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.config.settings import all_settings
-from rope_ext.engines import configs, llama_cpp, servers
+from rope_ext.engines import configs, llama_cpp
 from rope_ext.engines.base import Export, Refusal
 from rope_ext.errors import ExportError, NotPatchedError, nearest
 from rope_ext.patching import Patch, current_patch
@@ -18,8 +18,8 @@ from rope_ext.rotary.sites import unwrap
 from rope_ext.saving.folder import Saved, read_saved
 
 _ENGINES: dict[str, Callable[..., Export]] = {
-    "vllm": servers.vllm,
-    "sglang": servers.sglang,
+    "vllm": configs.vllm,
+    "sglang": configs.sglang,
     "llama.cpp": llama_cpp.llama_cpp,
     "ollama": llama_cpp.ollama,
     "transformers": configs.transformers,

@@ -31,7 +31,7 @@ from typing_extensions import Self
 
 from rope_ext.engines import export, gguf_file, llama_server
 from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
-from rope_ext.engines.servers import PLUGIN_METHODS
+from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.errors import ExportError, RopeExtError, first_line
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none

@@ -25,7 +25,7 @@ from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.config.record import record_of
 from rope_ext.encodings import Encoding
-from rope_ext.engines.servers import PLUGIN_FAMILIES
+from rope_ext.engines.configs import PLUGIN_FAMILIES
 from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.methods.temperature import SSMax

@@ -124,13 +124,11 @@ def recommend(
     Returns a recommendation to print, or to pass to :func:`rope_ext.patch`.
 
     Raises:
-        OptionError: the target is within the trained length, or the calibration is for another
-            model or length.
+        OptionError: the target is within the trained length, or the calibration does not fit.
         ExportError: there is no such engine, or it runs none of the methods on this model.
         MeasureError: there is no such calibration, or the directory has no configuration.
         AlreadyPatchedError: the model is patched.
-        NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
-            it would accept none of the methods.
+        NoRopeError, UnsupportedModelError, AlreadyScaledError: ``patch`` accepts no method.
     """
     if engine is not None:
         check_engine(engine)  # report mistakes before contacting the Hub

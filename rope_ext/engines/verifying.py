@@ -138,9 +138,8 @@ def judge(
 
     The nearest by root mean square over what the engine returned is accepted if it is within
     ``rounding``. A rival is ruled out if it is more than twice as far from the nearest as the
-    engine is: then the engine's error could not account for half the way to the rival. The verdict
-    is the part of a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot
-    tell"`` if the remaining ones have different verdicts.
+    engine is. The verdict is the part of a name before `` (``, ``"other"`` if none is accepted, and
+    ``"cannot tell"`` if the remaining ones differ in it.
     """
     known = ~got.isnan()
 
@@ -186,8 +185,7 @@ class Miniature:
             saved = current_patch(whole)
             if saved is None:
                 raise ExportError(
-                    "nothing to verify: there is no patch that is known; give --method, or a "
-                    "folder that save_pretrained of a patched model wrote"
+                    "nothing to verify: give --method, or a folder that a patched model saved"
                 )
             chosen, options = saved.record.method, dict(saved.record.arguments)
             target = saved.target_length
@@ -379,8 +377,8 @@ def verify(
     beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
     if not beyond:
         notes.append(
-            f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
-            f"differently beyond; give --length {miniature.beyond}"
+            f"no prompt is longer than the trained {trained} tokens; give --length "
+            f"{miniature.beyond}"
         )
     return Verification(engine, *judged, lengths, returned, tolerance, beyond, tuple(notes))
 

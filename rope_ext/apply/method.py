@@ -179,7 +179,8 @@ def apply_frequency(
     for site, (inv_freq, scaling) in targets.items():
         if growing:  # transformers' own dynamic type computes them
             grow_buffers(site, changes)
-            refuse = functools.partial(refuse_sharded, method.name, "use a fixed method: 'yarn'")
+            instead = "use a fixed frequency method such as 'yarn'"
+            refuse = functools.partial(refuse_sharded, method.name, instead)
             changes.append(site.module.register_forward_pre_hook(refuse).remove)
             continue
         values = saved.built.get(site, inv_freq.float()), scaling

@@ -185,7 +185,7 @@ class Miniature:
             saved = current_patch(whole)
             if saved is None:
                 raise ExportError(
-                    "nothing to verify: there is no patch; give --method, or a patched model's folder"
+                    "nothing to verify: there is no patch; give --method, or a patched folder"
                 )
             chosen, options = saved.record.method, dict(saved.record.arguments)
             target = saved.target_length

@@ -304,9 +304,7 @@ class Sidecar:
         if state is None:
             return "is not patched"
         if state.length != self.record.trained_length:
-            return (
-                f"has a trained length of {state.length}, not {self.record.trained_length} tokens"
-            )
+            return f"was trained on {state.length} tokens, not {self.record.trained_length}"
         if not self.record.same(state.record):
             return f"is patched by {state.record.call()}"
         if not same(frequencies_of(state.sites, state), self.after):

@@ -359,7 +359,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another trained length": (
         lambda: patched(tiny_llama(max_position_embeddings=128), "rerope"),
-        "this model has a trained length of 128, not 64 tokens",
+        "this model was trained on 128 tokens, not 64",
     ),
     "another base": (
         lambda: patched(

@@ -95,7 +95,8 @@ class Options(Checked):
         )
         yield (
             not isinstance(under, FrequencyMethod),
-            f"frequency={under!r} is not valid; pass an object such as rope_ext.NTK(factor=2)",
+            f"frequency={under!r} is not valid; it must be a frequency method object such as "
+            f"rope_ext.NTK(factor=2)",
         )
         under.check()
         told = f"{under.name} cannot go under {name}, since it"

@@ -38,8 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_ext
 from rope_eval.plots.pictures import draw
-from rope_ext.engines import titles
-from rope_ext.engines.servers import PLUGIN_METHODS
+from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.methods import Method, all_encodings, all_methods
 
 ROOT = Path(__file__).parents[1]
@@ -277,6 +276,10 @@ def _engines(method: Method) -> str:
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
 
 
+ENGINES = {
+    **{"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "ollama": "Ollama"},
+    **{"transformers": "transformers", "mlx": "mlx-lm"},
+}
 RUNS, TABLE, REFUSED = "runs", "by table", "refused"
 
 
@@ -284,7 +287,7 @@ def _served(method: Method) -> dict[str, str]:
     """How every engine, by title, runs a method on a Llama."""
     answers = {}
     with rope_ext.patched(_model(method), method) as model:
-        for engine, title in titles().items():
+        for engine, title in ENGINES.items():
             try:
                 settings = rope_ext.export(model, engine).settings
             except rope_ext.ExportError:
@@ -297,7 +300,7 @@ def _served(method: Method) -> dict[str, str]:
 
 def engine_table() -> Iterator[str]:
     """Methods by engines; those that choose frequencies for each sequence also with a length."""
-    engines = titles().values()
+    engines = ENGINES.values()
     yield "\n| method | " + " | ".join(engines) + " |"
     yield "| --- |" + " --- |" * len(engines)
     for cls in all_methods():

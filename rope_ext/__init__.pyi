@@ -44,6 +44,7 @@ from rope_ext.methods import (
 from rope_ext.patching import (
     patch as patch, patched as patched, unpatch as unpatch, unpatched as unpatched
 )
-from rope_ext.saving.adapters import load_adapter as load_adapter, save_sidecar as save_sidecar
-from rope_ext.saving.load import from_pretrained as from_pretrained
+from rope_ext.saving.load import (
+    from_pretrained as from_pretrained, load_adapter as load_adapter, save_sidecar as save_sidecar
+)
 from rope_ext.version import __version__ as __version__

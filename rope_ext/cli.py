@@ -202,8 +202,8 @@ def gguf(
 
         if file is None and asked.method is None:
             raise ExportError(
-                f"no method for {asked.model}; give --method and --factor, or the folder of a "
-                f"patched model before the file"
+                f"no method for {asked.model}; give --method and --factor, or the folder "
+                f"of a patched model before the file"
             )
         if file is None:
             length = asked.trained_length
@@ -273,18 +273,15 @@ def verify(
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
     if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
         raise OptionError(
-            f"--url {url!r} must be http://HOST:PORT, without --write: run with --write, serve the "
-            f"folder, then run with --url"
+            f"--url {url!r} must be http://HOST:PORT, without --write, whose folder it serves"
         )
     if url is None and write is None and engine not in RUN_HERE:
         raise OptionError(
-            f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}; for "
-            f"others, run with --write FOLDER, serve that folder, then run with --url "
-            f"http://HOST:PORT"
+            f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
+            f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
         )
-    ((name, values),) = asked.methods().items() or [(None, {})]
-    values = values if name is None else values | asked.arguments()
-    miniature = verifying.Miniature.from_config(load_config(asked.model), name, **values)
+    method, arguments = asked.build(), asked.arguments()
+    miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
     if write is not None:
         commands, refusals = verifying.write(miniature, write)
         tell(f"wrote {write}; serve it with one of these commands, then run again with --url")

@@ -60,14 +60,14 @@ class Options(Checked):
         name, bias, layers, under = method.name, self.bias, self.layers, self.frequency
         yield (
             bias is not None and method.kind == "encoding",
-            f"{name} takes the place of the rotation, and bias= is added to one that stays; leave "
-            f"bias out, or patch with 'rope' or 'yarn'",
+            f"{name} takes the place of the rotation, beside which bias= is added; leave bias out, "
+            f"or patch with 'rope' or 'yarn'",
         )
         numbers = (method.temperature, method.attention_factor, bias, under)
         yield (
             method.kind == "rotation" and numbers == (None, None, None, None),
-            f"{name} leaves the rotation as trained, and no other change was requested; pass "
-            f"bias='alibi' or temperature='log_n', or use a method such as 'yarn'",
+            f"{name} leaves the rotation as trained; pass bias='alibi' or temperature='log_n' "
+            f"for another change, or use a method such as 'yarn'",
         )
         if layers is not None and isinstance(method, Encoding):
             told = f"so layers={layers!r} has no effect; leave layers out"
@@ -81,8 +81,8 @@ class Options(Checked):
             return
         yield (
             method.kind == "frequency",
-            f"frequency={under!r} goes under a position method such as 'rerope', and {name} is a "
-            f"frequency method itself; leave one of them out",
+            f"frequency={under!r} goes under a position method, and {name} is a frequency method "
+            f"itself; leave one of them out",
         )
         still = isinstance(method, Encoding) and (
             method.computes_positions()
@@ -142,38 +142,31 @@ def _bias(given: Any) -> Encoding:
     cls = next((one for one in adding if one is named), None)
     if cls is None:
         raise OptionError(
-            f"bias={given!r} is not valid; it must be an encoding that adds to the logits by "
-            f"distance: one of {names}, or an object such as rope_ext.T5(num_buckets=16)"
+            f"bias={given!r} is not valid; it must add to the logits by distance: one of {names}, "
+            f"or an object such as rope_ext.T5(num_buckets=16)"
         )
     made = cls() if isinstance(given, str) else given
     for name, none in (("factor", 1), ("attention_factor", None), ("temperature", None)):
         value = getattr(made, name)
         if value != none:
             raise OptionError(
-                f"{name}={value!r} has no effect on bias={made.name!r}; pass it to the method "
-                f"whose rotation stays in place"
+                f"{name}={value!r} has no effect on bias={made.name!r}; pass it to the method"
             )
     return made
 
 
 def _layers(given: Any) -> tuple[int, ...] | str:
     """Resolve ``layers`` to ascending indices, or to a string such as "every 4th"."""
-    valid = (
-        "layer indices counted from 0, such as [3, 7, 11] or range(3, 32, 4), or 'every 4th', "
-        "which selects the same layers of 32"
-    )
-    fault = ""
     if isinstance(given, str):
         every = re.fullmatch(r"every (\d{1,4})(st|nd|rd|th)", given.strip().lower())
         if every and int(every[1]) > 1:
             return f"every {int(every[1])}{every[2]}"
     elif isinstance(given, Sequence) and len(given):
         read = [whole_number(number, minimum=0) for number in given]
-        numbers = [number for number in read if number is not None]
-        if len(set(numbers)) == len(read):
+        numbers = {number for number in read if number is not None}
+        if len(numbers) == len(read):
             return tuple(sorted(numbers))
-        twice = next((n for n in numbers if numbers.count(n) > 1), None)
-        fault = "" if twice is None else f" ({twice} is given {numbers.count(twice)} times)"
-    elif whole_number(given) is not None:
-        fault = f" (one layer is [{given}])"
-    raise OptionError(f"layers={given!r} is not valid{fault}; it must be {valid}")
+    raise OptionError(
+        f"layers={given!r} is not valid; it must be different indices counted from 0, such as [3], "
+        f"[3, 7, 11] or range(3, 32, 4), or 'every 4th'"
+    )

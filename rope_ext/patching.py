@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,8 +20,7 @@ from torch import nn
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
-from rope_ext.config.recommendation import Recommendation
-from rope_ext.config.record import FIELD, Record
+from rope_ext.config.record import FIELD, SIDECAR, Recommendation, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -29,7 +31,7 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary.limits import add_warnings
+from rope_ext.rotary.context import arguments, cache_among
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -39,7 +41,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo
+from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
@@ -56,19 +58,10 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(PatchTarget, Applied):
     """An active patch: what was requested, what was changed, and how to undo it."""
 
-    method: Method
     options: Options
-    decoder: nn.Module
-    outermost: Any  # the top-level configuration, which may nest the text model's
-    sites: list[RotarySite]
-    scaled: list[RotarySite]
-    target_length: int  # tokens
-    precise: bool
-    native: bool  # whether plain transformers reloads the patch from the configuration
-    notes: tuple[str, ...]
     record: Record
     changes: Changes
 
@@ -148,9 +141,7 @@ def patch(
 
     Raises:
         UnknownMethodError, OptionError: the method or one of its options is invalid.
-        NoRopeError: the model has no rotary embedding.
-        UnsupportedModelError: the effect on this model family cannot be verified, or there would
-            be none.
+        NoRopeError, UnsupportedModelError: there would be no effect, or none that is verified.
         AlreadyPatchedError, AlreadyScaledError: pass ``replace=True`` or ``compose=True``.
         RecordError: the model was saved under a patch whose record cannot be read.
     """
@@ -184,7 +175,7 @@ def patch(
     if earlier is not None:
         unpatch(model)
     try:
-        _patch(unwrap(model), decoder, method, keywords)
+        _patch(model, method, keywords)
         dropped = values.carry(decoder)
     except BaseException:
         _go_back(model, earlier, values)  # if the replacement fails, restore the model
@@ -212,7 +203,7 @@ def patch(
             folder,
         )
     # A problem only if plain transformers silently computes something else.
-    prefix = "sequences: " if state.native else "saving: "
+    prefix = "sequences: " if state.saved.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
         _logger.log(level, "rope_ext: %s on %s: %s", method.name, family, note)
@@ -223,14 +214,8 @@ def patch(
 def unpatch(model: Model) -> Model:
     """Undo a patch, restore every buffer, scalar and configuration value bit for bit.
 
-    Args:
-        model: the model that was passed to :func:`rope_ext.patch`, or any wrapper of it.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        NotPatchedError: the model is not patched.
+    ``model`` is the one that was passed to :func:`rope_ext.patch`, or any wrapper of it, and is
+    returned. Raises NotPatchedError if it is not patched.
     """
     state = current_patch(model)
     if state is None:
@@ -263,17 +248,16 @@ def unpatched(model: Model) -> Iterator[Model]:
     again afterwards, with its learned parameters. A model that is not patched is unchanged.
     Caches and compiled graphs of the patched model do not carry over. Yields ``model`` itself.
     """
-    with _returning(model, functools.partial(_leave_off, model)):
+    with _returning(model, lambda: current_patch(model) and unpatch(model)):
         yield model
 
 
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
-    decoder = text_decoder(model)
     quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
-        earlier, values = current_patch(model), Earlier.from_model(decoder)
+        earlier, values = current_patch(model), Earlier.from_model(text_decoder(model))
         change()
     try:
         yield
@@ -282,19 +266,14 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
             _go_back(model, earlier, values)
 
 
-def _leave_off(model: nn.Module) -> None:
-    if current_patch(model) is not None:
-        unpatch(model)
-
-
 def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
     """Undo the model's patch, and apply an earlier one with its learned parameters."""
-    decoder = text_decoder(model)
-    _leave_off(model)
+    if current_patch(model) is not None:
+        unpatch(model)
     if earlier is not None:
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
-            _patch(unwrap(model), decoder, earlier.record.method, earlier.options)
-        values.carry(decoder)
+            _patch(model, earlier.record.method, earlier.options)
+        values.carry(text_decoder(model))
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -312,9 +291,8 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
         method = build_method(method, **options)
     elif not isinstance(method, Method):
         raise OptionError(
-            f"method={brief(method)} is not valid; it must be the name of a method such as 'yarn', "
-            f"or a method object such as rope_ext.YaRN(factor=4). The model comes first: "
-            f"rope_ext.patch(model, method)"
+            f"method={brief(method)} is not valid; call rope_ext.patch(model, method) with a name "
+            f"such as 'yarn', or an object such as rope_ext.YaRN(factor=4)"
         )
     elif options:
         raise OptionError(
@@ -327,12 +305,9 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 
 @torch.inference_mode(False)  # inference tensors could not be moved later
 def _patch(
-    model: nn.Module,
-    decoder: nn.Module,
-    method: Method,
-    options: Options,
-    apply: Callable[..., Applied] | None = None,
+    model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
+    model, decoder = unwrap(model), text_decoder(model)
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
@@ -371,8 +346,8 @@ def _patch(
         # A larger base alone is not reported as scaling by any rope_type.
         if not record.plain or any(part["rope_type"] == "default" for part in parts):
             values[FIELD] = record.to_json()
-        earlier = configuration.saved_record(config, native=False)
-        if earlier is not None:
+        earlier = configuration.saved_record(config)
+        if earlier is not None and not earlier.native:
             notes.append(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
@@ -380,23 +355,13 @@ def _patch(
         configuration.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
-        add_warnings(place, record, changes)
+        _add_warnings(place, record, changes)
     except BaseException:
         undo(changes)
         raise
+    applied = replace(applied, notes=tuple(notes))
     decoder.__dict__[_STATE] = Patch(
-        method=applied.method,
-        options=options,
-        decoder=decoder,
-        outermost=model.config,
-        sites=sites,
-        scaled=scaled,
-        target_length=applied.target_length,
-        precise=applied.precise,
-        native=saved.native,
-        notes=tuple(notes),
-        record=record,
-        changes=changes,
+        **vars(place), **vars(applied), options=options, record=record, changes=changes
     )
 
 
@@ -409,21 +374,16 @@ def note_patch(model: Model, method: Method, **keywords: Any) -> Model:
     """
     options = Options(**keywords)
     options.check(method)
-    _patch(unwrap(model), text_decoder(model), method, options, _noted)
+    _patch(model, method, options, _noted)
     return model
 
 
 def _noted(place: PatchTarget, method: Method, options: Options, changes: Changes) -> Applied:
     rope = options.rope(place.scaled[0].rope)
     length = method.target_length(rope)
-    return Applied(
-        method=method.resolved(rope),
-        target_length=length,
-        saved=Written({}, False, {}, UNSAVED.format(REFUSED)),
-        plain=False,
-        precise=options.is_precise(length),
-        notes=("whether this family accepts it is checked when the weights are loaded",),
-    )
+    note = "whether this family accepts it is checked when the weights are loaded"
+    saved = Written({}, False, {}, UNSAVED.format(REFUSED))
+    return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 
 def note_target(model: nn.Module, target: int) -> None:
@@ -449,3 +409,72 @@ def first_site(
         )
     decoder = text_decoder(model)
     return chosen_sites(decoder, find_sites(decoder, length), sliding_layers)[0]
+
+
+class _Limit:
+    """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
+
+    def __init__(self, method: str, trained: int, target: int) -> None:
+        self.method, self.trained, self.target = method, trained, target
+        self.told = self.told_of_draft = False
+
+    def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or self.told:
+            return
+        given = arguments(decoder, args, kwargs)
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        cache = cache_among(given)
+        filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
+            return  # do not wait for a length on a device
+        tokens, positions = inputs.shape[1] + filled, given.get("position_ids")
+        if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
+            tokens = int(positions.max()) + 1  # packed and padded rows are longer
+        if tokens > self.target:
+            self.told = True
+            _logger.warning(
+                "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
+                "factor=%g or more (replace=True)",
+                *(tokens, self.target, self.method, math.ceil(tokens / self.trained * 100) / 100),
+            )
+
+    def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check the draft model of assisted generation, then call ``model.generate``."""
+        draft = kwargs.get("assistant_model")
+        if isinstance(draft, nn.Module) and not self.told_of_draft:
+            reach = getattr(text_config(draft), "max_position_embeddings", None)
+            if isinstance(reach, int) and reach < self.target:
+                self.told_of_draft = True
+                _logger.warning(
+                    "rope_ext: the assistant_model reaches %d tokens and this model %d, so that it "
+                    "costs time beyond; call rope_ext.patch(assistant_model, ..., factor=%g)",
+                    *(reach, self.target, math.ceil(self.target / reach * 100) / 100),
+                )
+        return original(*args, **kwargs)
+
+
+def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
+    """Warn about longer texts, shorter drafts, and adapters that were trained otherwise."""
+    method = record.resolved
+    if not method.is_dynamic and method.kind in ("frequency", "position"):
+        limit = _Limit(method.name, record.trained_length, record.target_length)
+        changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
+        wrap(place.model, "generate", limit.generate, changes)
+    wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
+
+
+def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
+    folder = kwargs.get("peft_model_id", args[0] if args else None)
+    file = Path(str(folder)) / SIDECAR
+    try:
+        trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, ValueError):  # on the Hub, or trained without a patch
+        trained = record
+    if not trained.same(record):
+        _logger.warning(
+            "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
+            "patch it like that (replace=True)",
+            *(folder, trained.call(), record.call()),
+        )
+    return original(*args, **kwargs)

@@ -28,6 +28,5 @@ if _faults:
     _packages = " ".join(f"'{name}>={version}'" for name, version in MINIMUM.items())
     raise ImportError(
         f"rope_ext {__version__} needs {' and '.join(_faults)}. Install with: pip install -U "
-        f"{_packages}. If another package requires an older version (optimum installs an older "
-        f"transformers), use rope_ext in an environment without that package"
+        f"{_packages}, without packages that require older ones, such as optimum"
     )

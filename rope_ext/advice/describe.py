@@ -138,13 +138,9 @@ def methods() -> list[MethodInfo]:
 def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """Describe the rotary embedding of ``model``, patched or not.
 
-    Args:
-        model: a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also of
-            an adapter) or Hub ID, which is described as saved. No weights are read for those.
-
-    Raises:
-        MeasureError: the directory has no configuration.
-        NoRopeError, UnsupportedModelError, RecordError: as :func:`rope_ext.patch`.
+    ``model`` is a loaded model, as for :func:`rope_ext.patch`; or a configuration, directory (also
+    of an adapter) or Hub ID, which is described as saved. No weights are read for those. Raises
+    MeasureError if the directory has no configuration, or the errors of :func:`rope_ext.patch`.
     """
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)
@@ -297,16 +293,9 @@ class Diagnosis:
 def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> Diagnosis:
     """Show which rotary pairs reach untrained angles at ``length`` tokens.
 
-    Args:
-        model: as for :func:`describe`.
-        length: tokens; below the trained length nothing is out of distribution.
-
-    Returns:
-        Wavelength, rotations and angles of every pair, before and after the patch.
-
-    Raises:
-        OptionError: the length is not a positive number.
-        MeasureError, NoRopeError, UnsupportedModelError, RecordError: as :func:`describe`.
+    ``model`` is as for :func:`describe`, ``length`` counts tokens. Returns wavelength, rotations
+    and angles of every pair, before and after the patch. Raises OptionError if the length is not a
+    positive number, or the errors of :func:`describe`.
     """
     require_length("length", length)
     if not isinstance(model, nn.Module):
@@ -362,8 +351,7 @@ def model_card(
     state, found = current_patch(saved.model), describe(saved.model)
     if state is None:
         raise ExportError(
-            f"the configuration in {folder} does not extend the model, so there is nothing to "
-            f"write on a card; save a patched model there first"
+            f"{folder} holds no extended model to write a card about; save a patched one there"
         )
     name = " ".join(Path(folder).resolve().name.split()) or "model"
     head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
@@ -385,8 +373,7 @@ def model_card(
             table = (Path(report) / "table.md").read_text(encoding="utf-8").strip()
         except OSError:
             raise ExportError(
-                f"{report} has no table.md; give the output folder of rope-ext compare or "
-                f"rope-ext eval"
+                f"{report} has no table.md; give the output folder of rope-ext compare or eval"
             ) from None
         lines += ["", "## Evaluation", "", table]
     return "\n".join(lines) + "\n"

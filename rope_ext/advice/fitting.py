@@ -61,12 +61,8 @@ def fit(
         steps: number of steps of the optimizer, each on one row.
         learning_rate: initial learning rate of Adam, with cosine decay to 0.
 
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        NotPatchedError: the model is not patched.
-        OptionError: the patch has nothing to fit, or an argument is not valid.
+    Returns ``model`` itself. Raises NotPatchedError if it is not patched, and OptionError if the
+    patch has nothing to fit, or an argument is not valid.
     """
     state = current_patch(model)
     if state is None:
@@ -169,8 +165,8 @@ def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None
     """Raise an OptionError if there is nothing to fit, or an argument is not valid."""
     if not can_fit(state.method):
         raise OptionError(
-            f"{state.method.name} has no parameters in the layers that could take the place of the "
-            f"rotation; rope_ext.fit supports {', '.join(supported())}, and alibi with learned=True"
+            f"{state.method.name} has no parameters to fit; rope_ext.fit supports "
+            f"{', '.join(supported())}, and alibi with learned=True"
         )
     tensor = isinstance(input_ids, torch.Tensor)
     shape = list(input_ids.shape) if tensor and not input_ids.is_floating_point() else []

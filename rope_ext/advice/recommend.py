@@ -22,8 +22,7 @@ from transformers import PreTrainedConfig
 from rope_ext.advice.describe import call_text, require_length
 from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
-from rope_ext.config.recommendation import Recommendation
-from rope_ext.config.record import method_from_json
+from rope_ext.config.record import Recommendation, method_from_json
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import (
     AlreadyScaledError,
@@ -122,18 +121,14 @@ def recommend(
         engine: an engine of :func:`rope_ext.export`: recommend only methods that it can run. None
             returns two methods: ``method`` for this process and ``serve`` for other engines.
 
-    Returns:
-        A recommendation to print, or to pass to :func:`rope_ext.patch`: method, factor, reasons
-        with sources, and alternatives.
+    Returns a recommendation to print, or to pass to :func:`rope_ext.patch`.
 
     Raises:
-        OptionError: the target is within the trained length, or the calibration is for another
-            model or length.
+        OptionError: the target is within the trained length, or the calibration does not fit.
         ExportError: there is no such engine, or it runs none of the methods on this model.
         MeasureError: there is no such calibration, or the directory has no configuration.
         AlreadyPatchedError: the model is patched.
-        NoRopeError, UnsupportedModelError, AlreadyScaledError: as :func:`rope_ext.patch`, where
-            it would accept none of the methods.
+        NoRopeError, UnsupportedModelError, AlreadyScaledError: ``patch`` accepts no method.
     """
     if engine is not None:
         check_engine(engine)  # report mistakes before contacting the Hub
@@ -150,9 +145,8 @@ def recommend(
             candidates.insert(int(case.recipe is not None), (found.method, why))
         elif calibration is not None:
             raise OptionError(
-                f"this calibration is of {found.model}, from {found.trained_length} to "
-                f"{found.target_length} tokens, and this is {name}, from {trained} to "
-                f"{target_length}; leave calibration out, or calibrate for this one"
+                f"leave calibration out: it is of {found.model}, {found.trained_length} -> "
+                f"{found.target_length} tokens, not of {name}, {trained} -> {target_length}"
             )
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
@@ -204,15 +198,12 @@ def _without_patch(
     name = saved.name or type(state.decoder).__name__
     if beyond:
         raise AlreadyScaledError(
-            f"{name} reaches {state.target_length} tokens by its own two tables (longrope, from "
-            f"{state.length}), which nothing stretches further. Up to there, {next_step}; for "
-            f"{target} tokens choose another checkpoint, or search for a table with "
-            f"rope_ext.search and fine-tune"
+            f"{name} reaches {state.target_length} tokens by its own two tables (longrope), which "
+            f"nothing stretches: {next_step}, or search for a table with rope_ext.search and train"
         )
     raise OptionError(
-        f"target_length={target} is within the {state.target_length} tokens that {name} reaches: "
-        f"{call_text(state.method)} extends it from {state.length} tokens. {next_step}; for more, "
-        f"give a longer target"
+        f"target_length={target} is within the {state.target_length} tokens that {name} reaches by "
+        f"{call_text(state.method)}; {next_step}, or give a longer target"
     )
 
 
@@ -222,8 +213,7 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
     if target <= configured:
         raise OptionError(
             f"target_length={target} is within the {configured} tokens that "
-            f"{type(decoder).__name__} was trained on, so there is nothing to extend; use it "
-            f"unpatched, or give a target above {configured}"
+            f"{type(decoder).__name__} was trained on; use it unpatched, or give a longer target"
         )
     scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
     if scaled is not None:
@@ -371,17 +361,11 @@ def calibration_in(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         if data[NAME] != FORMAT:
             raise ValueError(f"its format is {data[NAME]!r}, not {FORMAT}")
         yield data
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise MeasureError(
-            f"cannot read the calibration {file}: {reason}; give the file that "
-            f"`rope-ext calibrate` wrote"
-        ) from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise MeasureError(
-            f"{path}: this is not what a calibration found ({reason}); give the {NAME}.json that "
-            f"`rope-ext calibrate` wrote"
+            f"cannot read the calibration {file}: {getattr(error, 'strerror', None) or reason}; "
+            f"give the {NAME}.json of `rope-ext calibrate`"
         ) from None
 
 
@@ -396,8 +380,7 @@ def calibration_for(model: Any, given: Any) -> Any:
     if not isinstance(given, (str, Path)):
         if not all(hasattr(given, name) for name in ("model", "method", "sentence", "to_json")):
             raise OptionError(
-                f"calibration={given!r} is not valid; give what rope_ext.calibrate returned, or "
-                f"its file or folder"
+                f"calibration={given!r} is not a result of rope_ext.calibrate, its file or folder"
             )
         return given
     with calibration_in(given) as data:

@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -101,11 +101,12 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
 
 def before(config: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return configuration fields from before any patch; None for fields that did not exist."""
-    earlier, in_force = saved_record(config, native=False), saved_record(config, native=True)
+    record = saved_record(config)
     fields = {name: getattr(config, name, None) for name in names}
-    fields |= {} if earlier is None else earlier.config
+    if record is not None and not record.native:
+        fields |= record.config
     values = {name: copy.deepcopy(fields.get(name)) for name in names}
-    return values if in_force is None else values | {FIELD: in_force.to_json()}
+    return values | {FIELD: record.to_json()} if record is not None and record.native else values
 
 
 def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
@@ -113,20 +114,19 @@ def is_scaled(decoder: nn.Module, site: RotarySite) -> str | None:
     factor = site.settings.factor
     if site.scaled or factor not in (None, 1, 1.0):
         return f"rope_type {site.rope_type!r} with factor {factor}"
-    record = saved_record(text_config(decoder), native=True)
-    return None if record is None else f"{record.call()}, which it was saved with"
+    record = saved_record(text_config(decoder))
+    if record is not None and record.native:
+        return f"{record.call()}, which it was saved with"
+    return None
 
 
-def saved_record(config: Any, native: bool) -> Record | None:
-    """Return the record that a checkpoint was saved with, if it can be read and is ``native``.
+def saved_record(config: Any) -> Record | None:
+    """Return the record that a checkpoint was saved with, if it can be read.
 
-    A native record is in force, because transformers builds its patch from the other fields.
+    A native one is in force, because transformers builds its patch from the other fields.
     """
-    try:
-        record = record_of(config)
-    except RecordError:  # only if the user passed the trained length
-        return None
-    return record if record is not None and record.native == native else None
+    with suppress(RecordError):  # only if the user passed the trained length
+        return record_of(config)
 
 
 def part_of(parameters: dict[str, Any], site: RotarySite) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from rope_ext.config.record import option_texts
+from rope_ext.config.record import patch_call
 from rope_ext.errors import LoadError, RopeExtError, first_line
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
 from rope_ext.methods.temperature import yarn_factor
@@ -122,9 +122,8 @@ def scaling_notes(config: Any) -> tuple[str, ...]:
     note = f"{name} scales RoPE ({found.text}), which transformers ignores"
     if found.method is None:
         return (f"{note}; no method of rope_ext is known to restore it",)
-    words = [repr(found.method.name), *option_texts(found.method)]
-    words.append(f"original_max_position_embeddings={found.length}")
-    return (f"{note}; restore it with rope_ext.patch(model, {', '.join(words)})",)
+    call = patch_call(found.method, original_max_position_embeddings=found.length)
+    return (f"{note}; restore it with {call}",)
 
 
 def read_scaling(path: str | Path) -> FileScaling | None:

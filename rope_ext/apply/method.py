@@ -57,9 +57,9 @@ def refuse_scaled(
     there = is_scaled(decoder, site)
     if there is None or site.raised is not None:
         return
-    raises = TYPES.get(site.rope_type)
-    own = f", or pass method={raises!r} and compose='raise' to raise the checkpoint's own factor"
-    own = own if raises else ""
+    own = ""
+    if raises := TYPES.get(site.rope_type):
+        own = f", or pass method={raises!r} and compose='raise' to raise the checkpoint's factor"
     if site.moving:
         raise AlreadyScaledError(
             f"{type(decoder).__name__} is scaled by {there}, on top of which nothing can be "
@@ -68,9 +68,9 @@ def refuse_scaled(
     if not compose:
         back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
         raise AlreadyScaledError(
-            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration "
-            f"already: {there}. Pass compose=True to extend its {site.rope.length} tokens further, "
-            f"or load {back} to start from the unscaled frequencies{own}"
+            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration: "
+            f"{there}. Pass compose=True to extend its {site.rope.length} tokens further, or load "
+            f"{back}{own}"
         )
     if method.is_dynamic:
         raise AlreadyScaledError(
@@ -86,8 +86,7 @@ def require_scaling(place: PatchTarget, method: Method) -> None:
     if all(ignores_scaling(place.decoder, site) for site in place.scaled):
         raise UnsupportedModelError(
             f"{type(place.decoder).__name__} normalizes queries and keys after the rotation, which "
-            f"cancels attention_factor={method.attention_factor!r}; give temperature= a number, "
-            f"which multiplies queries after that"
+            f"cancels attention_factor={method.attention_factor!r}; give temperature= a number"
         )
 
 
@@ -170,11 +169,19 @@ def apply_frequency(
     saved, sequences = written(place, method, length), None
     if tempered:  # the frequencies stay the same, but no rope_type expresses it
         saved = replace(unsaved(place, length), built=saved.built)
+    if growing and not saved.native:
+        raise UnsupportedModelError(
+            f"transformers cannot build its dynamic type for {type(place.decoder).__name__}; use "
+            f"mode='fixed'"
+        )
     if method.is_dynamic and not growing:
         sequences = Sequences(place, method, changes)
     for site, (inv_freq, scaling) in targets.items():
-        if growing:
-            _grow(site, method.name, saved.native, changes)
+        if growing:  # transformers' own dynamic type computes them
+            grow_buffers(site, changes)
+            instead = "use a fixed frequency method such as 'yarn'"
+            refuse = functools.partial(refuse_sharded, method.name, instead)
+            changes.append(site.module.register_forward_pre_hook(refuse).remove)
             continue
         values = saved.built.get(site, inv_freq.float()), scaling
         if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
@@ -188,27 +195,9 @@ def apply_frequency(
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
         notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")
-    return Applied(
-        method=method,
-        target_length=length,
-        saved=saved,
-        # Plain transformers changes frequencies within a sequence, and only has float32 angles.
-        plain=saved.native and not precise and sequences is None,
-        precise=precise,
-        notes=tuple(notes),
-    )
-
-
-def _grow(site: RotarySite, name: str, native: bool, changes: Changes) -> None:
-    """Let transformers' own dynamic type compute the frequencies."""
-    if not native:
-        raise UnsupportedModelError(
-            f"{type(site.module).__name__}: transformers cannot build its dynamic type for this "
-            f"family; use mode='fixed'"
-        )
-    grow_buffers(site, changes)
-    refuse = functools.partial(refuse_sharded, name, "use a fixed frequency method such as 'yarn'")
-    changes.append(site.module.register_forward_pre_hook(refuse).remove)
+    # Plain transformers changes frequencies within a sequence, and only has float32 angles.
+    plain = saved.native and not precise and sequences is None
+    return Applied(method, length, saved, plain, precise, tuple(notes))
 
 
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
@@ -304,9 +293,8 @@ def apply_position(
     table = {site: _write(place, site, methods, options) for site in place.scaled}
     if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
-            f"{method.name} tells the {rope.dim // 2} pairs of one rotary embedding apart, and "
-            f"{type(decoder).__name__} is to be patched in several that have different numbers; "
-            f"use another position method, such as 'self_extend'"
+            f"{method.name} needs one number of pairs in all patched layers, and those of "
+            f"{type(decoder).__name__} differ; use another position method, such as 'self_extend'"
         )
     reached, length = method.reached(rope), method.target_length(rope)
     method = cast("PositionMethod", method.resolved(rope))
@@ -317,8 +305,7 @@ def apply_position(
     if windowed and encoding.window_beside() is not None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has layers with a window already, and {encoding.name} "
-            f"chooses the window itself; to remove the positions of layers without one, patch "
-            f"with 'nope', and with layers= for some of them"
+            f"chooses its own; to remove positions only, patch with 'nope'"
         )
     more = (include_sliding, encoding, options.layers, named, instead)
     position_map = PositionMap(method, rope, table, label, precise, options.kernel, *more)
@@ -344,14 +331,8 @@ def apply_position(
             f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    return Applied(
-        method=given if isinstance(given, FrequencyMethod) else method,
-        target_length=length,
-        saved=unsaved(place, length),
-        plain=False,
-        precise=precise,
-        notes=tuple(notes),
-    )
+    used = given if isinstance(given, FrequencyMethod) else method
+    return Applied(used, length, unsaved(place, length), False, precise, tuple(notes))
 
 
 def _write(
@@ -363,9 +344,8 @@ def _write(
         inv_freq, _ = target(place, site, options.frequency, options)
     elif site.moving:
         raise AlreadyScaledError(
-            f"{type(place.decoder).__name__} has rope_type {site.rope_type!r}, whose frequencies "
-            f"change with the sequence, so {methods[-1].name} cannot go on top of it; load it with "
-            f"rope_type 'default'"
+            f"{methods[-1].name} cannot go on top of rope_type {site.rope_type!r}, which changes "
+            f"with the sequence; load {type(place.decoder).__name__} with rope_type 'default'"
         )
     scaling, _ = site.factors(*methods)
     write_buffers(site, inv_freq.float(), scaling)
@@ -378,24 +358,18 @@ def raise_factor(
     """Return the unscaled sites, the checkpoint's own method with a larger factor, and notes.
 
     YaRN on top of YaRN is not YaRN with a larger factor: the second ramp starts from the pairs that
-    the first one left. So ``compose="raise"`` replaces the checkpoint's own scaling by the same
-    type with the same options and a larger factor.
-
-    Only the factor of ``method`` counts, which is named after the scaling of the checkpoint.
-    ``changes`` receive what else depends on that scaling.
+    the first one left. Only the factor of ``method`` counts.
     """
     family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
     if not scaled:
         raise UnsupportedModelError(
-            f"{family} ships without RoPE scaling, so compose='raise' has no factor to raise; "
-            f"leave compose out"
+            f"{family} has no RoPE scaling whose factor compose='raise' could raise; leave it out"
         )
     kind = scaled[0].rope_type
     if kind not in TYPES:
         raise AlreadyScaledError(
-            f"the checkpoint is scaled by {kind!r}, a table that was searched for one length: no "
-            f"factor stretches it. Load it with rope_type 'default' and patch that, or search for "
-            f"a table of the new length with rope_ext.search"
+            f"the checkpoint is scaled by {kind!r}, a table for one length, which no factor "
+            f"stretches; load it with rope_type 'default', or search for a new table"
         )
     name = TYPES[kind]
     if method.name != name:
@@ -408,16 +382,12 @@ def raise_factor(
     own = ("bias", "layers", "original_max_position_embeddings")
     given += [f"{option}=" for option in own if getattr(options, option) is not None]
     if given:
-        raise OptionError(
-            f"compose='raise' takes everything but the factor from the checkpoint; leave "
-            f"{', '.join(given)} out"
-        )
+        raise OptionError(f"compose='raise' takes the factor only; leave {', '.join(given)} out")
     found = {site: _raised(family, site, method.factor) for site in scaled}
     methods = {made for _, made in found.values()}
     if len(methods) > 1:
         raise UnsupportedModelError(
-            f"{family} scales its kinds of layers by different options, and compose='raise' "
-            f"raises one set; pass compose=True to extend all of them further"
+            f"{family} scales its kinds of layers by different options; pass compose=True instead"
         )
     if kind == "dynamic":  # transformers changes these frequencies in every forward
         for site in scaled:
@@ -427,8 +397,8 @@ def raise_factor(
         scales = softmax_scales(place.decoder, factor=float(method.factor))
     if scales is None:
         raise UnsupportedModelError(
-            f"{family} cannot be built from its configuration, so the softmax scale under the "
-            f"raised factor is unknown; pass compose=True instead"
+            f"{family} cannot be built from its configuration, which would tell the softmax scale "
+            f"of the raised factor; pass compose=True instead"
         )
     for module, scale in scales.items():
         set_attribute(module, "scaling", scale, changes)
@@ -443,8 +413,7 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
     old, length = not_none(settings.factor), not_none(settings.length)
     if factor <= old:
         raise OptionError(
-            f"factor={factor!r} does not raise the checkpoint's own factor, which is {old!r}; pass "
-            f"a larger one"
+            f"factor={factor!r} does not raise the checkpoint's own {old!r}; pass a larger one"
         )
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
     made, raised = (_method(own, old, number) for number in (old, float(factor)))
@@ -458,8 +427,8 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
         and math.isclose(made.attention_scaling(rope), site.scaling, rel_tol=1e-6)
     ):
         raise UnsupportedModelError(
-            f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration, "
-            f"so its factor cannot be raised; pass compose=True to extend them further"
+            f"{family}: its frequencies are not those of rope_type {kind!r} in its configuration; "
+            f"pass compose=True to extend them further"
         )
     entry = {**copy.deepcopy(dict(own)), **raised.rope_parameters(rope)}
     if _follows_mscale(own, old):

@@ -24,7 +24,7 @@ def parse_lengths(text: str | Iterable[str], option: str = "--lengths") -> tuple
         if match is None:
             raise OptionError(
                 f"{option} {word!r} is not a number of tokens; use a number such as 32768, 32k or "
-                f"1m{', or several, separated by commas' if option == '--lengths' else ''}"
+                f"1m{', or several, separated by commas' * (option == '--lengths')}"
             )
         lengths.append(int(match[1]) * 1024 ** " km".index(match[2] or " "))
     return tuple(lengths)
@@ -36,8 +36,8 @@ def parse_compose(text: str | bool) -> bool | Literal["raise"]:
         return text
     if text not in ("stack", "raise"):
         raise OptionError(
-            f"--compose {text} is not valid; it must be stack (apply the method on top of the "
-            f"checkpoint's RoPE scaling) or raise (raise the factor of that scaling)"
+            f"--compose {text} is not valid; it must be stack (apply on top of the RoPE scaling) "
+            f"or raise (raise its factor)"
         )
     return text == "stack" or "raise"
 

@@ -67,26 +67,24 @@ class Asked:
     def words(self, command: str, **more: Any) -> list[str]:
         return command_words(command, **vars(self), **more)
 
-    def methods(self) -> dict[str, dict[str, Any]]:
+    def build(self) -> Any:
+        """Return the method, or None; raises OptionError for options that are not valid."""
         from rope_ext.command.method_options import checked_methods
+        from rope_ext.methods import build_method
 
         if self.method is None:
             words = self.words("")[3:]
             if words:
                 raise OptionError(f"{' '.join(words[:2])} needs --method")
-            return {}
+            return None
         names = [self.method]
-        return checked_methods(names, self.factor, parse_options(self.option, names))
+        checked = checked_methods(names, self.factor, parse_options(self.option, names))
+        ((name, values),) = checked.items()
+        return build_method(name, **values)
 
     def arguments(self) -> dict[str, Any]:
         given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
         return {name: value for name, value in given.items() if value is not None}
-
-    def build(self) -> Any:
-        from rope_ext.methods import build_method
-
-        ((name, values),) = self.methods().items()
-        return build_method(name, **values)
 
     def patched(self) -> Any:
         """Return the patched model without weights; without a method, the model's name."""
@@ -94,11 +92,12 @@ class Asked:
         from rope_ext.saving.checkpoints import load_config
         from rope_ext.saving.folder import model_of, patch_without_weights
 
-        if not self.methods():
+        method = self.build()
+        if method is None:
             return self.model
         for note in saved_otherwise({self.model: load_config(self.model)}):
             tell(f"note: {note}", "yellow")
-        return patch_without_weights(model_of(self.model), self.build(), self.arguments())
+        return patch_without_weights(model_of(self.model), method, self.arguments())
 
     def tell_compare(self, trained: int, target: int, **more: Any) -> None:
         """Print the command that compares the method with the unpatched model."""

@@ -3,14 +3,13 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rope_ext.config.record import ARGUMENTS, SIDECAR, Record, option_texts
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import Method, build_method, method_class
-from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.checkpoints import saved_under
+from rope_ext.saving.load import read_sidecar
 
 UNPATCHED = "none"
 """Used instead of a method name: the model without a patch."""
@@ -78,8 +77,7 @@ def _check(
     if not alone or method not in (record.method, record.resolved):
         raise OptionError(
             f"the adapter {adapter} was trained with {record.call()}, not with {method}; use "
-            f"--method {ADAPTER} for that, or --force and {name} without {ADAPTER} to measure it "
-            f"anyway"
+            f"--method {ADAPTER}, or --force and {name} without {ADAPTER}"
         )
 
 
@@ -113,12 +111,10 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
     if record is None:
-        where = "no --adapter is given"
-        if adapter is not None:
-            where = f"{adapter} {'has none' if Path(adapter).exists() else 'does not exist'}"
+        where = f"{adapter} has none" if adapter else "no --adapter is given"
         raise OptionError(
-            f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but "
-            f"{where}; set --method to the name of a method"
+            f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but {where}; set "
+            f"--method to the name of a method"
         )
     beside = {k: v for k, v in record.arguments.items() if v != ARGUMENTS[k]}
     return {record.method.name: {**record.method.options(), **beside}}
@@ -130,6 +126,6 @@ def saved_otherwise(configs: Mapping[str, Any]) -> Iterator[str]:
         record = saved_under(config)
         if record is not None:
             yield (
-                f"{model} was saved with {record.call()}, which {UNPATCHED} removes: to measure "
-                f"it as saved, add this method with its factor and options"
+                f"{model} was saved with {record.call()}, which {UNPATCHED} removes; to measure "
+                f"it, add this method"
             )

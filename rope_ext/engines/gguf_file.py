@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from rope_ext.apply import gguf_source
 from rope_ext.apply.gguf_source import TABLE
-from rope_ext.engines.base import ENGINES, Family, Refusal, config_of
+from rope_ext.engines.base import ENGINES, Family, Refusal
 from rope_ext.engines.llama_cpp import Plan, planned
 from rope_ext.errors import ExportError, LoadError, optional
 from rope_ext.methods import Method
@@ -79,10 +79,7 @@ class GGUFFile:
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
         if not may_replace(output, _MARK):
-            raise ExportError(
-                f"{output} exists and would be lost, since rope-ext gguf did not write it; give "
-                f"--output another name"
-            )
+            raise ExportError(f"{output} exists and would be lost; give --output another name")
         prefix = f"{self.architecture}.rope.scaling."
         own = ("general.architecture", _MARK, *made.keys)  # set by the writer
         try:
@@ -116,8 +113,8 @@ def extended(
     file = GGUFFile.read(path)
     if file.scaled:
         raise ExportError(
-            f"{path} already scales its rotary embedding; convert the unscaled model, or give the "
-            f"folder of a model that was patched with compose=True before the file"
+            f"{path} already scales its rotary embedding; convert the unscaled model, or give a "
+            f"model's folder, patched with compose=True, before the file"
         )
     known: dict[str, str] = {}  # a family of each architecture
     for kind, family in ENGINES["llama.cpp"].items():
@@ -125,8 +122,8 @@ def extended(
             known.setdefault(family.name, kind)
     if file.architecture not in known:
         raise ExportError(
-            f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested "
-            f"architectures: {', '.join(known)}"
+            f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested: "
+            f"{', '.join(known)}"
         )
     config = LlamaConfig(  # a stand-in with this rotary embedding
         hidden_size=file.dim,
@@ -144,11 +141,11 @@ def extended(
 def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path) -> Plan:
     """Write a model's patch, or the scaling in its configuration, into its GGUF file."""
     file = path if isinstance(path, GGUFFile) else GGUFFile.read(path)
-    state = current_patch(model) or current_patch(read_saved(config_of(model)).model)
+    state = current_patch(model) or current_patch(read_saved(unwrap(model).config).model)
     if state is None:
         raise ExportError(
-            "llama.cpp cannot run the patch of this model: there is none; patch it, or give a "
-            "folder that save_pretrained of a patched model wrote"
+            "llama.cpp cannot run the patch of this model: there is none; patch it, or give the "
+            "folder that a patched model saved"
         )
     family = ENGINES["llama.cpp"].get(text_config(state.decoder).model_type)
     architecture, dim = family.name if family else None, state.scaled[0].rope.dim

@@ -71,14 +71,11 @@ def planned(state: Patch, in_file: bool) -> Plan:
             "--grp-attn-w of them, so that neighbors lose their exact distances, which "
             "Self-Extend keeps for each query"
         )
-    base.refuse_positions(state)
     family = base.family_of(state, "llama.cpp")
     if not family.kinds:
         raise Refusal(family.reason)
     base.refuse_unproven(state, family.sliding_base)
     architecture = family.name
-    if not state.native:
-        raise Refusal("it has no setting for these frequencies")
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
     parameters = scaling.parameters
     if not site.scaled and state.frequencies is not None:
@@ -208,7 +205,7 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
 
 def _files(state: Patch, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
     """Return names for a model's unpatched and patched GGUF files, and a note on the first."""
-    file = gguf_source.file_of(state.outermost)
+    file = gguf_source.file_of(state.model.config)
     if file is not None and saved is None:
         return file, f"{Path(file).stem}-long.gguf", ()
     note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}"

@@ -6,11 +6,18 @@ known mistakes of engines; :func:`judge` decides between them.
 
 import copy
 import dataclasses
+import http.client
 import json
 import math
+import re
 import shlex
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,11 +29,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
-from rope_ext.engines import export, gguf_file, running
-from rope_ext.engines.base import Refusal, Scaling, config_of, miniatures, refuse_unproven
-from rope_ext.engines.servers import PLUGIN_METHODS
-from rope_ext.errors import ExportError, RopeExtError
-from rope_ext.methods import FrequencyMethod, Rope
+from rope_ext.engines import export, gguf_file, llama_server
+from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
+from rope_ext.engines.configs import PLUGIN_METHODS
+from rope_ext.errors import ExportError, RopeExtError, first_line
+from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, note_target, patch, unpatch
@@ -66,6 +73,15 @@ _IF_THERE = {
     **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier"), 1.0),
     "residual_multiplier": 1.0,
 }
+_EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
+_EXACT += ("--parallel", "1", "--threads", "1")
+"""Flags that make llama.cpp compute attention in float32; its default is half precision."""
+_NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Keeps the script's directory out of sys.path: its files shadow libraries.
+_RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+_SHOWN = 300  # characters to quote from a server's response
+_SECONDS = 120  # timeout for requests, and for shutting down a server
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 """Maps prompts, each of which begins the last one, to next-token log-probabilities, float32,
@@ -122,9 +138,8 @@ def judge(
 
     The nearest by root mean square over what the engine returned is accepted if it is within
     ``rounding``. A rival is ruled out if it is more than twice as far from the nearest as the
-    engine is: then the engine's error could not account for half the way to the rival. The verdict
-    is the part of a hypothesis's name before `` (``, ``"other"`` if none is accepted, and ``"cannot
-    tell"`` if the remaining ones have different verdicts.
+    engine is. The verdict is the part of a name before `` (``, ``"other"`` if none is accepted, and
+    ``"cannot tell"`` if the remaining ones differ in it.
     """
     known = ~got.isnan()
 
@@ -153,7 +168,7 @@ class Miniature:
     as_saved: bool  # whether the source configuration has the patch
 
     @classmethod
-    def from_config(cls, config: Any, method: str | None = None, **options: Any) -> Self:
+    def from_config(cls, config: Any, method: str | Method | None = None, **options: Any) -> Self:
         """Build one with the head size, layer types, base and scaling of a configuration.
 
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
@@ -170,8 +185,7 @@ class Miniature:
             saved = current_patch(whole)
             if saved is None:
                 raise ExportError(
-                    "nothing to verify: there is no patch that is known; give --method, or a "
-                    "folder that save_pretrained of a patched model wrote"
+                    "nothing to verify: there is no patch; give --method, or a patched folder"
                 )
             chosen, options = saved.record.method, dict(saved.record.arguments)
             target = saved.target_length
@@ -356,17 +370,15 @@ def verify(
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if judged[0] == "cannot tell":
         notes.append(
-            f"either the engine's rounding errors are too large to tell them apart: serve the "
-            f"miniature in float32 (vLLM and SGLang: --dtype float32) and set --tolerance "
+            f"serve the miniature in float32 (vLLM, SGLang: --dtype float32) and set --tolerance "
             f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, "
-            f"increase --length, or accept smaller errors of the factor with --factor-error; or "
-            f"the engine computes something else"
+            f"increase --length or --factor-error; or the engine computes something else"
         )
     beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
     if not beyond:
         notes.append(
-            f"no prompt is longer than the trained {trained} tokens, and an engine may behave "
-            f"differently beyond; give --length {miniature.beyond}"
+            f"no prompt is longer than the trained {trained} tokens; give --length "
+            f"{miniature.beyond}"
         )
     return Verification(engine, *judged, lengths, returned, tolerance, beyond, tuple(notes))
 
@@ -384,7 +396,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     whole = miniature.as_saved or by_plugin
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    config_of(miniature.model)._name_or_path = str(folder)
+    miniature.model.config._name_or_path = str(folder)
     commands, refusals = {}, []
     for engine in ["vllm"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"
@@ -435,18 +447,132 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
             words = ["--model", str(file), *shlex.split(flags)]
         except ValueError as error:
             raise ExportError(f"flags={flags!r} is not valid: {error}") from None
-        return lambda prompts: running.llama_cpp(words, prompts, _VOCABULARY)
+        return lambda prompts: llama_cpp(words, prompts, _VOCABULARY)
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
         return lambda prompts: log_probs_of(loaded, prompts)
     if not miniature.as_saved and flags is None:
         export(miniature.model, "mlx").write(folder)
-    return lambda prompts: running.mlx(folder, prompts)
+    return lambda prompts: mlx(folder, prompts)
 
 
 def endpoint(address: str, model: str | None = None) -> Run:
     """Query an OpenAI-compatible server that serves a written miniature."""
     return lambda prompts: torch.stack(
-        [running.completed(address, prompt, _VOCABULARY, _TOP, model) for prompt in prompts]
+        [completed(address, prompt, _VOCABULARY, _TOP, model) for prompt in prompts]
     )
+
+
+@contextmanager
+def serving(words: Sequence[str]) -> Iterator[str]:
+    """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
+    command = [sys.executable, "-c", _RUN, llama_server.__file__, *words, *_EXACT]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            assert process.stdout is not None
+            address = next((line for line in process.stdout if line.startswith("address ")), None)
+            if address is None:
+                process.wait(_SECONDS)
+                log.seek(0)
+                lines = [line for line in log if line.strip()]
+                if "No module named 'xllamacpp'" in lines[-1]:
+                    raise ExportError(
+                        "llama.cpp needs the package xllamacpp, which is not installed; install it "
+                        'with: pip install "rope-ext[engines]"'
+                    )
+                said = " / ".join(line.rstrip("\n") for line in lines[-3:])
+                raise ExportError(f"llama.cpp's server did not start: {said}")
+            yield address.split()[1]
+        finally:
+            try:
+                process.communicate(timeout=_SECONDS)  # closing stdin stops it
+            finally:
+                process.kill()
+
+
+def completed(
+    address: str,
+    prompt: Sequence[int],
+    vocabulary: int,
+    top: int | None = None,
+    model: str | None = None,
+) -> torch.Tensor:
+    """Return the ``top`` next-token log-probabilities after ``prompt`` from an OpenAI-style server.
+
+    Float32, ``[vocabulary]``; NaN for tokens that the server did not return. Raises ExportError if
+    it cannot be reached, returns an error, or does not identify tokens.
+    """
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "logprobs": vocabulary if top is None else top,
+        "return_tokens_as_token_ids": True,  # vLLM; other servers return text
+        "cache_prompt": True,  # llama.cpp; prompts share all but their last token
+    } | ({} if model is None else {"model": model})
+    url, found = f"{address.rstrip('/')}/v1/completions", torch.full((vocabulary,), torch.nan)
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with _DIRECT.open(request, timeout=_SECONDS) as answer:
+            text = answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace")[:_SHOWN]
+        raise ExportError(f"{url} returned status {error.code}: {reason}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ExportError(f"{url} does not respond ({error}); is the server running?") from error
+    try:
+        given = json.loads(text)["choices"][0]["logprobs"]
+        if "content" in given:
+            entries = given["content"][0]["top_logprobs"]
+            pairs = [(entry.get("id", entry["token"]), entry["logprob"]) for entry in entries]
+        else:
+            pairs = list(given["top_logprobs"][0].items())
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ExportError(
+            f"{address} returned no log-probabilities: {text[:_SHOWN]}; give --url the address of "
+            f"vLLM, SGLang or llama.cpp with the miniature, without a path"
+        ) from None
+    for token, value in pairs:
+        # An ID, or a token name of a miniature: t17, token_id:17.
+        digits = re.search(r"\d+$", str(token))  # special tokens may be returned as empty text
+        if digits is not None and value > _NO_CHANCE:
+            found[int(digits[0])] = value
+    return found
+
+
+def llama_cpp(
+    words: Sequence[str], prompts: Sequence[Sequence[int]], vocabulary: int
+) -> torch.Tensor:
+    """Return log-probabilities of llama.cpp run with a command line, ``[prompts, vocabulary]``."""
+    with serving(words) as address:
+        return torch.stack([completed(address, prompt, vocabulary) for prompt in prompts])
+
+
+def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return log-probabilities of mlx-lm for the model in a folder, ``[prompts, vocabulary]``.
+
+    Each prompt begins the last one.
+    """
+    try:
+        import mlx.core as mx
+        from mlx_lm.utils import load_model
+    except ImportError:
+        raise ExportError(
+            "mlx-lm is not installed; install it with: pip install mlx-lm, and without an Apple "
+            'GPU also "mlx[cpu]"'
+        ) from None
+    try:
+        model, _ = load_model(Path(folder))
+        logits = model(mx.array([prompts[-1]]))[0, mx.array([len(p) - 1 for p in prompts])]
+        return torch.tensor(logits.astype(mx.float32).tolist()).log_softmax(-1)
+    except (TypeError, ValueError) as error:  # raised for a base that is not a number
+        raise ExportError(
+            f"mlx-lm cannot run this folder ({first_line(error)}); write the config.json of "
+            f"rope_ext.export(model, 'mlx') into it, if export supports the patch"
+        ) from error

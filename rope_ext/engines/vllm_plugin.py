@@ -25,7 +25,7 @@ from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.config.record import record_of
 from rope_ext.encodings import Encoding
-from rope_ext.engines.servers import PLUGIN_FAMILIES
+from rope_ext.engines.configs import PLUGIN_FAMILIES
 from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import PositionMethod, Rope
 from rope_ext.methods.temperature import SSMax
@@ -130,8 +130,8 @@ def _read(config: str) -> Served | None:
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
     stored, rope = method.bands()[-1].key, state.options.rope(site.rope)
     bands = [
-        (band.geometry, *(RotationTable(to, stored, made) for to in (band.query, band.key)))
-        for band in method.bands()
+        (x.geometry, RotationTable(x.query, stored, made), RotationTable(x.key, stored, made))
+        for x in method.bands()
     ]
     first = RotationTable(stored, 0, made)
     return Served(method, rope, first, bands, 2 * len(made), number**2)

@@ -126,13 +126,13 @@ class RotarySite:
 class PatchTarget:
     """The parts of a model that a patch changes."""
 
-    model: nn.Module  # the unwrapped model
+    model: Any  # the unwrapped model
     decoder: nn.Module  # its text model
     sites: list[RotarySite]  # all rotary sites of the decoder
     scaled: list[RotarySite]  # the sites that the patch changes
 
 
-def unwrap(model: Any) -> nn.Module:
+def unwrap(model: Any) -> Any:
     """Return the transformers model inside a PEFT, compiled or data-parallel wrapper."""
     while True:
         if hasattr(model, "get_base_model"):

@@ -17,9 +17,8 @@ from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.position.learned import learned
 from rope_ext.saving import hub
-from rope_ext.saving.load import from_pretrained
+from rope_ext.saving.load import copy_learned, from_pretrained
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -48,8 +47,8 @@ def load_tokenizer(model: str) -> Any:
     tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
     if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
         raise MeasureError(
-            f"the tokenizer of {model!r} has an empty vocabulary, probably because its files are "
-            f"missing; save it next to the model with tokenizer.save_pretrained"
+            f"the tokenizer of {model!r} has an empty vocabulary; save its files next to the model "
+            f"with tokenizer.save_pretrained"
         )
     return tokenizer
 
@@ -70,9 +69,8 @@ def load_model(
 ) -> Any:
     """Load a causal language model from a folder, Hub ID or GGUF file, in evaluation mode.
 
-    With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. ``attn``
-    names an attention implementation of transformers. ``as_saved`` keeps the patch recorded in the
-    configuration; otherwise it is removed.
+    With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. The patch
+    recorded in the configuration is removed, unless ``as_saved``.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -93,20 +91,15 @@ def load_model(
 
 
 def load_learned(model: Any, adapter: str) -> None:
-    """Load the encoding's parameters that were saved with the adapter into a patched model.
+    """Load the learned parameters of a patch that were saved with an adapter.
 
     PEFT skips them if the adapter is loaded before the model is patched. Parameters that are
     missing in the adapter, or have another shape, are unchanged.
     """
-    if not (parameters := learned(model)):
-        return
-    with hub.loading("adapter", adapter, MeasureError, _ADAPTER), torch.no_grad():
+    with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
         from peft.utils import load_peft_weights
 
-        saved = load_peft_weights(adapter, device="cpu")
-        for name, parameter in parameters.items():
-            if name in saved and saved[name].shape == parameter.shape:
-                parameter.copy_(saved[name])
+        copy_learned(model, load_peft_weights(adapter, device="cpu").items())
 
 
 def resolve_device(device: str) -> str:
@@ -116,15 +109,14 @@ def resolve_device(device: str) -> str:
         return "cpu" if accelerator is None else str(accelerator)
     try:
         found = torch.empty(0, device=device).device
-        reason = "it stores no data" if found.type == "meta" else None
+        if found.type == "meta":
+            raise RuntimeError("it stores no data")
+        return str(found)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        reason = first_line(error)
-    if reason is not None:
         raise MeasureError(
-            f"device {device!r} cannot be used here ({reason}); set --device to auto, cpu, "
-            f"cuda, cuda:1 or mps"
-        )
-    return str(found)
+            f"device {device!r} cannot be used here ({first_line(error)}); set --device to auto, "
+            f"cpu, cuda, cuda:1 or mps"
+        ) from None
 
 
 def require_attention(name: str | None) -> None:
@@ -132,10 +124,9 @@ def require_attention(name: str | None) -> None:
     ours = ("rope_ext", "rope_ext_probe")  # set by patches, not by users
     known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}.difference(ours))
     if name is not None and name not in known and "/" not in name:
-        listed = ", ".join(one for one in known if not one.startswith("paged|"))
         raise OptionError(
             f"unknown attention implementation {name!r}{nearest(name, known)}; set --attn to one "
-            f"of {listed}, or to a kernel on the Hub"
+            f"of {', '.join(known)}, or to a kernel on the Hub"
         )
 
 
@@ -157,8 +148,7 @@ def trained_length(config: Any) -> int:
     length = trained_length_of(config.get_text_config(decoder=True))
     if length is None:
         raise MeasureError(
-            "the configuration of the model has no max_position_embeddings, so its trained "
-            "length is unknown; set --trained-length TOKENS"
+            "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
         )
     return length
 

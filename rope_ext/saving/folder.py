@@ -18,8 +18,8 @@ from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
-from rope_ext.saving.adapters import frequencies_of, read_base, read_sidecar, same
 from rope_ext.saving.checkpoints import before_patch, load_config
+from rope_ext.saving.load import frequencies_of, read_base, read_sidecar, same
 
 Given = PreTrainedConfig | str | Path
 _ADAPTER = "adapter_config.json"

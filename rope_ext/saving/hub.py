@@ -62,13 +62,9 @@ def loading(
         yield
     except (RopeExtError, MemoryError, torch.OutOfMemoryError):
         raise
-    except ImportError as error:  # for example attention kernels
-        raise kind(
-            f"cannot load the {what} of {path!r}, which needs a package that is not installed "
-            f"({reason(error)}); install it, or if it is for attention only, pass "
-            f"attn_implementation='sdpa'"
-        ) from error
     except Exception as error:
+        if isinstance(error, ImportError):  # for example attention kernels
+            advice = "install it, or if it is for attention only, pass attn_implementation='sdpa'"
         raise kind(
             f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; {advice}"
         ) from error

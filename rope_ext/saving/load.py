@@ -1,11 +1,16 @@
-"""Loads models and PEFT adapters together with the patch they were saved under."""
+"""Loads models and PEFT adapters together with the patch they were saved under.
+
+The configuration of a model records its patch; that of an adapter is in a sidecar file next to it.
+"""
 
 import copy
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,14 +23,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.config.record import FIELD, Record
-from rope_ext.errors import CURE, AdapterError, LoadError, RecordError
+from rope_ext.config.record import FIELD, SIDECAR, Record
+from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
-from rope_ext.patching import current_patch, patch
+from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
-from rope_ext.rotary.sites import text_decoder
+from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
-from rope_ext.saving.adapters import load_adapter, read_base, require_peft, require_sidecar
+from rope_ext.saving.drafts import write_whole
 
 _CAUSAL = "AutoModelForCausalLM"
 # Class of an adapter's base model, by the task in its PEFT config; the default is above.
@@ -39,6 +44,10 @@ _TASKS = {
 _LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 """Names of patch parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
+Frequencies = Mapping[str, list[float]]
+"""Frequencies (radians per token), then scaling, of every rotary site, by path and layer type."""
+_SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
+_SAME = 1e-5  # float32 pow may differ between devices
 _logger = logging.getLogger("rope_ext")
 
 
@@ -59,15 +68,13 @@ def from_pretrained(
         **kwargs: arguments of ``from_pretrained`` of the saved class: ``dtype``, ``device_map``,
             ...; pass changes to the configuration as ``config``.
 
-    Returns:
-        The model in evaluation mode, with the same logits as the saved one. Patches that the
-        configuration describes in full are loaded by plain transformers.
+    Returns the model in evaluation mode, with the same logits as the saved one. Patches that the
+    configuration describes in full are loaded by plain transformers.
 
     Raises:
         AdapterError: the adapter has no ``rope_ext.json``, its base model is unknown or does not
             fit, or peft is not installed.
-        LoadError: the directory does not exist or contains no loadable model.
-        RecordError: the saved patch cannot be read or applied.
+        LoadError, RecordError: the model or its patch cannot be read.
     """
     folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
     path, kwargs = hub.require_place(folder), {**kwargs, **gguf}
@@ -75,14 +82,11 @@ def from_pretrained(
     if kwargs.get("gguf_file") is None:
         adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
-        require_peft()
+        optional("peft", "an adapter needs", "peft", AdapterError)
         model = _base_of(path, adapter, base, kwargs)
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
-        raise AdapterError(
-            f"{path} does not contain an adapter (no adapter_config.json), so base= and "
-            f"is_trainable= have no effect; leave them out"
-        )
+        raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
     loaded, record = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
@@ -91,9 +95,8 @@ def from_pretrained(
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
-                f"{path} was saved under {record.call()} with {record.outcome()}, but the same "
-                f"call now gives {state.record.outcome()}; load the original model and call "
-                f"rope_ext.patch with these options"
+                f"{path} was saved under {record.call()} with {record.outcome()}; the same call "
+                f"now gives {state.record.outcome()}: load the original model and patch it again"
             )
     return loaded
 
@@ -103,10 +106,7 @@ def _base_of(
 ) -> Any:
     """Load the base model that ``adapter_config.json`` names, with the adapter's patch."""
     if kwargs.pop("output_loading_info", False):
-        raise AdapterError(
-            f"{path} is an adapter, and output_loading_info= applies to whole models only; leave "
-            f"it out"
-        )
+        raise AdapterError(f"{path} is an adapter; leave output_loading_info= out")
     sidecar = require_sidecar(path, kwargs)
     cls, task, named, revision = read_base(adapter)
     for name in ("revision", "subfolder"):  # these locate the adapter
@@ -124,7 +124,7 @@ def _base_of(
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
-            f"or pass another one as base="
+            f"or pass base="
         ) from error
     if sidecar.is_of(model):
         _patch(model, sidecar.record)
@@ -157,9 +157,9 @@ def _load(
         config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
-        changes = [] if given else [name for name in kwargs if _is_field(config, name)]
-        for name in changes:
-            setattr(config, name, kwargs.pop(name))
+        for name in () if given else tuple(kwargs):
+            if _is_field(config, name):
+                setattr(config, name, kwargs.pop(name))
     elif kwargs.get("config") is not None and found is None:
         _require_no_record(path, kwargs)
     try:
@@ -169,8 +169,8 @@ def _load(
         if CURE not in str(error.__cause__):
             raise
         raise RecordError(
-            f"{where} belongs to a patched model, but its record of the patch is missing or does "
-            f"not restore the original configuration; load the original model and patch it again"
+            f"{where} belongs to a patched model, but its record is missing or does not restore "
+            f"the original configuration; load the original model and patch it again"
         ) from error
     if gguf_file is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
@@ -185,8 +185,7 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
     names = [name] if name else config.architectures or [""]
     if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
         raise LoadError(
-            f"config.json of {path} has architectures={names!r}; it must be a list of class "
-            f'names, such as ["LlamaForCausalLM"]'
+            f"config.json of {path} has architectures={names!r}; it must be a list of names"
         )
     cls: Any = getattr(transformers, names[0], None)
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
@@ -199,8 +198,8 @@ def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
     config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
     if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
         raise RecordError(
-            f"{path} was saved under a patch that its config.json records and config= does not; "
-            f"leave config= out, or modify the configuration that AutoConfig loads from {path}"
+            f"{path} was saved under a patch that config= does not record; leave config= out, or "
+            f"modify the configuration that AutoConfig loads from {path}"
         )
 
 
@@ -220,7 +219,7 @@ def _patch(model: Any, record: Record) -> None:
 def _expecting_learned(record: Record | None) -> Iterator[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys."""
     before = getattr(PreTrainedModel, _IGNORED)
-    if record is not None and record.has_parameters:
+    if record is not None:
         setattr(PreTrainedModel, _IGNORED, [*(before or ()), _LEARNED])
     try:
         yield
@@ -232,25 +231,31 @@ def _load_learned(
     model: nn.Module, path: str, variant: str | None, where: Mapping[str, Any]
 ) -> None:
     """Load a patch's learned parameters, which transformers ignores."""
+    with hub.loading("weights", path):
+        missing = copy_learned(model, _stored(path, variant, where))
+    if missing:
+        raise LoadError(
+            f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in "
+            f"safetensors; save the complete model again"
+        )
+
+
+@torch.no_grad()
+def copy_learned(model: nn.Module, stored: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy a patch's learned parameters, and return the names of those that are not ``stored``."""
     # Names within the decoder: their prefix depends on the saved class, and transformers renames it
     # for some families.
     wanted = learned.learned(text_decoder(model))
-    if not wanted:
-        return
     missing = set(wanted)
-    with hub.loading("weights", path), torch.no_grad():
-        for key, value in _stored(path, variant, where):
-            for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
+    for key, value in stored if wanted else ():
+        for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
+            if value.shape == wanted[name].shape:
                 wanted[name].copy_(value)
                 missing.discard(name)
     for module in model.modules():
         if isinstance(module, learned.Learning):
             module.clamp()  # older versions stored values outside of their bounds
-    if missing:
-        raise LoadError(
-            f"{path} does not contain {', '.join(sorted(missing))}, the learned parameters of its "
-            f"patch, in safetensors; save the complete model again"
-        )
+    return missing
 
 
 def _stored(
@@ -268,3 +273,193 @@ def _stored(
         with safe_open(file, "pt") as weights:
             names = [key for key in weights.keys() if "rope_ext_" in key]  # noqa: SIM118
             yield from ((key, weights.get_tensor(key)) for key in names)
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The content of the sidecar file next to an adapter."""
+
+    record: Record  # the patch that the adapter was trained under
+    before: Frequencies  # frequencies before and after patching
+    after: Frequencies
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"before": self.before, "after": self.after}
+        return self.record.to_json() | {
+            name: {k: {"inv_freq": v[:-1], "attention_scaling": v[-1]} for k, v in part.items()}
+            for name, part in parts.items()
+        }
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the unpatched ``model`` has the same frequencies as the adapter's base."""
+        return same(_unpatched(model), self.before)
+
+    def fault(self, model: nn.Module) -> str | None:
+        """Return why the adapter does not match ``model``; None if it does."""
+        state = current_patch(model)
+        if state is None and self.record.plain and same(_unpatched(model), self.after):
+            return None  # its configuration has this patch
+        if not self.is_of(model):
+            return "has different rotary frequencies than the base model it was trained on"
+        if state is None:
+            return "is not patched"
+        if state.length != self.record.trained_length:
+            return f"was trained on {state.length} tokens, not {self.record.trained_length}"
+        if not self.record.same(state.record):
+            return f"is patched by {state.record.call()}"
+        if not same(frequencies_of(state.sites, state), self.after):
+            return "gets different frequencies from the same call in this version of rope_ext"
+        return None
+
+
+def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
+    """Write the patch of ``model`` to ``rope_ext.json`` in ``directory``.
+
+    PEFT does not save the patch, and an adapter on an unpatched base model generates garbage.
+    Call this wherever you save the adapter, in the main process only; :func:`load_adapter` and
+    :func:`from_pretrained` read the file. Returns its path.
+
+    Raises NotPatchedError if the model is not patched, and AdapterError if the directory is not
+    writable; a file that is there stays as it was.
+    """
+    state = current_patch(model)
+    if state is None:
+        raise NotPatchedError(
+            f"this model is not patched; call rope_ext.patch(model, ...) before training. An "
+            f"adapter of an unpatched model needs no {SIDECAR}"
+        )
+    path = Path(directory) / SIDECAR
+    sidecar = Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(sidecar.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise AdapterError(
+            f"cannot write {path} ({error.strerror}); choose a writable directory"
+        ) from error
+    return path
+
+
+def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
+    """Read the sidecar of a directory or Hub repository; None if there is none."""
+    with hub.loading("adapter", directory):
+        path = hub.find(hub.require_place(directory), SIDECAR, **hub.of_hub(kwargs))
+    if path is None:
+        return None
+    again = "write it again from the patched model with rope_ext.save_sidecar"
+    with hub.loading("record", path, RecordError, again):
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = Record.from_json(data, path)
+        return Sidecar(record, _from_json(data["before"]), _from_json(data["after"]))
+
+
+def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
+    """Read a sidecar; raises AdapterError if there is none."""
+    sidecar = read_sidecar(directory, **kwargs)
+    if sidecar is None:
+        directory = str(Path(directory, kwargs.get("subfolder", "")))
+        raise AdapterError(
+            f"the adapter in {directory} has no {SIDECAR}; if it was trained without a patch, load "
+            f"it with peft.PeftModel.from_pretrained; otherwise patch the base as in training and "
+            f"call rope_ext.save_sidecar(model, {directory!r}) once"
+        )
+    return sidecar
+
+
+def read_base(path: str) -> tuple[str | None, str | None, str | None, str | None]:
+    """Read class, task, name and revision of an adapter's base from ``adapter_config.json``."""
+    with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # set without a task
+        names = ("task_type", "base_model_name_or_path", "revision")
+        found = (cls, *(saved.get(name) for name in names))
+        wrong = [name for name in found if not isinstance(name, (str, type(None)))]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not a name")
+        return found
+
+
+def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:
+    """Load a PEFT adapter onto ``model``, which must have the patch it was trained under.
+
+    Args:
+        model: a loaded model with the patch recorded in ``rope_ext.json``.
+        directory: directory or Hub ID of the adapter.
+        **kwargs: arguments of ``PeftModel.from_pretrained``, such as ``is_trainable=True``.
+
+    Returns the ``PeftModel``. Raises AdapterError if the model or its patch does not match,
+    LoadError or RecordError if the adapter or its ``rope_ext.json`` cannot be read. The model is
+    left unchanged then.
+    """
+    peft = optional("peft", "an adapter needs", "peft", AdapterError)
+    directory = hub.require_place(directory)
+    sidecar = require_sidecar(directory, kwargs)
+    if isinstance(model, peft.PeftModel):
+        raise AdapterError(
+            "the model already has an adapter; add this one with PEFT's model.load_adapter"
+        )
+    fault = sidecar.fault(model)
+    if fault is not None:
+        call = sidecar.record.call(*([] if current_patch(model) is None else ["replace=True"]))
+        raise AdapterError(
+            f"the adapter in {directory} was trained under {sidecar.record.call()}, and this model "
+            f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
+        )
+    with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+        return peft.PeftModel.from_pretrained(model, directory, **kwargs)
+
+
+@contextmanager
+def _untouched_on_error(model: nn.Module) -> Iterator[None]:
+    """Undo the changes of a partially loaded adapter if loading fails."""
+    before = [(m, {**vars(m), "_modules": dict(m._modules)}) for m in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        raise
+
+
+def frequencies_of(
+    sites: Sequence[RotarySite], state: Patch | None = None, start: bool = False
+) -> Frequencies:
+    """Return the frequencies of rotary sites, as loaded or under a patch.
+
+    If they depend on the length, those at the target length, or at the ``start`` those at the
+    trained length, which a new module has.
+    """
+    found = {}
+    for site in sites:
+        inv_freq, scaling = site.loaded, site.scaling
+        if state is not None:
+            inv_freq, scaling = state.frequencies_of(site)
+            if start and state.method.is_dynamic:
+                inv_freq = not_none(state.frequencies).frequencies(site.rope, site.rope.length)
+        name = site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
+        found[name] = [*inv_freq.tolist(), scaling]
+    return found
+
+
+def _unpatched(model: nn.Module) -> Frequencies:
+    state = current_patch(model)
+    return frequencies_of(find_sites(text_decoder(model)) if state is None else state.sites)
+
+
+def _from_json(part: Any) -> Frequencies:
+    read = {k: [*v["inv_freq"], v["attention_scaling"]] for k, v in part.items()}
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for v in read.values() for x in v):
+        raise ValueError("frequencies that are not numbers")
+    return read
+
+
+def same(one: Frequencies, other: Frequencies) -> bool:
+    """Whether both are equal up to device rounding."""
+    if {k: len(v) for k, v in one.items()} != {k: len(v) for k, v in other.items()}:
+        return False
+    pairs = [(a, b) for k in one for a, b in zip(one[k], other[k], strict=True)]
+    return all(abs(a - b) <= _SAME * abs(b) + 1e-25 for a, b in pairs)

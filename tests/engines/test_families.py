@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_ext.engines import gguf_file, running
+from rope_ext.engines import gguf_file, verifying
 from rope_ext.engines.base import ENGINES, miniatures
 from rope_ext.engines.verifying import Miniature, in_process, verify
 from tests.families.zoo import LENGTH, tiny_config
@@ -68,7 +68,7 @@ def test_llama_cpp_runs_a_file_with_keys_of_its_own(tmp_path: Path, family: str)
     old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
     gguf_file.write_model(miniature.plain, old)
     words = ["--model", str(new), *gguf_file.following(miniature.model, old, new).in_file]
-    found = verify(miniature, lambda prompts: running.llama_cpp(words, prompts, 128), "llama.cpp")
+    found = verify(miniature, lambda prompts: verifying.llama_cpp(words, prompts, 128), "llama.cpp")
     assert found.passed, str(found)
 
 
@@ -87,7 +87,7 @@ def test_every_miniature_tells_a_patch_from_known_mistakes(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize(
-    "family", [n for n, f in ENGINES["mlx"].items() if f.kinds == ("default",)]
+    "family", [n for n, f in ENGINES["mlx"].items() if [*f.kinds] == ["default"]]
 )
 def test_what_mlx_would_ignore_is_refused(family: str) -> None:
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)

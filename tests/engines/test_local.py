@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import gguf_file, running
+from rope_ext.engines import gguf_file, verifying
 from rope_ext.patching import current_patch
 from tests.families.zoo import tiny_model
 from tests.helpers.engines import FLAGS, TABLES, TOLERANCE, VOCABULARY, built, expected, prompts
@@ -59,7 +59,7 @@ def test_the_printed_commands_serve_what_was_patched(
             source, parameter = Path("Modelfile").read_text("utf-8").splitlines()
             serving = ["--model", source.removeprefix("FROM ./")]
             serving += ["--ctx-size", parameter.split()[-1]]
-        got = running.llama_cpp(serving, prompts(length), VOCABULARY)
+        got = verifying.llama_cpp(serving, prompts(length), VOCABULARY)
         close(got, expected(model, length))
 
 
@@ -71,9 +71,9 @@ def test_without_its_length_the_server_takes_no_longer_prompt(tmp_path: Path) ->
     assert words[at + 1] == f"llama.context_length=int:{4 * LENGTH}"
     given = prompts(4 * LENGTH), VOCABULARY
     with pytest.raises(rope_ext.ExportError, match="exceeds the available context size"):
-        running.llama_cpp(words[:at] + words[at + 2 :], *given)
+        verifying.llama_cpp(words[:at] + words[at + 2 :], *given)
     with pytest.raises(rope_ext.ExportError, match="did not start"):
-        running.llama_cpp([*words, "--no-such-flag"], *given)
+        verifying.llama_cpp([*words, "--no-such-flag"], *given)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,10 +82,10 @@ def test_mlx_reads_the_written_file(tmp_path: Path, case: str) -> None:
     model = patched(case)
     model.save_pretrained(tmp_path)
     rope_ext.export(model, "mlx").write(tmp_path)
-    close(running.mlx(tmp_path, prompts(4 * LENGTH)), expected(model, 4 * LENGTH))
+    close(verifying.mlx(tmp_path, prompts(4 * LENGTH)), expected(model, 4 * LENGTH))
     if case in ("yarn", "pi", "ntk", "llama3"):  # the older names are enough
         rope_ext.export(model, "transformers", legacy=True).write(tmp_path)
-        close(running.mlx(tmp_path, prompts(4 * LENGTH)), expected(model, 4 * LENGTH))
+        close(verifying.mlx(tmp_path, prompts(4 * LENGTH)), expected(model, 4 * LENGTH))
 
 
 @pytest.mark.parametrize("method", ["ntk", "yarn", "resonance"])
@@ -97,7 +97,7 @@ def test_mlx_runs_a_family_of_several_kinds_of_layers(tmp_path: Path, method: st
     rope_ext.export(model, "mlx").write(tmp_path)
     given = [[token % 110 + 4 for token in prompt] for prompt in prompts(4 * LENGTH)]
     wanted = [model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in given]
-    close(running.mlx(tmp_path, given), torch.stack(wanted).detach())
+    close(verifying.mlx(tmp_path, given), torch.stack(wanted).detach())
 
 
 @pytest.mark.parametrize("method", ["yarn hotter", "ntk", "resonance", "dynamic_yarn"])
@@ -123,4 +123,4 @@ def test_the_server_gives_the_trainers_numbers(tmp_path: Path, method: str) -> N
     gguf_file.write_model(merged, tmp_path / "MODEL.gguf")  # without its scaling
     made = gguf_file.following(merged, tmp_path / "MODEL.gguf", tmp_path / "MODEL-long.gguf")
     words = ["--model", str(tmp_path / "MODEL-long.gguf"), *made.in_file]
-    close(running.llama_cpp(words, prompts(length), VOCABULARY), want)
+    close(verifying.llama_cpp(words, prompts(length), VOCABULARY), want)

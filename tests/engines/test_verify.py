@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import running, verifying
+from rope_ext.engines import verifying
 from rope_ext.engines.verifying import Miniature
 from tests.helpers import openai_server
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_scales_by_itself_is_taken_as_it_is() -> None:
     assert (scaling.rope.length, scaling.target) == (64, 256) and scaling.scaling > 1
     with pytest.raises(rope_ext.ExportError, match="nothing to verify: there is no patch"):
         Miniature.from_config(LlamaConfig(**CONFIG))
-    with pytest.raises(rope_ext.ExportError, match="chooses them for each"):
+    with pytest.raises(rope_ext.ExportError, match="length of each request"):
         Miniature.from_config(LlamaConfig(**CONFIG), "dynamic_ntk", factor=4)
     other = LlamaConfig(**CONFIG)
     other.model_type = "gpt2"
@@ -374,7 +374,7 @@ def test_a_written_miniature_is_served(
         assert done.exit_code == 0, done.output
     program, *flags = shlex.split(serve)
     assert program == "llama-server"
-    with running.serving(flags) as url:
+    with verifying.serving(flags) as url:
         assert run(*words, "--url", url, "--tolerance", "0.002").exit_code == 0
         wrong = run(folder, "--method", "pi", "--url", url)
     assert wrong.exit_code == 1

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines.base import ENGINES
-from rope_ext.engines.servers import PLUGIN_METHODS
+from rope_ext.engines.configs import PLUGIN_METHODS
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 from tests.helpers import pretrained
 from tests.helpers.servers import running

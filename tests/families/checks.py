@@ -547,7 +547,7 @@ def _line(error: Exception) -> str:
 
 def saved_as(model: PreTrainedModel) -> str:
     """Under which type the patch in force is written into the configuration."""
-    if not current_patch(model).native:
+    if not current_patch(model).saved.native:
         return "patch again"
     parameters = text_config(text_decoder(model)).rope_parameters
     names = {site.layer_type for site in current_patch(model).scaled}

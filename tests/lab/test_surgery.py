@@ -21,8 +21,8 @@ from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.errors import OptionError
 from rope_ext.position.learned import learned
-from rope_ext.saving.adapters import read_sidecar
 from rope_ext.saving.checkpoints import load_model
+from rope_ext.saving.load import read_sidecar
 from tests.helpers import pictures
 from tests.helpers.recipe_runs import arguments
 

@@ -336,7 +336,7 @@ def test_advice_puts_first_what_was_calibrated_and_else_says_how(
         advice = rope_ext.recommend(model, TARGET, calibration=given)
         assert advice.method == result.method and result.sentence in advice.reasons[0]
     other = dataclasses.replace(result, model="Other")
-    with pytest.raises(rope_ext.OptionError, match="of Other, from 128 to"):
+    with pytest.raises(rope_ext.OptionError, match="of Other, 128 ->"):
         rope_ext.recommend(model, TARGET, calibration=other)
     with pytest.raises(rope_ext.MeasureError, match="cannot read the calibration"):
         rope_ext.recommend(model, TARGET, calibration=tmp_path / "none.json")

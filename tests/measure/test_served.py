@@ -281,7 +281,7 @@ class Numbers(Task):
 def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    from rope_ext.engines import gguf_file, running, verifying
+    from rope_ext.engines import gguf_file, verifying
     from tests.helpers.engines import built
     from tests.helpers.models import LENGTH
 
@@ -295,7 +295,7 @@ def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     rope_ext.unpatch(model)
     gguf_file.write_model(model, file)
     words = [str(file) if word.endswith(".gguf") else word for word in printed]
-    with running.serving(words) as address:
+    with verifying.serving(words) as address:
         settings = served(folder, tmp_path / "there", f"{address}/v1", **options)
         got = measured(settings, Numbers())
     # The file calls token 3 a line break, which has no number.

@@ -141,6 +141,6 @@ def test_offloaded_weights_are_probed_and_stay_offloaded(kind: str, ids, tmp_pat
 
 def test_positions_by_pair_need_as_many_pairs_in_every_patched_embedding() -> None:
     model = tiny_model("gemma4_text")  # full layers have other heads than sliding ones
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"dpe tells the .* 'self_extend'"):
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"dpe needs .* 'self_extend'"):
         rope_ext.patch(model, "dpe", factor=4, sliding_layers="scale")
     rope_ext.patch(model, "dpe", factor=4)

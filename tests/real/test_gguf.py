@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 import rope_ext
-from rope_ext.engines import running
+from rope_ext.engines import verifying
 from rope_ext.patching import current_patch
 from tests.helpers import pretrained
 
@@ -170,8 +170,8 @@ def test_llama_cpp_runs_the_original_file(name: str, method: str) -> None:
 
 def engine(words: list[str], prompts: list[list[int]], vocabulary: int) -> torch.Tensor:
     """The most likely tokens of llama.cpp after each prompt, NaN for the others."""
-    with running.serving(words) as address:
-        rows = [running.completed(address, prompt, vocabulary, top=1000) for prompt in prompts]
+    with verifying.serving(words) as address:
+        rows = [verifying.completed(address, prompt, vocabulary, top=1000) for prompt in prompts]
     return torch.stack(rows)
 
 

@@ -117,7 +117,7 @@ def test_a_text_model_within_another_has_them_beside_its_parameters(tmp_path) ->
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_mlx_computes_the_same_or_stops(tmp_path, family: str) -> None:
     pytest.importorskip("mlx_lm")
-    from rope_ext.engines import running
+    from rope_ext.engines import verifying
     from tests.helpers.engines import TOLERANCE, built, expected, prompts
     from tests.helpers.models import LENGTH
     from tests.helpers.saved_patches import PATCHES
@@ -129,9 +129,9 @@ def test_mlx_computes_the_same_or_stops(tmp_path, family: str) -> None:
         config = saved(model, folder)
         if isinstance(config["rope_theta"], str):
             with pytest.raises(rope_ext.ExportError, match="cannot run this folder"):
-                running.mlx(folder, prompts(4 * LENGTH))
+                verifying.mlx(folder, prompts(4 * LENGTH))
             continue
-        got, want = running.mlx(folder, prompts(4 * LENGTH)), expected(model, 4 * LENGTH)
+        got, want = verifying.mlx(folder, prompts(4 * LENGTH)), expected(model, 4 * LENGTH)
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
         equal.add(method)
     assert {"yarn", "pi", "ntk", "abf", "llama3", "longrope", "dynamic_ntk"} <= equal

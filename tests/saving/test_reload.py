@@ -73,7 +73,7 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
         assert current_patch(again) is None and config_of(again) == config_of(plain)
         assert torch.equal(logits(plain, ids), logits(model, ids))
         return
-    if not current_patch(model).native:
+    if not current_patch(model).saved.native:
         with pytest.raises(KeyError, match=CURE):
             AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert str(rope_ext.describe(again)) == str(rope_ext.describe(model))
@@ -359,7 +359,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another trained length": (
         lambda: patched(tiny_llama(max_position_embeddings=128), "rerope"),
-        "this model has a trained length of 128, not 64 tokens",
+        "this model was trained on 128 tokens, not 64",
     ),
     "another base": (
         lambda: patched(

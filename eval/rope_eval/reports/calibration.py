@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from rope_eval.folder import writing
 from rope_eval.plots import style
 from rope_ext.advice.recommend import FORMAT, NAME, calibration_in
-from rope_ext.config.record import method_from_json, method_to_json, option_texts
+from rope_ext.config.record import method_from_json, method_to_json, option_texts, patch_call
 from rope_ext.methods import Method
 
 SCALAR = "attention_factor"
@@ -128,8 +128,7 @@ class Calibration:
 
     @property
     def call(self) -> str:
-        method = self.method
-        return f"rope_ext.patch({', '.join(['model', repr(method.name), *option_texts(method)])})"
+        return patch_call(self.method)
 
     @property
     def sentence(self) -> str:

@@ -22,7 +22,7 @@ from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary import context
 from rope_ext.rotary.probe import refuse_presses, replaced
 from rope_ext.rotary.sites import PatchTarget, RotarySite, evaluating, vocabulary_of
-from rope_ext.rotary.swapping import Changes, wrap
+from rope_ext.rotary.swapping import Changes, mark_hooked, wrap
 
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
 _FILLED = (
@@ -44,9 +44,7 @@ class RotaryHook:
 
     def put(self, changes: Changes) -> None:
         """Hook the module of the site until ``changes`` are undone."""
-        # Graphs are guarded by modules and not by their hooks, and would be used again.
-        torch.compiler.reset()
-        changes.append(torch.compiler.reset)
+        mark_hooked(self.site.module, changes)
         changes.append(self.site.module.register_forward_hook(self, with_kwargs=True).remove)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:

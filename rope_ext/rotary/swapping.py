@@ -58,6 +58,36 @@ def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes)
         set_attribute(holder, name, call, changes)
 
 
+class Hooked:
+    """First base class of modules with a patch's hook.
+
+    Compiled graphs are guarded by a module's class and not by its hooks. If hooked modules kept
+    their class, a graph compiled without the hook would be reused for them.
+    """
+
+
+def mark_hooked(module: Any, changes: Changes) -> None:
+    """Replace a module's class with a subclass of the same name until ``changes`` are undone."""
+    cls = type(module)
+    if not issubclass(cls, Hooked):
+        changes.append(functools.partial(setattr, module, "__class__", cls))
+        module.__class__ = _hooked(cls)
+
+
+@functools.cache
+def _hooked(cls: type) -> type:
+    def reduce(self: Any, protocol: int) -> tuple:  # copies and pickles keep the mark
+        return _rebuild, (cls,), self.__dict__
+
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (Hooked, cls), {**names, "__reduce_ex__": reduce})
+
+
+def _rebuild(cls: type) -> Any:
+    child: Any = _hooked(cls)  # pyright types `type.__new__` as returning classes
+    return child.__new__(child)
+
+
 def guard_buffers(site: RotarySite, changes: Changes) -> None:
     """Write the loaded frequencies, whether or not a patch changes them.
 

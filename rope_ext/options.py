@@ -81,8 +81,8 @@ class Options(Checked):
             return
         yield (
             method.kind == "frequency",
-            f"frequency={under!r} goes under a position method, and {name} is a frequency method "
-            f"itself; leave one of them out",
+            f"frequency={under!r} goes under a position method such as 'rerope', and {name} is a "
+            f"frequency method itself; leave one of them out",
         )
         still = isinstance(method, Encoding) and (
             method.computes_positions()

@@ -447,8 +447,8 @@ class _Limit:
             if isinstance(reach, int) and reach < self.target:
                 self.told_of_draft = True
                 _logger.warning(
-                    "rope_ext: the assistant_model reaches %d tokens and this model %d, so that it "
-                    "costs time beyond; call rope_ext.patch(assistant_model, ..., factor=%g)",
+                    "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond, "
+                    "its drafts are rejected; call rope_ext.patch(assistant_model, ..., factor=%g)",
                     *(reach, self.target, math.ceil(self.target / reach * 100) / 100),
                 )
         return original(*args, **kwargs)

@@ -165,7 +165,7 @@ def _check(state: Patch, input_ids: Any, steps: Any, learning_rate: Any) -> None
     """Raise an OptionError if there is nothing to fit, or an argument is not valid."""
     if not can_fit(state.method):
         raise OptionError(
-            f"{state.method.name} has no parameters to fit; rope_ext.fit supports "
+            f"{state.method.name} has no parameters that rope_ext.fit sets; it supports "
             f"{', '.join(supported())}, and alibi with learned=True"
         )
     tensor = isinstance(input_ids, torch.Tensor)

@@ -199,7 +199,8 @@ def _without_patch(
     if beyond:
         raise AlreadyScaledError(
             f"{name} reaches {state.target_length} tokens by its own two tables (longrope), which "
-            f"nothing stretches: {next_step}, or search for a table with rope_ext.search and train"
+            f"nothing stretches; up to there, {next_step}; for {target} tokens choose another "
+            f"checkpoint, or search for a table with rope_ext.search and fine-tune"
         )
     raise OptionError(
         f"target_length={target} is within the {state.target_length} tokens that {name} reaches by "

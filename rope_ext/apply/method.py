@@ -300,12 +300,13 @@ def apply_position(
     method = cast("PositionMethod", method.resolved(rope))
     precise = options.is_precise(length)
     include_sliding = options.sliding_layers == "scale"
-    encoding = method if isinstance(method, Encoding) else options.bias or NoPE()  # adds nothing
+    bias: Any = options.bias or NoPE()  # which adds nothing
+    encoding = method if isinstance(method, Encoding) else bias.resolved(rope)
     windowed = any(site.local or site.shared for site in place.sites)
     if windowed and encoding.window_beside() is not None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has layers with a window already, and {encoding.name} "
-            f"chooses its own; to remove positions only, patch with 'nope'"
+            f"chooses its own; to remove positions of the others, patch with 'nope' and layers="
         )
     more = (include_sliding, encoding, options.layers, named, instead)
     position_map = PositionMap(method, rope, table, label, precise, options.kernel, *more)
@@ -369,7 +370,7 @@ def raise_factor(
     if kind not in TYPES:
         raise AlreadyScaledError(
             f"the checkpoint is scaled by {kind!r}, a table for one length, which no factor "
-            f"stretches; load it with rope_type 'default', or search for a new table"
+            f"stretches; load it with rope_type 'default', or call rope_ext.search"
         )
     name = TYPES[kind]
     if method.name != name:

@@ -79,8 +79,7 @@ class Asked:
             return None
         names = [self.method]
         checked = checked_methods(names, self.factor, parse_options(self.option, names))
-        ((name, values),) = checked.items()
-        return build_method(name, **values)
+        return next((build_method(name, **values) for name, values in checked.items()), None)
 
     def arguments(self) -> dict[str, Any]:
         given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}

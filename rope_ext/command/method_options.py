@@ -111,7 +111,7 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
     if record is None:
-        where = f"{adapter} has none" if adapter else "no --adapter is given"
+        where = f"{adapter} has none, or is not there" if adapter else "no --adapter is given"
         raise OptionError(
             f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but {where}; set "
             f"--method to the name of a method"

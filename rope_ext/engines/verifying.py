@@ -372,7 +372,7 @@ def verify(
         notes.append(
             f"serve the miniature in float32 (vLLM, SGLang: --dtype float32) and set --tolerance "
             f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, "
-            f"increase --length or --factor-error; or the engine computes something else"
+            f"increase --length or --factor-error; or the engine computes otherwise"
         )
     beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
     if not beyond:

@@ -120,7 +120,7 @@ class Asked(NamedTuple):
     query: torch.Tensor  # [rows, heads, queries, columns]
     key: torch.Tensor  # [rows, kv_heads, keys, columns]
     value: torch.Tensor
-    call: Call  # without bands, bias and temperature
+    call: Call  # without bands and bias
     mask: Any  # a BatchMask, or the mask of an unpatched layer
     dropout: float
     more: dict[str, Any]  # the layer's further arguments

@@ -119,6 +119,11 @@ class WindowLayer(DynamicSlidingWindowLayer):
         DynamicLayer.crop(self, tokens_to_remove)
         self.cumulative_length = left
 
+    def reset(self) -> None:
+        """Keep every token again, since an empty cache may be used with any model."""
+        super().reset()
+        self.__class__ = DynamicLayer  # type: ignore[assignment]
+
 
 def shorten(cache: Any, layers: Collection[int], window: int) -> None:
     """Make some layers of a growing cache keep the last ``window - 1`` tokens, plus spare ones.

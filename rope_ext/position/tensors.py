@@ -126,9 +126,9 @@ def _seeing_ahead(
 class Step:
     """State that layers of one layout share in a forward, on one device.
 
-    Never synchronizes with a GPU if it is traced, or has few queries and no mask. ``offset`` is the
-    slot of the first key, for caches that keep only the last ones; ``mask`` is given if the forward
-    is not traced. ``whole``: :meth:`dense` is needed, also where there are runs.
+    Never synchronizes with a GPU if it is traced, or continues a cache by few queries without mask.
+    ``offset`` is the slot of the first key, for caches that keep only the last ones; ``mask`` is
+    given if the forward is not traced. ``whole``: :meth:`dense` is needed, also if there are runs.
     """
 
     runs: list[Run] | None = None  # all queries in runs of consecutive tokens, if they are

@@ -17,6 +17,7 @@ from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
+from rope_ext.position.learned import learned
 from rope_ext.saving import hub
 from rope_ext.saving.load import copy_learned, from_pretrained
 
@@ -99,7 +100,8 @@ def load_learned(model: Any, adapter: str) -> None:
     with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
         from peft.utils import load_peft_weights
 
-        copy_learned(model, load_peft_weights(adapter, device="cpu").items())
+        if learned(model):  # else the file need not be read
+            copy_learned(model, load_peft_weights(adapter, device="cpu").items())
 
 
 def resolve_device(device: str) -> str:
@@ -126,7 +128,7 @@ def require_attention(name: str | None) -> None:
     if name is not None and name not in known and "/" not in name:
         raise OptionError(
             f"unknown attention implementation {name!r}{nearest(name, known)}; set --attn to one "
-            f"of {', '.join(known)}, or to a kernel on the Hub"
+            f"of {', '.join(x for x in known if 'paged' not in x)}, or to a kernel on the Hub"
         )
 
 

@@ -64,7 +64,10 @@ def loading(
         raise
     except Exception as error:
         if isinstance(error, ImportError):  # for example attention kernels
-            advice = "install it, or if it is for attention only, pass attn_implementation='sdpa'"
+            raise kind(
+                f"cannot load the {what} of {path!r}, which needs a package ({reason(error)}); "
+                f"install it, or if it is for attention only, pass attn_implementation='sdpa'"
+            ) from error
         raise kind(
             f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; {advice}"
         ) from error

@@ -185,7 +185,8 @@ def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
     names = [name] if name else config.architectures or [""]
     if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
         raise LoadError(
-            f"config.json of {path} has architectures={names!r}; it must be a list of names"
+            f"config.json of {path} has architectures={names!r}; it must be a list of names, "
+            f'such as ["LlamaForCausalLM"]'
         )
     cls: Any = getattr(transformers, names[0], None)
     is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
@@ -219,7 +220,7 @@ def _patch(model: Any, record: Record) -> None:
 def _expecting_learned(record: Record | None) -> Iterator[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys."""
     before = getattr(PreTrainedModel, _IGNORED)
-    if record is not None:
+    if record is not None and record.has_parameters:
         setattr(PreTrainedModel, _IGNORED, [*(before or ()), _LEARNED])
     try:
         yield
@@ -235,8 +236,8 @@ def _load_learned(
         missing = copy_learned(model, _stored(path, variant, where))
     if missing:
         raise LoadError(
-            f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in "
-            f"safetensors; save the complete model again"
+            f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in its "
+            f"shape and in safetensors; save the complete model again"
         )
 
 

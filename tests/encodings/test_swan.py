@@ -50,6 +50,14 @@ def test_drafts_that_are_taken_back_leave_no_trace(ids) -> None:
         assert torch.equal(model.generate(prompt, **NEW, assistant_model=assistant), right)
 
 
+def test_a_cache_that_was_reset_serves_another_model(ids) -> None:
+    cache, other = DynamicCache(), tiny_llama(num_hidden_layers=4)
+    logits(swan(), ids, past_key_values=cache)
+    cache.reset()
+    parts = [logits(other, part, past_key_values=cache) for part in ids.split(100, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), logits(other, ids), **EXACT)
+
+
 def test_more_tokens_than_are_spare_are_not_taken_back(ids) -> None:
     model, cache, other = swan(), DynamicCache(), DynamicCache()
     right = logits(model, ids, past_key_values=other)

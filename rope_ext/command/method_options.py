@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rope_ext.config.record import ARGUMENTS, SIDECAR, Record, option_texts
@@ -111,7 +112,9 @@ def label(name: str, options: Mapping[str, Any], factor: float) -> str:
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:
     if record is None:
-        where = f"{adapter} has none, or is not there" if adapter else "no --adapter is given"
+        where = "no --adapter is given"
+        if adapter is not None:
+            where = f"{adapter} {'has none' if Path(adapter).exists() else 'does not exist'}"
         raise OptionError(
             f"--method {ADAPTER} uses the patch in the {SIDECAR} of an adapter, but {where}; set "
             f"--method to the name of a method"

@@ -184,12 +184,6 @@ biases = st.one_of(st.sampled_from([1, 2, 257]), st.integers(1, 500))
 @given(cases(METHODS[:-1]), biases, st.booleans())
 def test_a_bias_by_distance_is_that_of_the_oracle(case, distances, learns):
     """And the gradients; the last value stands for all larger distances."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "ROWS", 7)
-        check_a_bias(case, distances, learns)
-
-
-def check_a_bias(case, distances, learns):
     tensors, bands, pairs, options = case
     sinks = len(tensors) > 3
     heads = tensors[0].shape[1]

@@ -7,22 +7,19 @@ and log-sum-exp, as in ring attention (Liu et al. 2023).
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, Pairs, RotatedBand, by_distance, each_table, wide
+from rope_ext.attention.call import Call, Pairs, each_table, wide
 from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
 
 _Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
-ROWS = 256
-"""Number of queries of a tile with a bias."""
 LONG, LEAST = 2**13, 2**11
 """Queries of a call, and tokens of a tile, from which cuDNN is faster than flash on Hopper cards.
 
@@ -125,43 +122,13 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
     return found
 
 
-def _short(tile: Tile) -> Iterator[Tile]:
-    """Split a tile into tiles of few queries, since a bias has a number for each query and key."""
-    for block, first in itertools.product(range(tile.blocks), range(0, tile.rows, ROWS)):
-        rows = tile.row + block * tile.rows + first, min(ROWS, tile.rows - first)
-        low, high = tile.key + block * tile.keys, tile.key + (block + 1) * tile.keys
-        if tile.shape != WHOLE:
-            square = low + first
-            yield Tile(tile.shape, *rows, square, rows[1])
-            low, high = (low, square) if tile.shape == CAUSAL else (square + rows[1], high)
-        if high > low:
-            yield Tile(WHOLE, *rows, low, high - low)
-
-
-def _tiles(
-    call: Call, band: RotatedBand, query: Tensor, key: Tensor
-) -> Iterator[tuple[Tile, Tensor | None]]:
-    """Yield the tiles of a band, and the bias of each."""
-    queries, keys = query.shape[2], key.shape[2]
-    for tile in tiles(band.geometry, queries, keys, call.start):
-        if call.bias is None:
-            yield tile, None
-            continue
-        for part in _short(tile):
-            first = keys - queries + part.row - part.key
-            mask = by_distance(call.bias.to(wide(query)), first, part.rows, part.keys)
-            yield part, (mask.flip(1, 2) if part.shape == REVERSED else mask)[None]
-
-
 def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card | None) -> str | None:
     """Return why the device's kernel does not support a call; None if it does."""
     columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
     if call.softcap is not None:
         return "it has no soft cap"
-    if call.bias is not None and device != "cpu":
-        return "it has no bias on a GPU"
-    if call.bias is not None and call.bias.requires_grad and torch.is_grad_enabled():
-        return "it has no gradient of a bias"
+    if call.bias is not None:
+        return "it has no bias"
     if card is None:
         return None if device == "cpu" else "it is for CPUs and for NVIDIA GPUs"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -202,18 +169,15 @@ def kernel_of(tile: Tile, query: Tensor, value: Tensor) -> str:
     return "cudnn" if long and uses_cudnn(query, value, cards.card(query.device)) else "flash"
 
 
-def forward(
-    kernel: str, given: _Tensors, causal: bool, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(kernel: str, given: _Tensors, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return output, ``[batch, heads, queries, columns]``, and its log-sum-exp.
 
-    ``given``: query, key and value. ``causal`` requires as many queries as keys; only
-    ``kernel="cpu"`` has a mask.
+    ``given``: query, key and value. ``causal`` requires as many queries as keys.
     """
     ops: Any = torch.ops.aten
     if kernel == "cpu":  # the function has less overhead than torch.ops
         run: Any = torch._scaled_dot_product_flash_attention_for_cpu
-        return run(*given, 0.0, causal, attn_mask=mask, scale=scale)
+        return run(*given, 0.0, causal, scale=scale)
     if kernel == "cudnn":
         run = ops._scaled_dot_product_cudnn_attention
         out, lse = run(*given, None, True, 0.0, causal, False, scale=scale)[:2]
@@ -226,9 +190,7 @@ def forward(
     return out.transpose(1, 2), lse
 
 
-def backward(
-    kernel: str, given: _Tensors, causal: bool, scale: float, mask: Tensor | None
-) -> _Tensors:
+def backward(kernel: str, given: _Tensors, causal: bool, scale: float) -> _Tensors:
     """Return gradients of query, key and value.
 
     ``given``: gradient, query, key, value, and the output and log-sum-exp over all calls.
@@ -236,7 +198,7 @@ def backward(
     ops: Any = torch.ops.aten
     if kernel == "cpu":
         return ops._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            *given, 0.0, causal, attn_mask=mask, scale=scale
+            *given, 0.0, causal, scale=scale
         )
     *tensors, lse = given
     sizes = tensors[1].shape[2], tensors[2].shape[2]
@@ -288,10 +250,10 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     merged = 0  # queries from here on have no output yet
     for band in call.bands:
         q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
-        for tile, mask in _tiles(call, band, query, key):
+        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
             given = tile.queries(q), tile.among(k), tile.among(value)
             kernel = kernel_of(tile, query, value)
-            made = forward(kernel, given, tile.shape != WHOLE, call.scale, mask)
+            made = forward(kernel, given, tile.shape != WHOLE, call.scale)
             out, new = map(tile.back, made)
             there, old = (x.narrow(2, tile.row, new.shape[2]) for x in (total, lse))
             if tile.row < merged or call.sinks is not None:
@@ -307,15 +269,16 @@ def differentiate(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> list[Tensor]:
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+    queries = query.shape[2]
     grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
     for band in call.bands:
         q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
         found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
-        for tile, mask in _tiles(call, band, query, key):
+        for tile in tiles(band.geometry, queries, key.shape[2], call.start):
             given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
             more = tile.queries(out), tile.queries(lse).contiguous()
             kernel = kernel_of(tile, query, value)
-            made = backward(kernel, (*given, *more), tile.shape != WHOLE, call.scale, mask)
+            made = backward(kernel, (*given, *more), tile.shape != WHOLE, call.scale)
             firsts = tile.row, tile.key, tile.key
             for into, first, x in zip((*found, total[2]), firsts, made, strict=True):
                 x = tile.back(x)

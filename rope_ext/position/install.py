@@ -147,10 +147,10 @@ class Installed:
         if device.type == "meta":
             return
         self.map.inv_freq(site, device)
+        self.map.growth(site, device)
         context.cached_on_device(site.columns, "pair", device)
-        for rotations in (by for _, *both in layer.rotations for by in both):
-            for name in rotations.constants:
-                context.cached_on_device(rotations, name, device)
+        for table in (by for _, *both in layer.rotations for by in both):
+            context.cached_on_device(table, "inv_freq", device)
 
     def unbatched(self) -> str:
         """Error message for continuous batching, with the alternative."""

@@ -103,9 +103,10 @@ def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parameter:
-    kind, default, help = _kind(cls, field), field.default, field.metadata["help"]
-    repeated, several = field.metadata["repeat"], isinstance(default, tuple)
-    if repeated or (repeated is None and several):
+    """Let typer parse a number or one of several words, and leave text for ``read``."""
+    kind = str if field.metadata["read"] else _type(cls, field)
+    default, help, repeated = field.default, field.metadata["help"], field.metadata["repeat"]
+    if repeated or (repeated is None and isinstance(default, tuple)):
         kind = list[kind]
     elif type(default) in (int, float, str) and default != "" and "default" not in help.lower():
         help = f"{help.rstrip('.')}; default: {default}{'.' * help.endswith('.')}"
@@ -117,16 +118,6 @@ def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parame
 
 def _flags(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return field.metadata["flags"] or ("--" + field.name.replace("_", "-"),)
-
-
-def _kind(cls: type, field: dataclasses.Field[Any]) -> Any:
-    """The type that typer parses: a number, one of several words, or text for ``read``."""
-    read = field.metadata["read"]
-    if read is not None:
-        return read if read in (int, float) else str
-    if type(field.default) in (bool, int, float):
-        return type(field.default)
-    return _type(cls, field)
 
 
 def _type(cls: type, field: dataclasses.Field[Any]) -> Any:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_eval.cases import Case, digest
-from rope_ext.command.method_options import built
+from rope_eval.settings import UNPATCHED
+from rope_ext.config.record import ARGUMENTS, option_texts
 from rope_ext.errors import OptionError
-from rope_ext.methods import reach
+from rope_ext.methods import Method, build_method, reach
 from rope_ext.patching import patched
+
+_LONGEST = 40  # most characters of an option in a row's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,22 @@ class System:
 
     def key(self, case: Case) -> str:
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
+
+
+def built(name: str, options: Mapping[str, Any]) -> Method:
+    return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
+
+
+def label(name: str, options: Mapping[str, Any], factor: float) -> str:
+    """Name a method in reports, without the factor that is common to the run."""
+    if name == UNPATCHED:
+        return name
+    method = built(name, options)
+    common = method.factor == factor
+    texts = [one for one in option_texts(method) if not (common and one.startswith("factor="))]
+    texts += [f"{k}={getattr(v, 'name', v)}" for k, v in options.items() if k in ARGUMENTS]
+    shown = [text if len(text) <= _LONGEST else f"{text.split('=')[0]}=..." for text in texts]
+    return f"{name} ({', '.join(shown)})" if shown else name
 
 
 def under(

@@ -67,16 +67,18 @@ def parse_length(text: str, option: str = "--length") -> int:
     return lengths[0]
 
 
-def take(option: str, words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Remove ``OPTION VALUE`` or ``OPTION=VALUE`` from the words of a command."""
-    for place, word in enumerate(words):
-        if word == option:
-            if place + 1 == len(words):
-                raise OptionError(f"{option} needs a value")
-            return [*words[:place], *words[place + 2 :]], words[place + 1]
-        if word.startswith(f"{option}="):
-            return [*words[:place], *words[place + 1 :]], word.partition("=")[2]
-    return list(words), None
+def take(option: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words of a command into others, and the values of ``OPTION[=]VALUE``."""
+    others, values, rest = [], [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name != option:
+            others.append(word)
+        elif equals or (value := next(rest, "")):
+            values.append(value)
+        else:
+            raise OptionError(f"{option} needs a value")
+    return others, values
 
 
 def parse_options(

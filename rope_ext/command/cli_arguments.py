@@ -5,7 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -129,12 +129,12 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         said = re.sub(r"\n {5,}", " ", said)
         helps = dict(line.strip().split(": ", 1) for line in said.splitlines())
         shown: list[inspect.Parameter] = []
-        shared: list[str] = []
+        shared: dict[str, inspect.Parameter] = {}
         for one in inspect.signature(function, eval_str=True).parameters.values():
             kind = one.annotation
             if kind is Asked:
-                shown += inspect.signature(Asked, eval_str=True).parameters.values()
-                shared = [field.name for field in fields(Asked)]
+                shared |= inspect.signature(Asked, eval_str=True).parameters
+                shown += shared.values()
                 continue
             if get_origin(kind) is not Annotated:
                 flags = [f"--{one.name.replace('_', '-')}"] if kind is bool else []
@@ -157,17 +157,11 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 class Commands(TyperGroup):
     """All commands, including the evaluators'; invalid options are reported in one line."""
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command; the evaluators are imported only for their own commands."""
-        if cmd_name not in self.commands:
-            self.list_commands(ctx)
-        return super().get_command(ctx, cmd_name)
-
-    def list_commands(self, ctx: Any) -> list[str]:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         if importlib.util.find_spec(_EVALUATORS):  # not where rope_ext is not installed
             evaluators = importlib.import_module(f"{_EVALUATORS}.cli").app
             self.commands.update(typer.main.get_group(evaluators).commands)
-        return super().list_commands(ctx)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:
         """Run and exit; without ``standalone_mode``, return the status or raise."""
@@ -195,11 +189,8 @@ class ModelCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Turn ``--model`` into an argument, and add the default value to a bare ``--compose``."""
-        words, file = take("--gguf-file", args)
-        models = []
-        while (taken := take("--model", words))[1] is not None:
-            words = taken[0]
-            models.append(taken[1])
+        words, files = take("--gguf-file", args)
+        words, models = take("--model", words)
         if any(one.name == "compose" and not getattr(one, "is_flag", False) for one in self.params):
             for place, word in enumerate(words):
                 valued = words[place + 1 : place + 2] in (["stack"], ["raise"])
@@ -207,8 +198,9 @@ class ModelCommand(TyperCommand):
                     words[place] = "--compose=stack"
         last = any(one.name == "kind" for one in self.params)  # of a plot, which comes first
         rest = super().parse_args(ctx, [*words, *models] if last else [*models, *words])
-        if file is not None and ctx.params.get("model") is not None:
-            ctx.params["model"] = f"{ctx.params['model']}/{file}"
-        if file is not None and ctx.params.get("models"):
-            ctx.params["models"] = [f"{model}/{file}" for model in ctx.params["models"]]
+        for file in files[-1:]:
+            if ctx.params.get("model") is not None:
+                ctx.params["model"] = f"{ctx.params['model']}/{file}"
+            if ctx.params.get("models"):
+                ctx.params["models"] = [f"{model}/{file}" for model in ctx.params["models"]]
         return rest

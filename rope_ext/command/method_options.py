@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_ext.config.record import ARGUMENTS, SIDECAR, Record, option_texts
+from rope_ext.config.record import ARGUMENTS, SIDECAR, Record
 from rope_ext.errors import Mistakes, OptionError
-from rope_ext.methods import Method, build_method, method_class
+from rope_ext.methods import build_method, method_class
 from rope_ext.saving.checkpoints import saved_under
 from rope_ext.saving.load import read_sidecar
 
@@ -16,7 +16,6 @@ UNPATCHED = "none"
 """Used instead of a method name: the model without a patch."""
 ADAPTER = "adapter"
 """Used instead of a method name: the method that the adapter was trained with."""
-_LONGEST = 40  # most characters of an option in a row's name
 
 
 def checked_methods(
@@ -92,22 +91,6 @@ def _typed(name: str, message: str) -> str:
         words[named.index("factor")] = "--factor NUMBER"
     table = f" (or --option {name}=FILE.json of rope-ext search)" if "long_factor" in named else ""
     return " ".join(words) + table
-
-
-def built(name: str, options: Mapping[str, Any]) -> Method:
-    return build_method(name, **{k: v for k, v in options.items() if k not in ARGUMENTS})
-
-
-def label(name: str, options: Mapping[str, Any], factor: float) -> str:
-    """Name a method of :func:`checked_methods` in reports, without the run's common factor."""
-    if name == UNPATCHED:
-        return name
-    method = built(name, options)
-    common = method.factor == factor
-    texts = [one for one in option_texts(method) if not (common and one.startswith("factor="))]
-    texts += [f"{k}={getattr(v, 'name', v)}" for k, v in options.items() if k in ARGUMENTS]
-    shown = [text if len(text) <= _LONGEST else f"{text.split('=')[0]}=..." for text in texts]
-    return f"{name} ({', '.join(shown)})" if shown else name
 
 
 def _of_adapter(adapter: str | None, record: Record | None) -> dict[str, dict[str, Any]]:

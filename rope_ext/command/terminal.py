@@ -132,7 +132,11 @@ class _Lines(Progress):
         self._every = every
         self._told = -math.inf  # report the first forward at once, with its time estimate
 
-    def _line(self, task_id: TaskID) -> None:
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        self.update(task_id, advance=advance)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
         task = next(task for task in self.tasks if task.id == task_id)
         if time.monotonic() - self._told < self._every or not (task.total and task.completed):
             return
@@ -140,14 +144,6 @@ class _Lines(Progress):
         share = (task.remaining or 0) / task.completed  # before there is an estimate
         left = timedelta(seconds=round(task.time_remaining or (task.elapsed or 0) * share))
         tell(f"{task.description} {task.percentage:.0f} %, {left} left".lstrip())
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        super().advance(task_id, advance)
-        self._line(task_id)
-
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        super().update(task_id, **changes)
-        self._line(task_id)
 
 
 def progress(every: float = 30) -> Progress:

@@ -13,10 +13,10 @@ from typing import Any
 
 from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
 from rope_eval.reports.results import Results
-from rope_eval.systems import System, under
+from rope_eval.systems import System, built, under
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import command_words
-from rope_ext.command.method_options import UNPATCHED, built
+from rope_ext.command.method_options import UNPATCHED
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError

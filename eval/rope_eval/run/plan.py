@@ -16,10 +16,10 @@ from rope_eval.folder import Folder
 from rope_eval.options import check_options, refuse
 from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
-from rope_eval.systems import System, beyond
+from rope_eval.systems import System, beyond, built, label
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
-from rope_ext.command.method_options import ADAPTER, built, checked_methods, label, saved_otherwise
+from rope_ext.command.method_options import ADAPTER, checked_methods, saved_otherwise
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models

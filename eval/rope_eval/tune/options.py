@@ -67,7 +67,7 @@ class TuneOptions:
     scored: int | None = None
     sliding_layers: Literal["auto", "keep", "scale"] = "auto"
     original_max_position_embeddings: int | None = option(
-        None, "Override the trained length in the config.", int, "--trained-length"
+        None, "Override the trained length in the config.", None, "--trained-length"
     )
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class SearchOptions(TuneOptions):
         least=0,
     )
     critical: int | None = option(
-        None, "First pair to search; lower pairs follow NTK. Default: all pairs.", int
+        None, "First pair to search; lower pairs follow NTK. Default: all pairs."
     )
     start_tokens: Iterable[int] = option(
         (0,),
@@ -127,7 +127,7 @@ class SearchOptions(TuneOptions):
         least=0,
     )
     attention_factor: float | None = option(
-        None, "Attention factor of every table. Default: searched too.", float
+        None, "Attention factor of every table. Default: searched too."
     )
     validation_samples: int = option(
         8, "Text windows for comparing the best tables: 0, or at least 4.", least=0

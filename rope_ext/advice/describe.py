@@ -343,10 +343,15 @@ def _status(rotations: float, trained: float, angle: float) -> str:
     return f"{'in' if rotations >= 1 or angle <= trained * _EQUAL else 'out of'} distribution"
 
 
-def model_card(
+def write_card(
     folder: str | Path, base: str | None = None, report: str | Path | None = None
-) -> str:
-    """Return a model card in Markdown: method, lengths, how to load and serve, and results."""
+) -> Path:
+    """Write a model card to ``README.md`` in the folder; replaces an earlier card only if unedited.
+
+    It has the method, lengths, how to load and serve the model, and results. ``base`` names the
+    model that was extended; ``report``, the output folder of ``rope-ext compare`` or ``rope-ext
+    eval``, has a ``table.md`` to include.
+    """
     saved = read_saved(folder)
     state, found = current_patch(saved.model), describe(saved.model)
     if state is None:
@@ -354,17 +359,19 @@ def model_card(
             f"{folder} holds no extended model to write a card about; save a patched one there"
         )
     name = " ".join(Path(folder).resolve().name.split()) or "model"
-    head = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
+    lines = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
     if base and not Path(base).exists():  # a local path is useless to readers
-        head.append(f"base_model: {json.dumps(base)}")
-    plain = saved.source == "rope_parameters" or state.record.plain
-    loader = "AutoModelForCausalLM.from_pretrained" if plain else "rope_ext.from_pretrained"
-    package = "from transformers import AutoModelForCausalLM" if plain else "import rope_ext"
-    lines = [
-        *(*head, "---", "", f"# {name}", ""),
+        lines.append(f"base_model: {json.dumps(base)}")
+    loader, package = "rope_ext", "import rope_ext"
+    if saved.source == "rope_parameters" or state.record.plain:
+        loader = "AutoModelForCausalLM"
+        package = f"from transformers import {loader}"
+    call = f"model = {loader}.from_pretrained({json.dumps(name)})"
+    lines += [
+        *("---", "", f"# {name}", ""),
         f"{found.model}, extended from {found.length} to {found.target_length} tokens with "
         f"`{call_text(state.record.method)}` ({state.method.paper}) by rope_ext {__version__}.",
-        *("", "```python", package, "", f"model = {loader}({json.dumps(name)})", "```"),
+        *("", "```python", package, "", call, "```"),
     ]
     commands = serving_commands(dataclasses.replace(saved, name=name))
     lines += ["", "```bash", *commands, "```"] if commands else []
@@ -376,18 +383,7 @@ def model_card(
                 f"{report} has no table.md; give the output folder of rope-ext compare or eval"
             ) from None
         lines += ["", "## Evaluation", "", table]
-    return "\n".join(lines) + "\n"
-
-
-def write_card(
-    folder: str | Path, base: str | None = None, report: str | Path | None = None
-) -> Path:
-    """Write a model card to ``README.md`` in the folder; replaces an earlier card only if unedited.
-
-    ``base`` names the model that was extended; ``report``, the output folder of ``rope-ext
-    compare`` or ``rope-ext eval``, has a ``table.md`` to include.
-    """
-    path, text = Path(folder) / "README.md", model_card(folder, base, report)
+    path, text = Path(folder) / "README.md", "\n".join(lines) + "\n"
     if path.exists():
         before, mark, end = path.read_text(encoding="utf-8", errors="replace").rpartition(_MARK)
         if not mark or _end(before) != mark + end:

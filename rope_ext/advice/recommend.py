@@ -1,10 +1,8 @@
 """Recommends a method for a model and a target length.
 
-The model vendor's recipe comes first, then the result of a calibration, then measurements on two
-pretrained models; with fine-tuning, published results. ``vendors.json`` lists how model vendors
-extend their models (2026), and methods with published results, the best ones first. ``make
-evidence`` measures two models with each method's defaults, and ``make evidence-pages`` writes
-``evidence.json``: for each model, methods by name.
+``vendors.json`` lists how model vendors extend their models (2026), and methods with published
+results, the best ones first. ``make evidence`` measures two models with each method's defaults, and
+``make evidence-pages`` writes ``evidence.json``: for each model, methods by name.
 """
 
 import json
@@ -49,6 +47,8 @@ def _read(name: str) -> Any:
 _VENDORS, _EVIDENCE = _read("vendors.json"), _read("evidence.json")
 _PUBLISHED: dict[str, dict[str, str]] = _VENDORS["published"]
 _RECIPES = [SimpleNamespace(**one) for one in _VENDORS["recipes"]]
+"""YaRN for unscaled checkpoints of a family and of the ``configured`` lengths, up to ``factor`` on
+``trained`` tokens, their ``original_max_position_embeddings``."""
 _CANDIDATES = (
     "rerope self_extend leaky_rerope dual_chunk dpe jet_long lampe yarn dynamic_yarn mrrope"
 )
@@ -218,13 +218,14 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
         )
     scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
     if scaled is not None:
-        scaled += shipped_with(kind, site.rope_type)
+        for one in _VENDORS["shipped"]:
+            if (one["model_type"], one["rope_type"]) == (kind, site.rope_type):
+                scaled += f", as {one['models']}: {one['settings']}; {one['source']}"
         if site.rope_type == "yarn":  # other types were not measured
             raised = YaRN(factor=factor_to(target, not_none(site.settings.length)))
     elif not finetune:
-        recipe = recipe_for(kind, configured)
-    if recipe is not None and target > recipe.factor * recipe.trained:
-        recipe = None
+        own = (r for r in _RECIPES if kind in r.model_types and configured in r.configured)
+        recipe = next((r for r in own if target <= r.factor * r.trained), None)
     if recipe is not None and recipe.trained != configured:
         length = recipe.trained
         site = first_site(model, length=length)
@@ -302,23 +303,6 @@ def _more(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
     if case.scaled is not None:
         how = "its own factor grows" if raises else "this patch applies on top"
         yield f"already scaled to {case.rope.length} tokens ({case.scaled}): {how}."
-
-
-def recipe_for(model_type: str, configured: int) -> Any:
-    """Return the vendor's YaRN recipe for an unscaled checkpoint of a family and length, or None.
-
-    ``trained`` is its ``original_max_position_embeddings``, ``factor`` the largest published one.
-    """
-    fitting = (r for r in _RECIPES if model_type in r.model_types and configured in r.configured)
-    return next(fitting, None)
-
-
-def shipped_with(model_type: str, rope_type: str) -> str:
-    """Describe the vendor's own scaling of such a checkpoint; ``""`` if it is not in the table."""
-    for one in _VENDORS["shipped"]:
-        if (one["model_type"], one["rope_type"]) == (model_type, rope_type):
-            return f", as {one['models']}: {one['settings']}; {one['source']}"
-    return ""
 
 
 def sentence(name: str) -> str:

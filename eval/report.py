@@ -2,7 +2,7 @@
 
 import sys
 
-from rope_eval.command import call
+from rope_ext.cli import app
 
 if __name__ == "__main__":
-    call(sys.argv[1:])
+    app(["eval", *sys.argv[1:]])

@@ -46,15 +46,9 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """Keeps ``rope_ext.methods`` a function when the subpackage of that name is imported."""
 
-    @property
-    def methods(self) -> Any:
-        from rope_ext.advice.describe import methods
-
-        return methods
-
-    @methods.setter
-    def methods(self, value: ModuleType) -> None:  # set when the subpackage is imported
-        pass
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "methods" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

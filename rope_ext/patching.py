@@ -145,24 +145,16 @@ def patch(
         AlreadyPatchedError, AlreadyScaledError: pass ``replace=True`` or ``compose=True``.
         RecordError: the model was saved under a patch whose record cannot be read.
     """
+    length = original_max_position_embeddings
     if isinstance(method, Recommendation):
         compose = compose or method.compose
-        original_max_position_embeddings = (
-            original_max_position_embeddings or method.original_max_position_embeddings
-        )
+        length = length or method.original_max_position_embeddings
         method = method.method
     method = _method(method, options)
-    given: dict[str, Any] = {"bias": bias, "layers": layers}  # Options converts them
-    keywords = Options(
-        frequency=frequency,
-        kernel=kernel,
-        compose=compose,
-        sliding_layers=sliding_layers,
-        precise=precise,
-        original_max_position_embeddings=original_max_position_embeddings,
-        tokenizer=tokenizer,
-        **given,
-    )
+    given: dict[str, Any] = {"bias": bias, "layers": layers, "frequency": frequency}
+    given |= {"kernel": kernel, "sliding_layers": sliding_layers, "precise": precise}
+    given |= {"compose": compose, "tokenizer": tokenizer}
+    keywords = Options(**given, original_max_position_embeddings=length)
     keywords.check(method)
     decoder = text_decoder(model)
     earlier, values = current_patch(model), Earlier.from_model(decoder)

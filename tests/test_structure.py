@@ -30,7 +30,7 @@ ROOMS = {
     ),
     "rope_eval": (
         "rope_eval",
-        "folder forward options plots.style data",
+        "folder forward options plots.style progress data",
         "cases settings",
         "systems versions",
         "tasks",

@@ -46,17 +46,6 @@ class Asked:
     )
 
 
-def call(words: Sequence[str], name: str = "eval") -> None:
-    """Run ``rope-ext eval`` with these words; exits on failure."""
-    from rope_ext.cli import app
-
-    try:
-        app([name, *words])
-    except SystemExit as ended:
-        if ended.code:
-            raise
-
-
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
     tasks, more = COMPARED, {}
@@ -65,7 +54,8 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
         first = takewhile(lambda word: not word.startswith("-"), words)
         asked = [*filter(_names_tasks, first), *asked]
-        names = [n for one in split(asked) for n in (from_file(one) if _is_file(one) else [one])]
+        named = (from_file(one) if one.endswith(".py") else [one] for one in split(asked))
+        names = [name for several in named for name in several]
         if not (names or "--help" in words):
             raise OptionError(f"give --tasks some of {KNOWN}; see rope-ext eval --help")
         others = [one for one in names if one not in all_tasks()]
@@ -94,12 +84,8 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     return made
 
 
-def _is_file(word: str) -> bool:
-    return word.endswith(".py")
-
-
 def _names_tasks(word: str) -> bool:
-    return all(_is_file(one) or one in all_tasks() for one in split(word))
+    return all(one.endswith(".py") or one in all_tasks() for one in split(word))
 
 
 def _refuse_shared(classes: Sequence[type[Task]]) -> None:

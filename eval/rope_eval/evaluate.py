@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from rope_eval.plots.style import require_matplotlib
+from rope_eval.progress import progress
 from rope_eval.reports.report import Report
 from rope_eval.run.plan import prepare
 from rope_eval.run.runner import run
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task
-from rope_ext.command.terminal import progress, quiet, stoppable, tell, tell_next
+from rope_ext.command.terminal import quiet, stoppable, tell, tell_next
 
 
 def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
@@ -38,5 +39,6 @@ def evaluate(settings: Settings, tasks: Sequence[Task]) -> Report | None:
         report.print()  # the files exist even if this fails
         for path in paths:
             tell(f"wrote {path}")
-        tell_next(*report.next_commands, optional=report.optional_commands)
+        tell_next(*report.optional_commands, when="optional")
+        tell_next(*report.next_commands)
         return report

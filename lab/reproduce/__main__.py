@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from rope_eval import command
+from rope_ext.cli import app
 from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import OptionError, nearest
 
@@ -216,7 +216,7 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
     lines, agreed = [], True
     for run in runs(table, output, dry):
         print(f"$ {shlex.join(['rope-ext', 'eval', *run.words])}", flush=True)
-        command.call(run.words)
+        app(["eval", *run.words], standalone_mode=False)
         found = measured(run, table.metric)
         for length, cell in run.cells.items():
             value = found.get(length, math.nan)

@@ -74,14 +74,13 @@ def fit(
         for module in decoder.modules()
         if getattr(module.__dict__.get(LAYER), "biased", None) is not None
     }
-    parts: dict[nn.Module, DistanceBias] = {}  # one for each layer, or the same for all
-    for module, layer in layers.items():
-        parts[module] = getattr(layer.biased, BIAS)
-        if not isinstance(parts[module], DistanceBias):
-            raise OptionError(
-                "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
-                "adapter is added"
-            )
+    # One for each layer, or the same for all.
+    parts: dict[nn.Module, Any] = {m: getattr(layer.biased, BIAS) for m, layer in layers.items()}
+    if not all(isinstance(part, DistanceBias) for part in parts.values()):
+        raise OptionError(
+            "an adapter holds the parameters of the encoding; call rope_ext.fit before the "
+            "adapter is added"
+        )
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]

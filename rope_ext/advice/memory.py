@@ -30,9 +30,9 @@ class Memory:
     bands and cut into tiles, and its outputs in float32."""
 
     def __str__(self) -> str:
-        total = self.weights + self.cache + self.prefill
-        lines = {"weights": self.weights, "KV cache": self.cache, "prefill": self.prefill}
-        text = [f"{name:<10}{shown(size):>12}" for name, size in (lines | {"total": total}).items()]
+        parts = {"weights": self.weights, "KV cache": self.cache, "prefill": self.prefill}
+        parts["total"] = sum(parts.values())
+        text = [f"{name:<10}{shown(size):>12}" for name, size in parts.items()]
         return "\n".join([*text, f"position methods add at most {shown(self.position_method)}"])
 
 

@@ -94,8 +94,6 @@ def parse_options(
             continue
         if not dot and len(methods) == 1:
             method, name = methods[0], place
-        elif not dot:
-            name = ""
         if not (equals and method and name):
             raise OptionError(
                 f"--option {text!r} is not valid; use METHOD.NAME=VALUE, such as yarn.beta_fast=16"
@@ -138,10 +136,8 @@ def _file(path: str) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     """Parse a number, list, true, false or none; anything else is a string."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    words = {"true": "True", "false": "False", "none": "None"}
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(words.get(text.lower(), text))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text

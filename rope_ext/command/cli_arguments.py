@@ -82,8 +82,7 @@ class Asked:
         return next((build_method(name, **values) for name, values in checked.items()), None)
 
     def arguments(self) -> dict[str, Any]:
-        given = {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
-        return {name: value for name, value in given.items() if value is not None}
+        return {"compose": self.compose, "original_max_position_embeddings": self.trained_length}
 
     def patched(self) -> Any:
         """Return the patched model without weights; without a method, the model's name."""

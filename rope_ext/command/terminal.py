@@ -1,33 +1,21 @@
-"""Errors, messages and progress bars shared by all commands."""
+"""Errors and messages of all commands."""
 
-import math
 import os
 import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from itertools import chain, count
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from rope_ext.errors import RopeExtError, first_line
 
-_err = Console(stderr=True, highlight=False)
+stderr = Console(stderr=True, highlight=False)
 
 
 def first_process() -> bool:
@@ -99,15 +87,13 @@ def stoppable(
 def tell(text: str, style: str | None = None) -> None:
     """Print a line to standard error, from rank 0 only."""
     if first_process():
-        _err.print(text, style=style, markup=False, soft_wrap=True)
+        stderr.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def tell_next(*commands: Sequence[object], optional: Sequence[Sequence[object]] = ()) -> None:
-    """Print next commands to standard error, ready to paste; ``optional`` ones first."""
-    for words in optional:
-        tell(f"optional: {shlex.join(map(str, words))}")
+def tell_next(*commands: Sequence[object], when: str = "next") -> None:
+    """Print commands to standard error, ready to paste."""
     for words in commands:
-        tell(f"next: {shlex.join(map(str, words))}")
+        tell(f"{when}: {shlex.join(map(str, words))}")
 
 
 def unused(path: str | Path) -> str:
@@ -122,37 +108,6 @@ def quiet() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-class _Lines(Progress):
-    """Reports progress in a log file, with a line every ``every`` seconds."""
-
-    def __init__(self, every: float) -> None:
-        super().__init__(console=_err, speed_estimate_period=600, disable=True)
-        self._every = every
-        self._told = -math.inf  # report the first forward at once, with its time estimate
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        self.update(task_id, advance=advance)
-
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        super().update(task_id, **changes)
-        task = next(task for task in self.tasks if task.id == task_id)
-        if time.monotonic() - self._told < self._every or not (task.total and task.completed):
-            return
-        self._told = time.monotonic()
-        share = (task.remaining or 0) / task.completed  # before there is an estimate
-        left = timedelta(seconds=round(task.time_remaining or (task.elapsed or 0) * share))
-        tell(f"{task.description} {task.percentage:.0f} %, {left} left".lstrip())
-
-
-def progress(every: float = 30) -> Progress:
-    """Return a progress bar for rank 0; without a terminal, a line ``every`` so many seconds."""
-    if not (_err.is_terminal or _err.is_jupyter):
-        return _Lines(every)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    options = {"speed_estimate_period": 600, "disable": not first_process()}  # forwards are long
-    return Progress(*columns, TimeRemainingColumn(), console=_err, **options)
 
 
 def wide_console(width: int) -> Console:

@@ -168,7 +168,6 @@ class Results:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Warnings about the results."""
         low, led, notes = [], [], []
         for system in self.plan.systems:
             length = self.reference(system)

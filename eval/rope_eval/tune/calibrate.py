@@ -162,7 +162,6 @@ def require_free(folder: Path, resume: bool, cure: str, output: str) -> None:
 
 
 def _keep(found: Calibration, folder: Path) -> None:
-    """Write the results, with a plot if matplotlib is installed."""
     files = {RESULT: found.to_json().encode()}
     picture = io.BytesIO()
     with suppress(MeasureError):  # without matplotlib, write the numbers only
@@ -273,7 +272,6 @@ class Judge:
         self.before = self.scores(start)
 
     def scores(self, method: Method) -> fitness.Scores:
-        """Scores of a method."""
         return self.trials.scores(method, self.half)
 
     def found(self, method: Method) -> list[list[bool]]:
@@ -282,7 +280,6 @@ class Judge:
         return [scores.found_at(length, self.half) for length in self.lengths.values()]
 
     def trial(self, method: Method) -> Trial:
-        """Return the mean scores of a method."""
         scores = self.scores(method)
         parts = (scores.answers, *self.found(method))
         means = (mean(part) if part else None for part in parts)
@@ -290,7 +287,6 @@ class Judge:
         return Trial(method, factor, mean(scores.far), mean(scores.inside), *means)
 
     def changes(self, method: Method) -> dict[str, Change]:
-        """Return the change of every score."""
         before, after = self.before, self.scores(method)
         far = self._by_document(_less(after.far, before.far))
         answers = (_less(after.answers, before.answers), None)

@@ -334,7 +334,7 @@ class Trials:
     @contextmanager
     def progress(self, samples: Sequence[tuple[Sample, int]]) -> Iterator[None]:
         """Print the maximum number of forwards, and show progress, by methods for each sample."""
-        from rope_ext.command.terminal import progress, tell  # rich is imported on demand
+        from rope_eval.progress import progress, tell  # rich is imported on demand
 
         rounds = [*samples, *((sample.within(self.rope.length), 1) for sample, _ in samples)]
         forwards = sum(len(sample) * count for sample, count in rounds)
@@ -398,7 +398,6 @@ class Trials:
 
 
 def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
-    """Return the rotary embedding that ``model`` was trained with."""
     rope = first_site(model, given.sliding_layers, given.original_max_position_embeddings).rope
     if given.target_length <= rope.length:
         raise OptionError(
@@ -414,7 +413,6 @@ def trained_rope(model: nn.Module, given: TuneOptions) -> Rope:
 
 
 def read_log(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read settings and scores of a log."""
     lines = list(read_lines(path))
     settings = lines[0].get(kind) if lines else None
     if not isinstance(settings, dict):

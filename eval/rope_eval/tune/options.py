@@ -34,7 +34,6 @@ class Loading:
     device: str = option("auto", "Device: auto, cpu, cuda, cuda:1 or mps.")
 
     def load(self, model: str) -> tuple[Any, Any, list[str]]:
-        """Return the model, its tokenizer and the texts."""
         from rope_eval.data.text import python_library, read_texts
         from rope_ext.saving.checkpoints import load_model, load_tokenizer
 

@@ -127,7 +127,6 @@ def evolve(
 
 
 def _space(given: SearchOptions, factor: float) -> Space:
-    """Return the search space."""
     scales = () if given.attention_factor is not None else _SCALES
     most, least = (_BEYOND, 1.0) if given.critical is None else (_BEYOND_CRITICAL, factor)
     ends = round(most * factor * _STEPS), round(least * _STEPS)
@@ -177,7 +176,6 @@ def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -
 
 
 def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
-    """Return the method with these numbers."""
     return LongRoPE(
         factor=factor,
         long_factor=[number / _STEPS for number in one.table],

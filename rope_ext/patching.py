@@ -22,12 +22,7 @@ from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.record import FIELD, SIDECAR, Recommendation, Record
 from rope_ext.encodings import Encoding
-from rope_ext.errors import (
-    AlreadyPatchedError,
-    NotPatchedError,
-    OptionError,
-    brief,
-)
+from rope_ext.errors import AlreadyPatchedError, NotPatchedError, OptionError, brief
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier

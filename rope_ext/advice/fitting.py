@@ -8,12 +8,12 @@ where ``w`` are the attention weights of the original model and the logits are t
 encoding. This is their Kullback-Leibler divergence, up to a constant.
 """
 
+import copy
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from rope_ext.encodings import Encoding, Heads
@@ -84,27 +84,23 @@ def fit(
     with torch.inference_mode(False):
         with torch.no_grad(), unpatched(model), evaluating(decoder):
             rows = [_observe(decoder, layers, row) for row in input_ids]
-        values = {
-            part: {
-                n: p.detach().float().clone().requires_grad_() for n, p in part.named_parameters()
-            }
-            for part in parts.values()
-        }
-        optimizer = torch.optim.Adam(
-            [v for own in values.values() for v in own.values()], learning_rate
-        )
+        fitted = {part: copy.deepcopy(part) for part in dict.fromkeys(parts.values())}
+        values = [value for part in fitted.values() for value in part.parameters()]
+        for value in values:
+            value.data = value.data.float()
+            value.requires_grad_()
+        optimizer = torch.optim.Adam(values, learning_rate)
         schedule = CosineAnnealingLR(optimizer, steps)
         with torch.enable_grad():
             for step in range(steps):
                 optimizer.zero_grad()
                 for module, part in parts.items():
-                    _loss(rows[step % len(rows)][module], part, values[part]).backward()
+                    _loss(rows[step % len(rows)][module], fitted[part]).backward()
                 optimizer.step()
                 schedule.step()
         with torch.no_grad():
-            for part, own in values.items():
-                for name, parameter in part.named_parameters():
-                    value = own[name]
+            for part, own in fitted.items():
+                for parameter, value in zip(part.parameters(), own.parameters(), strict=True):
                     parameter.copy_(torch.zeros_like(value) if value.grad is None else value)
                 part.clamp()
     return model
@@ -123,12 +119,10 @@ def supported() -> list[str]:
     return sorted(cls.name for cls in all_encodings() if can_fit(build_method(cls.name)))
 
 
-def _loss(seen: _Observed, part: DistanceBias, values: dict[str, torch.Tensor]) -> Any:
-    """Cross entropy between target weights and those of the encoding with ``values``, in nats."""
+def _loss(seen: _Observed, part: DistanceBias) -> torch.Tensor:
+    """Cross entropy between target weights and those of the encoding, in nats."""
     key = seen.dense.key
-    given = (key.shape[2], key.device, key.dtype, seen.owner)
-    added = functional_call(part, values, given)
-    call = replace(seen.dense.call, **added)
+    call = replace(seen.dense.call, **part(key.shape[2], key.device, key.dtype, seen.owner))
     found = seen.dense._replace(call=call).weights(seen.queries)
     least = torch.finfo(found.dtype).tiny  # masked keys have weight 0 in both
     return -(seen.weights * found.clamp(min=least).log()).sum((-3, -1)).mean()

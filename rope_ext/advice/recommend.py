@@ -40,12 +40,10 @@ from rope_ext.saving.folder import model_of, read_saved
 NAME, FORMAT = "calibration", 2  # name and format of the file that rope_eval writes
 
 
-def _read(name: str) -> Any:
-    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-_VENDORS, _EVIDENCE = _read("vendors.json"), _read("evidence.json")
-_PUBLISHED: dict[str, dict[str, str]] = _VENDORS["published"]
+_VENDORS, _EVIDENCE = (
+    json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("vendors", "evidence")
+)
 _RECIPES = [SimpleNamespace(**one) for one in _VENDORS["recipes"]]
 """YaRN for unscaled checkpoints of a family and of the ``configured`` lengths, up to ``factor`` on
 ``trained`` tokens, their ``original_max_position_embeddings``."""
@@ -234,9 +232,9 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Yield methods, the best first, and the reason to choose each."""
-    factor, recipe, published = case.factor, case.recipe, case.finetune or case.engine is not None
+    factor, recipe, elsewhere = case.factor, case.recipe, case.finetune or case.engine is not None
     raised = [] if case.raised is None else [(case.raised, _RAISED)]
-    if published:
+    if elsewhere:
         yield from raised
     if recipe is not None:  # never for fine-tuning
         yield (
@@ -244,8 +242,9 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
             f"the vendor of {recipe.models} publishes YaRN up to factor {recipe.factor:g} on "
             f"{recipe.trained} tokens ({recipe.source}). {recipe.note}".rstrip(),
         )
-    if published:
-        for name, why in _PUBLISHED["finetuned" if case.finetune else "served"].items():
+    if elsewhere:
+        published = _VENDORS["published"]["finetuned" if case.finetune else "served"]
+        for name, why in published.items():
             if recipe is None or name != "yarn":
                 yield build_method(name, factor=factor), why
         return

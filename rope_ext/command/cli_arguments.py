@@ -24,9 +24,8 @@ Model = Annotated[
 Option = Annotated[
     list[str] | None,
     typer.Option(
-        "--option",
         help="Method option, such as yarn.beta_fast=16, or a JSON file of options, such as "
-        "longrope=found.json. Repeatable.",
+        "longrope=found.json. Repeatable."
     ),
 ]
 Target = Annotated[str, typer.Option(help="Target context length in tokens, such as 32k or 1m.")]

@@ -19,7 +19,8 @@ from pathlib import Path
 import accelerate  # noqa: F401  # for all processes, once
 import pytest
 
-from rope_eval import cases, command
+from rope_eval import cases
+from rope_ext.cli import app
 from tests.helpers import pictures
 
 
@@ -50,7 +51,7 @@ def run(processes: int, victim: int | str | None, lines: int, words: list[str]) 
                 dying(lines)
             status = 0
             try:
-                command.call(words)
+                app(["eval", *words], standalone_mode=False)
             except BaseException:
                 traceback.print_exc()
                 status = 1

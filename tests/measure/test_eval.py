@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from rope_eval import command
 from rope_eval.cases import Case, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.evaluate import evaluate
@@ -28,6 +27,7 @@ from rope_eval.tasks.haystack import Needles
 from rope_eval.tasks.longppl import LongPPL
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
+from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
@@ -262,7 +262,7 @@ def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
 def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     words = ["--model", SHIPPED, "--method", "yarn", "--factor", 4, "--lengths", "512,1k"]
     words += ["--windows", 1, "--short-context", 128, "--output", tmp_path]
-    command.call(["perplexity", "longppl", *map(str, words)])
+    app(["eval", "perplexity", "longppl", *map(str, words)], standalone_mode=False)
     data = json.loads((tmp_path / "results.json").read_text())
     assert [row["task"] for row in data["summary"]] == 4 * ["perplexity"] + 4 * ["longppl"]
     assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
@@ -358,7 +358,7 @@ def test_two_models_are_two_blocks_of_one_report(
         config["max_position_embeddings"] = 64
     words = ["passkey", "--trials", 2, "--model", checkpoint, "--model", other, "--factor", 8]
     words += ["--method", "yarn", "--lengths", "128,256", "--output", tmp_path / "out"]
-    command.call(list(map(str, words)))
+    app(["eval", *map(str, words)], standalone_mode=False)
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     name = checkpoint.name
     outputs = re.findall(r"next: .* --output (\S+)", capsys.readouterr().err)

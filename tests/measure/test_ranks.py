@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_eval import command
+from rope_ext.cli import app
 from tests.helpers.checkpoint import save_texts
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_processes_that_are_killed_go_on_to_the_bytes_of_one(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     """One of two, then three go on; both of two, then one; one alone, within a batch."""
-    command.call(words(checkpoint, tmp_path / "whole"))
+    app(["eval", *words(checkpoint, tmp_path / "whole")], standalone_mode=False)
     names = ("more", "fewer", "single")
     more, fewer, single = (words(checkpoint, tmp_path / name) for name in names)
     runs = [(2, 1, 3, more), (3, None, 0, more)]

@@ -17,7 +17,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from rope_eval import command
 from rope_eval.cases import Case, Outcome, Questions
 from rope_eval.data.prompts import Frame
 from rope_eval.run.plan import prepare
@@ -26,6 +25,7 @@ from rope_eval.settings import Settings
 from rope_eval.tasks.base import Kind, Task, build
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
+from rope_ext.cli import app
 from rope_ext.errors import MeasureError
 from tests.helpers import transformers_serve
 from tests.helpers.openai_server import Fake, serving
@@ -205,7 +205,7 @@ def test_the_command_and_its_report(checkpoint: Path, tmp_path: Path, capsys) ->
     with serving(fake_of(checkpoint)) as url:
         words = ["passkey", "--url", url, "--served-model-name", "our-model", "--lengths", "128"]
         words += ["--tokenizer", str(checkpoint), "--trials", "2", "--depths", "1"]
-        command.call([*words, "--output", str(tmp_path / "results")])
+        app(["eval", *words, "--output", str(tmp_path / "results")], standalone_mode=False)
     table = (tmp_path / "results" / "table.md").read_text()
     assert "our-model" in table and f"our-model served at {url}" in table
     assert "dtype" not in table and "factor" not in table
@@ -230,7 +230,7 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
         ]
         words += ["--tokenizer", str(checkpoint), "--text", str(book), "--windows", "2"]
         words += ["--trials", "2", "--depths", "1", "--output", str(output)]
-        command.call(words, "compare")
+        app(["compare", *words], standalone_mode=False)
     assert one.prompts and sorted(one.prompts) == sorted(other.prompts)
     found = json.loads((output / "results.json").read_text())
     assert [system["name"] for system in found["systems"]] == ["plain", "yarn"]

@@ -54,8 +54,7 @@ _APART = 2.0  # a ruled-out rival is this many times as far from the nearest as 
 _FLOOR = 1e-4  # float32 computations closer than this count as equal
 _ROUNDED = 3.0  # a server may err by this multiple of transformers' bfloat16 rounding
 _PEAK = 20.0  # standard deviation of attention logits: large, so that outputs depend on attention
-_LOOKS = ("q_proj", "k_proj", "q_norm", "k_norm", "qkv_proj", "query_layernorm", "key_layernorm")
-_LOOKS += ("q_layernorm", "k_layernorm")
+_LOOKS = re.compile("(q|k|qkv)_proj|(q|k|query|key)_(layer)?norm")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WIDTHS += ("shared_intermediate_size", "q_lora_rank", "kv_lora_rank")
 _SMALL = {
@@ -78,8 +77,6 @@ _EXACT += ("--parallel", "1", "--threads", "1")
 """Flags that make llama.cpp compute attention in float32; its default is half precision."""
 _NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# Keeps the script's directory out of sys.path: its files shadow libraries.
-_RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 _SHOWN = 300  # characters to quote from a server's response
 _SECONDS = 120  # timeout for requests, and for shutting down a server
 
@@ -163,7 +160,7 @@ class Miniature:
 
     model: PreTrainedModel  # patched
     plain: PreTrainedModel  # the same weights without the patch
-    state: Patch
+    state: Patch  # of ``model``
     scaling: Scaling | None  # None: a position method, for vLLM's plugin
     as_saved: bool  # whether the source configuration has the patch
 
@@ -174,40 +171,40 @@ class Miniature:
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
         those of :func:`rope_ext.patch`. Raises RopeExtError if the family is not supported.
         """
-        text, chosen, target = config.get_text_config(decoder=True), method, None
+        text, target, as_saved = config.get_text_config(decoder=True), None, method is None
         if text.model_type not in miniatures():
             raise ExportError(
                 f"cannot verify the family {text.model_type!r}; supported families: "
                 f"{', '.join(miniatures())}"
             )
-        if chosen is None:
+        if method is None:
             whole = read_saved(config).model
             saved = current_patch(whole)
             if saved is None:
                 raise ExportError(
                     "nothing to verify: there is no patch; give --method, or a patched folder"
                 )
-            chosen, options = saved.record.method, dict(saved.record.arguments)
+            method, options = saved.record.method, dict(saved.record.arguments)
             target = saved.target_length
             text = text_config(text_decoder(unpatch(whole)))
         plain = _small(text)
-        model = patch(copy.deepcopy(plain), chosen, **options)
+        model = patch(copy.deepcopy(plain), method, **options)
         if target is not None:
             note_target(model, target)
         state = not_none(current_patch(model))
         if state.method.name in PLUGIN_METHODS:
-            return cls(model, plain, state, None, method is None)
+            return cls(model, plain, state, None, as_saved)
         try:
             refuse_unproven(state)
         except Refusal as refusal:
             raise ExportError(f"nothing to verify: {refusal}") from None
-        return cls(model, plain, state, Scaling.from_patch(state), method is None)
+        return cls(model, plain, state, Scaling.from_patch(state), as_saved)
 
-    def under(self, changes: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    def under(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         """Return a copy of the patched model with other method options."""
         model: Any = copy.deepcopy(self.plain)
-        arguments = {**self.state.record.arguments, **changes}
-        return patch(model.to(dtype), self.state.record.method, **arguments)
+        method = dataclasses.replace(self.state.record.method, **changes)
+        return patch(model.to(dtype), method, **self.state.record.arguments)
 
     @property
     def beyond(self) -> int:
@@ -234,28 +231,26 @@ class Miniature:
     ) -> dict[str, torch.Tensor]:
         """Return log-probabilities as patched and for known mistakes, ``[prompts, vocabulary]``."""
         rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
-        if self.scaling is not None:
-            known = [(self.scaling.inv_freq, self.scaling.scaling)]
-            for name, inv_freq, number in self._mistakes(self.scaling, factor_error):
-                if not any(
-                    torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and number == theirs
-                    for other, theirs in known
-                ):
-                    known.append((inv_freq, number))
-                    (site,) = find_sites(text_decoder(model))
-                    site.module._buffers[site.buffer] = inv_freq.float()
-                    setattr(site.module, site.scaling_attribute, number)
-                    rows[name] = log_probs_of(model, prompts)
+        if self.scaling is None:
+            rows["unextended"] = log_probs_of(model, prompts)
+            for name, changes in {
+                "wrong factor (twice)": {"factor": 2 * self.state.method.factor},
+                "temperature missing": {"temperature": 1.0, "attention_factor": 1.0},
+            }.items():
+                with suppress(RopeExtError):  # STRING extends to twice the length at most
+                    row = log_probs_of(self.under(**changes), prompts)
+                    if (row - rows[PATCHED]).abs().max() > _FLOOR:  # some have no temperature
+                        rows[name] = row
             return rows
-        rows["unextended"] = log_probs_of(model, prompts)
-        for name, changes in {
-            "wrong factor (twice)": {"factor": 2 * self.state.method.factor},
-            "temperature missing": {"temperature": 1.0, "attention_factor": 1.0},
-        }.items():
-            with suppress(RopeExtError):  # STRING extends to twice the length at most
-                row = log_probs_of(self.under(changes), prompts)
-                if (row - rows[PATCHED]).abs().max() > _FLOOR:  # some methods lack these options
-                    rows[name] = row
+        known = [(self.scaling.inv_freq, self.scaling.scaling)]
+        for name, inv_freq, number in self._mistakes(self.scaling, factor_error):
+            equal = (torch.allclose(inv_freq, f, 1e-6, 0) and number == n for f, n in known)
+            if not any(equal):
+                known.append((inv_freq, number))
+                (site,) = find_sites(text_decoder(model))
+                site.module._buffers[site.buffer] = inv_freq.float()
+                setattr(site.module, site.scaling_attribute, number)
+                rows[name] = log_probs_of(model, prompts)
         return rows
 
     def _mistakes(
@@ -319,7 +314,7 @@ def _small(config: Any) -> PreTrainedModel:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).float().eval()
         for name, parameter in model.named_parameters():
-            looks = any(part in name for part in _LOOKS)
+            looks = _LOOKS.search(name) is not None
             if name == "model.norm.weight":
                 parameter.fill_(2.0)  # keeps every token probable enough for an exact logarithm
             elif parameter.ndim == 1 and "norm" in name:
@@ -356,22 +351,21 @@ def verify(
     prompt, tokens; None as in :meth:`Miniature.prompts`.
     """
     prompts = miniature.prompts(longest)
-    got = run(prompts)
-    known = ~got.isnan()
-    if not bool(known.any(-1).all()):
+    got, trained = run(prompts), miniature.state.length
+    returned = (~got.isnan()).sum(-1).float()
+    if not returned.all():
         raise ExportError(f"{engine} returned no log-probabilities for some prompts")
     rows = miniature.expected(prompts, factor_error)
     if tolerance is None:
-        rounded = log_probs_of(miniature.under({}, torch.bfloat16), prompts) - rows[PATCHED]
+        rounded = log_probs_of(miniature.under(torch.bfloat16), prompts) - rows[PATCHED]
         tolerance = max(TOLERANCE, _ROUNDED * float(rounded.square().mean().sqrt()))
-    returned, trained = float(known.sum(-1).float().mean()), miniature.state.length
-    judged = judge(got, rows, tolerance)
+    judged, count = judge(got, rows, tolerance), float(returned.mean())
     sizes, notes = [*map(len, prompts)], []
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if judged[0] == "cannot tell":
         notes.append(
             f"serve the miniature in float32 (vLLM, SGLang: --dtype float32) and set --tolerance "
-            f"{TOLERANCE:g}, make the server return more than {returned:.0f} log-probabilities, "
+            f"{TOLERANCE:g}, make the server return more than {count:.0f} log-probabilities, "
             f"increase --length or --factor-error; or the engine computes otherwise"
         )
     beyond = lengths[-1] >= min(trained + 1, miniature.state.target_length - 1)
@@ -380,7 +374,7 @@ def verify(
             f"no prompt is longer than the trained {trained} tokens; give --length "
             f"{miniature.beyond}"
         )
-    return Verification(engine, *judged, lengths, returned, tolerance, beyond, tuple(notes))
+    return Verification(engine, *judged, lengths, count, tolerance, beyond, tuple(notes))
 
 
 def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]]:
@@ -438,9 +432,9 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
     if engine == "llama.cpp":
         gguf_file.write_model(miniature.plain, file := folder / "MODEL.gguf")
         if flags is None:
-            made = gguf_file.plan(miniature.state, in_file=False)
-            flags = shlex.join(made.words())
-            if made.table is not None:
+            *writing, serve = export(miniature.model, engine).command.split(" && ")
+            flags = shlex.join(shlex.split(serve)[3:])  # after llama-server --model FILE
+            if writing:
                 plain, file = file, folder / "MODEL-long.gguf"
                 gguf_file.following(miniature.model, plain, file)
         try:
@@ -467,7 +461,9 @@ def endpoint(address: str, model: str | None = None) -> Run:
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
-    command = [sys.executable, "-c", _RUN, llama_server.__file__, *words, *_EXACT]
+    # Not as a file, whose folder would come first in sys.path.
+    script = Path(llama_server.__file__).read_text(encoding="utf-8")
+    command = [sys.executable, "-c", script, *words, *_EXACT]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

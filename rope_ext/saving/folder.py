@@ -40,17 +40,14 @@ class Saved:
 def read_saved(given: Given) -> Saved:
     """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved."""
     config, sidecar, name = _configuration(given)
-    text = config.get_text_config(decoder=True)
-    record = sidecar if sidecar is not None else record_of(text)
+    record = sidecar or record_of(config.get_text_config(decoder=True))
     if record is not None:
         built = record.restored(config) if sidecar is None else copy.deepcopy(config)
-        model = built_on_meta(built)
-        patch_without_weights(model, record.method, record.arguments)
+        model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
         return Saved(model, config, name, "record" if sidecar is None else "adapter")
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))
-    source = None if extended is None else "rope_parameters"
-    return Saved(extended or model, config, name, source)
+    return Saved(extended or model, config, name, extended and "rope_parameters")
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
@@ -82,11 +79,9 @@ def patch_without_weights(
 ) -> nn.Module:
     """Patch a model on the meta device; only record what a family may refuse, with weights."""
     arguments = dict(arguments or {})
-    named = (arguments.get(name) for name in ("bias", "layers"))
-    changes_attention = any(value is not None for value in (*named, method.chosen_temperature))
-    if method.kind == "frequency" and not changes_attention:
-        return patch(model, method, **arguments)
-    return note_patch(model, method, **arguments)
+    beside = (arguments.get("bias"), arguments.get("layers"), method.chosen_temperature)
+    known = method.kind == "frequency" and not any(value is not None for value in beside)
+    return (patch if known else note_patch)(model, method, **arguments)
 
 
 def _configuration(given: Given) -> tuple[Any, Record | None, str]:

@@ -6,7 +6,6 @@ The configuration of a model records its patch; that of an adapter is in a sidec
 import copy
 import json
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import transformers
 from safetensors import safe_open
@@ -44,8 +44,9 @@ _TASKS = {
 _LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 """Names of patch parameters, which transformers does not expect."""
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
-Frequencies = Mapping[str, list[float]]
-"""Frequencies (radians per token), then scaling, of every rotary site, by path and layer type."""
+Frequencies = Mapping[str, Mapping[str, Any]]
+"""Of every rotary site, by path and layer type: ``inv_freq`` (radians per token) and
+``attention_scaling``, as stored in sidecars."""
 _SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
 _SAME = 1e-5  # float32 pow may differ between devices
 _logger = logging.getLogger("rope_ext")
@@ -91,7 +92,13 @@ def from_pretrained(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         _patch(model, record)
-        _load_learned(model, path, kwargs.get("variant"), where)
+        with hub.loading("weights", path):
+            missing = copy_learned(model, _stored(path, kwargs.get("variant"), where))
+        if missing:
+            raise LoadError(
+                f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in "
+                f"its shape and in safetensors; save the complete model again"
+            )
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
@@ -157,14 +164,15 @@ def _load(
         config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
         kwargs = {**kwargs, "config": config}
-        for name in () if given else tuple(kwargs):
-            if _is_field(config, name):
+        names = kwargs.keys() - {"dtype", "torch_dtype", "quantization_config"}
+        for name in () if given else names:  # as transformers would change the configuration
+            if not isinstance(getattr(config, name, config), PreTrainedConfig):
                 setattr(config, name, kwargs.pop(name))
     elif kwargs.get("config") is not None and found is None:
         _require_no_record(path, kwargs)
     try:
         with hub.loading("weights", path), _expecting_learned(record):
-            loaded = _class(config, path, class_name).from_pretrained(path, **kwargs)
+            loaded = _class(config, class_name).from_pretrained(path, **kwargs)
     except LoadError as error:
         if CURE not in str(error.__cause__):
             raise
@@ -178,21 +186,14 @@ def _load(
     return loaded, record
 
 
-def _class(config: PreTrainedConfig, path: str, name: str | None) -> Any:
+def _class(config: PreTrainedConfig, name: str | None) -> Any:
     """Return the saved class, or the one with this name; if unknown, a causal LM."""
-    if name in (_CAUSAL, *_TASKS.values()):
-        return getattr(transformers, name)
-    names = [name] if name else config.architectures or [""]
-    if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
-        raise LoadError(
-            f"config.json of {path} has architectures={names!r}; it must be a list of names, "
-            f'such as ["LlamaForCausalLM"]'
-        )
+    names = [name] if name else config.architectures or [_CAUSAL]
     cls: Any = getattr(transformers, names[0], None)
-    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
-    if is_model and (name or cls.config_class is type(config)):
-        return cls
-    return getattr(transformers, _CAUSAL)  # for example, remote code
+    known = name in _TASKS.values()
+    if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+        known = name is not None or cls.config_class is type(config)
+    return cls if known else getattr(transformers, _CAUSAL)  # for example, remote code
 
 
 def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
@@ -202,13 +203,6 @@ def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
             f"{path} was saved under a patch that config= does not record; leave config= out, or "
             f"modify the configuration that AutoConfig loads from {path}"
         )
-
-
-def _is_field(config: PreTrainedConfig, name: str) -> bool:
-    """Whether transformers would treat a loading argument as a change to the configuration."""
-    if name in ("dtype", "torch_dtype", "quantization_config"):
-        return False
-    return hasattr(config, name) and not isinstance(getattr(config, name), PreTrainedConfig)
 
 
 def _patch(model: Any, record: Record) -> None:
@@ -226,19 +220,6 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
         yield
     finally:
         setattr(PreTrainedModel, _IGNORED, before)
-
-
-def _load_learned(
-    model: nn.Module, path: str, variant: str | None, where: Mapping[str, Any]
-) -> None:
-    """Load a patch's learned parameters, which transformers ignores."""
-    with hub.loading("weights", path):
-        missing = copy_learned(model, _stored(path, variant, where))
-    if missing:
-        raise LoadError(
-            f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in its "
-            f"shape and in safetensors; save the complete model again"
-        )
 
 
 @torch.no_grad()
@@ -284,13 +265,6 @@ class Sidecar:
     before: Frequencies  # frequencies before and after patching
     after: Frequencies
 
-    def to_json(self) -> dict[str, Any]:
-        parts = {"before": self.before, "after": self.after}
-        return self.record.to_json() | {
-            name: {k: {"inv_freq": v[:-1], "attention_scaling": v[-1]} for k, v in part.items()}
-            for name, part in parts.items()
-        }
-
     def is_of(self, model: nn.Module) -> bool:
         """Whether the unpatched ``model`` has the same frequencies as the adapter's base."""
         return same(_unpatched(model), self.before)
@@ -329,11 +303,11 @@ def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
             f"this model is not patched; call rope_ext.patch(model, ...) before training. An "
             f"adapter of an unpatched model needs no {SIDECAR}"
         )
+    parts = {"before": _unpatched(model), "after": frequencies_of(state.sites, state)}
     path = Path(directory) / SIDECAR
-    sidecar = Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(sidecar.to_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(state.record.to_json() | parts, indent=1) + "\n")
     except OSError as error:
         raise AdapterError(
             f"cannot write {path} ({error.strerror}); choose a writable directory"
@@ -350,8 +324,10 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     again = "write it again from the patched model with rope_ext.save_sidecar"
     with hub.loading("record", path, RecordError, again):
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        record = Record.from_json(data, path)
-        return Sidecar(record, _from_json(data["before"]), _from_json(data["after"]))
+        parts = data["before"], data["after"]
+        for part in parts:
+            same(part, part)  # raises if these are no frequencies
+        return Sidecar(Record.from_json(data, path), *parts)
 
 
 def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
@@ -442,7 +418,7 @@ def frequencies_of(
             if start and state.method.is_dynamic:
                 inv_freq = not_none(state.frequencies).frequencies(site.rope, site.rope.length)
         name = site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
-        found[name] = [*inv_freq.tolist(), scaling]
+        found[name] = {"inv_freq": inv_freq.tolist(), "attention_scaling": scaling}
     return found
 
 
@@ -451,16 +427,13 @@ def _unpatched(model: nn.Module) -> Frequencies:
     return frequencies_of(find_sites(text_decoder(model)) if state is None else state.sites)
 
 
-def _from_json(part: Any) -> Frequencies:
-    read = {k: [*v["inv_freq"], v["attention_scaling"]] for k, v in part.items()}
-    if not all(isinstance(x, (int, float)) and math.isfinite(x) for v in read.values() for x in v):
-        raise ValueError("frequencies that are not numbers")
-    return read
-
-
 def same(one: Frequencies, other: Frequencies) -> bool:
     """Whether both are equal up to device rounding."""
-    if {k: len(v) for k, v in one.items()} != {k: len(v) for k, v in other.items()}:
-        return False
-    pairs = [(a, b) for k in one for a, b in zip(one[k], other[k], strict=True)]
-    return all(abs(a - b) <= _SAME * abs(b) + 1e-25 for a, b in pairs)
+    first, second = (
+        {name: [*site["inv_freq"], site["attention_scaling"]] for name, site in part.items()}
+        for part in (one, other)
+    )
+    return first.keys() == second.keys() and all(
+        len(numbers) == len(second[name]) and numpy.allclose(numbers, second[name], _SAME, 1e-25)
+        for name, numbers in first.items()
+    )

@@ -22,7 +22,7 @@ from rope_ext.engines.base import ENGINES, Family, Refusal
 from rope_ext.engines.llama_cpp import Plan, planned
 from rope_ext.errors import ExportError, LoadError, optional
 from rope_ext.methods import Method
-from rope_ext.patching import Patch, current_patch
+from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_config, unwrap
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import built_on_meta, patch_without_weights, read_saved
@@ -73,7 +73,7 @@ class GGUFFile:
         scaled = TABLE in tables or own.get("rope.scaling.type", "none") != "none"
         return cls(path, architecture, base, dim, length, scaled, reader)
 
-    def write(self, output: str | Path, made: Plan) -> Plan:
+    def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
         output, gguf = Path(output), _gguf()
         if output.exists() and output.samefile(self.path):
@@ -103,7 +103,6 @@ class GGUFFile:
                 _write_out(writer)
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror})") from error
-        return made
 
 
 def extended(
@@ -116,14 +115,12 @@ def extended(
             f"{path} already scales its rotary embedding; convert the unscaled model, or give a "
             f"model's folder, patched with compose=True, before the file"
         )
-    known: dict[str, str] = {}  # a family of each architecture
-    for kind, family in ENGINES["llama.cpp"].items():
-        if family.kinds:
-            known.setdefault(family.name, kind)
+    families = reversed(ENGINES["llama.cpp"].items())
+    known = {family.name: kind for kind, family in families if family.kinds}  # the first of each
     if file.architecture not in known:
         raise ExportError(
             f"the architecture {file.architecture!r} has not been tested in llama.cpp; tested: "
-            f"{', '.join(known)}"
+            f"{', '.join(reversed(known))}"
         )
     config = LlamaConfig(  # a stand-in with this rotary embedding
         hidden_size=file.dim,
@@ -154,14 +151,12 @@ def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path)
             f"{file.path} holds a {file.architecture!r} with {file.dim // 2} rotary pairs, but the "
             f"model is a {architecture!r} with {dim // 2}; give the file of the same model"
         )
-    return file.write(output, plan(state))
-
-
-def plan(state: Patch, in_file: bool = True) -> Plan:
     try:
-        return planned(state, in_file)
+        made = planned(state, in_file=True)
     except Refusal as refusal:
         raise ExportError(f"llama.cpp cannot run {state.method.name}: {refusal}") from None
+    file.write(output, made)
+    return made
 
 
 def _write_out(writer: Any) -> None:

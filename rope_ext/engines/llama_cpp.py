@@ -40,19 +40,17 @@ class Plan:
     table: list[float] | None = None  # values of `TABLE`
     notes: tuple[str, ...] = ()
 
+    @property
     def words(self) -> list[str]:
-        """Return the flags as command-line arguments."""
-        words = []
-        for flag, value in self.flags.items():
-            for one in value if isinstance(value, list) else [value]:
-                words += [flag, str(one)]
-        return words
+        """The flags as command-line arguments."""
+        values = {f: v if isinstance(v, list) else [v] for f, v in self.flags.items()}
+        return [word for flag, each in values.items() for one in each for word in (flag, str(one))]
 
     @property
     def in_file(self) -> list[str]:
-        """Flags that are needed in addition to the keys in the file."""
+        """Those that are needed in addition to the keys in the file."""
         kept = {f: v for f, v in self.flags.items() if f == "--ctx-size" or "-beta-" in f}
-        return Plan({}, kept).words()
+        return Plan({}, kept).words
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -165,24 +163,23 @@ def _reaching(factor: float, length: int) -> float:
 def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     """Return flags of ``llama-server``, or the command that writes a file for it."""
     made = planned(state, in_file=saved is not None)
-    source, output, named = _files(state, saved)
+    source, output, before, named = _writing(state, saved)
     notes = ["as llama.cpp computes it at commit 0c1e57098", *base.precise_note(state), *made.notes]
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     notes += named
     if saved is None and made.table is None:
-        command = shlex.join(["llama-server", "--model", source, *made.words()])
+        command = shlex.join(["llama-server", "--model", source, *made.words])
         notes.append("to write the settings into the file instead, use rope-ext gguf")
         return Export("llama.cpp", made.settings, command, notes=tuple(notes))
-    before = _writing(state, saved, source, output)
     if saved is None:
         notes.append(
             f"there is no flag for a table, so the first command writes {output} with the tensor "
             f"{TABLE}"
         )
-        notes += ["FOLDER: written by model.save_pretrained"] * ("FOLDER" in before)
+        notes += ["FOLDER: written by model.save_pretrained"] * (" FOLDER " in before)
     command = shlex.join(["llama-server", "--model", output, *made.in_file])
-    command = f"{shlex.join(before)} && {command}"
+    command = f"{before} && {command}"
     return Export("llama.cpp", made.settings, command, notes=tuple(notes))
 
 
@@ -194,28 +191,23 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
             "beta_fast and beta_slow are flags of llama.cpp without keys in the file, and it "
             "accepts no flags"
         )
-    source, output, named = _files(state, saved)
+    _, output, before, named = _writing(state, saved)
     file = f"FROM ./{output}\nPARAMETER num_ctx {state.target_length}\n"
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
     notes = (*named, note, *base.precise_note(state))
-    before = shlex.join(_writing(state, saved, source, output))
     command = f"{before} && ollama create NAME --file Modelfile"
     return Export("ollama", made.settings, command, {"Modelfile": file}, notes)
 
 
-def _files(state: Patch, saved: Saved | None) -> tuple[str, str, tuple[str, ...]]:
-    """Return names for a model's unpatched and patched GGUF files, and a note on the first."""
+def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
+    """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
+    source, output = "MODEL.gguf", "MODEL-long.gguf"
+    notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}",)
     file = gguf_source.file_of(state.model.config)
-    if file is not None and saved is None:
-        return file, f"{Path(file).stem}-long.gguf", ()
-    note = f"MODEL.gguf: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}"
     if saved is not None:  # the patch is written after conversion
-        note = f"MODEL.gguf is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}"
-    return "MODEL.gguf", "MODEL-long.gguf", (note,)
-
-
-def _writing(state: Patch, saved: Saved | None, source: str, output: str) -> list[str]:
-    """Return the command that writes a patched file."""
+        notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
+    elif file is not None:
+        source, output, notes = file, f"{Path(file).stem}-long.gguf", ()
     method, site = state.record.method, state.scaled[0]
     defaults = {f.name: f.default for f in dataclasses.fields(method)}
     options = {
@@ -225,8 +217,10 @@ def _writing(state: Patch, saved: Saved | None, source: str, output: str) -> lis
     }
     again = build_method(method.name, factor=method.factor, **options)
     # Otherwise only the saved patch describes it.
-    if saved is not None or again != method or site.scaled or site.raised is not None:
-        return ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
-    given = [f"{method.name}.{name}={value}" for name, value in options.items()]
-    patch = {"method": method.name, "factor": repr(method.factor), "option": given}
-    return command_words("gguf", source, **patch, trained_length=state.length, output=output)
+    if saved is None and again == method and not site.scaled and site.raised is None:
+        given = [f"{method.name}.{name}={value}" for name, value in options.items()]
+        patch = {"method": method.name, "factor": repr(method.factor), "option": given}
+        words = command_words("gguf", source, **patch, trained_length=state.length, output=output)
+    else:
+        words = ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
+    return source, output, shlex.join(words), notes

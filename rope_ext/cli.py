@@ -197,7 +197,7 @@ def gguf(
         output: Output file.
     """
     with stoppable("nothing was written; run the same command again"):
-        from rope_ext.engines import gguf_file
+        from rope_ext.engines import llama_cpp
         from rope_ext.saving.folder import read_saved
 
         if file is None and asked.method is None:
@@ -207,11 +207,11 @@ def gguf(
             )
         if file is None:
             length = asked.trained_length
-            made = gguf_file.extended(asked.model, output, asked.build(), length)
+            made = llama_cpp.extended(asked.model, output, asked.build(), length)
         else:
             patched = asked.patched()
             model = read_saved(patched).model if isinstance(patched, str) else patched
-            made = gguf_file.following(model, file, output)
+            made = llama_cpp.following(model, file, output)
         tell(f"wrote {output}")
         print(shlex.join(["llama-server", "--model", str(output), *made.in_file]))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,34 +66,30 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         return _export(engine, state, None, **options)
     saved = read_saved(unwrap(model).config if isinstance(model, nn.Module) else model)
     state = current_patch(saved.model)
-    return _unread(engine, saved) if state is None else _of_saved(engine, state, saved, **options)
+    return _unread(engine, saved) if state is None else _export(engine, state, saved, **options)
 
 
 def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
+    note = ""
+    if saved is not None and saved.source == "adapter":
+        note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
+        saved = None  # the base model is unextended
     try:
-        return _ENGINES[engine](state, saved, **options)
+        made = _ENGINES[engine](state, saved, **options)
     except Refusal as refusal:
         others = [repr(e) for e in _ENGINES if e != engine and _runs(e, state, saved)]
         raise ExportError(
             f"{engine} cannot run {state.method.name}: {refusal}; "
             f"{' and '.join(others) or 'no supported engine'} can run this patch"
         ) from None
+    notes = (f"{note} --output MERGED",) if note else ()
+    return dataclasses.replace(made, notes=(*made.notes, *notes))
 
 
 def _runs(engine: str, state: Patch, saved: Saved | None = None) -> bool:
-    try:
-        _ENGINES[engine](state, saved)
-    except Refusal:
-        return False
-    return True
-
-
-def _of_saved(engine: str, state: Patch, saved: Saved, **options: Any) -> Export:
-    if saved.source != "adapter":
-        return _export(engine, state, saved, **options)
-    made = _export(engine, state, None, **options)  # the base model is unextended
-    note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
-    return dataclasses.replace(made, notes=(*made.notes, f"{note} --output MERGED"))
+    with suppress(Refusal):
+        return bool(_ENGINES[engine](state, saved))
+    return False
 
 
 def _unread(engine: str, saved: Saved) -> Export:
@@ -118,7 +115,7 @@ def serving_commands(saved: Saved) -> tuple[str, ...]:
     state = current_patch(saved.model)
     for engine in _ENGINES:
         if state and engine != "transformers" and _runs(engine, state, saved):
-            return (_of_saved(engine, state, saved).command,)
+            return (_export(engine, state, saved).command,)
     return ()
 
 

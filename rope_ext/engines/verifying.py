@@ -29,10 +29,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
-from rope_ext.engines import export, gguf_file, llama_server
+from rope_ext.engines import export, llama_server
 from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
-from rope_ext.errors import ExportError, RopeExtError, first_line
+from rope_ext.engines.llama_cpp import following, write_model
+from rope_ext.errors import ExportError, RopeExtError, first_line, optional
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
@@ -396,7 +397,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
         inside = engine == "llama.cpp"
         try:
             if inside:
-                gguf_file.write_model(miniature.plain, folder / "MODEL.gguf")
+                write_model(miniature.plain, folder / "MODEL.gguf")
             where = folder.absolute() if inside else folder
             options = {"plugin": True} if by_plugin else {}
             made = export(where if whole else miniature.model, engine, **options)
@@ -430,13 +431,13 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
             f"--engine vllm --write FOLDER"
         )
     if engine == "llama.cpp":
-        gguf_file.write_model(miniature.plain, file := folder / "MODEL.gguf")
+        write_model(miniature.plain, file := folder / "MODEL.gguf")
         if flags is None:
             *writing, serve = export(miniature.model, engine).command.split(" && ")
             flags = shlex.join(shlex.split(serve)[3:])  # after llama-server --model FILE
             if writing:
                 plain, file = file, folder / "MODEL-long.gguf"
-                gguf_file.following(miniature.model, plain, file)
+                following(miniature.model, plain, file)
         try:
             words = ["--model", str(file), *shlex.split(flags)]
         except ValueError as error:
@@ -461,6 +462,7 @@ def endpoint(address: str, model: str | None = None) -> Run:
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
+    optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
     # Not as a file, whose folder would come first in sys.path.
     script = Path(llama_server.__file__).read_text(encoding="utf-8")
     command = [sys.executable, "-c", script, *words, *_EXACT]
@@ -474,13 +476,7 @@ def serving(words: Sequence[str]) -> Iterator[str]:
             if address is None:
                 process.wait(_SECONDS)
                 log.seek(0)
-                lines = [line for line in log if line.strip()]
-                if "No module named 'xllamacpp'" in lines[-1]:
-                    raise ExportError(
-                        "llama.cpp needs the package xllamacpp, which is not installed; install it "
-                        'with: pip install "rope-ext[engines]"'
-                    )
-                said = " / ".join(line.rstrip("\n") for line in lines[-3:])
+                said = " / ".join([line.rstrip("\n") for line in log if line.strip()][-3:])
                 raise ExportError(f"llama.cpp's server did not start: {said}")
             yield address.split()[1]
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_ext.engines import gguf_file, verifying
+from rope_ext.engines import llama_cpp, verifying
 from rope_ext.engines.base import ENGINES, miniatures
 from rope_ext.engines.verifying import Miniature, in_process, verify
 from tests.families.zoo import LENGTH, tiny_config
@@ -66,8 +66,8 @@ def test_llama_cpp_runs_a_file_with_keys_of_its_own(tmp_path: Path, family: str)
     pytest.importorskip("xllamacpp")
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
     old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
-    gguf_file.write_model(miniature.plain, old)
-    words = ["--model", str(new), *gguf_file.following(miniature.model, old, new).in_file]
+    llama_cpp.write_model(miniature.plain, old)
+    words = ["--model", str(new), *llama_cpp.following(miniature.model, old, new).in_file]
     found = verify(miniature, lambda prompts: verifying.llama_cpp(words, prompts, 128), "llama.cpp")
     assert found.passed, str(found)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
-from rope_ext.engines import gguf_file
+from rope_ext.engines import llama_cpp
 from tests.helpers.models import LENGTH, tiny_llama
 
 gguf = pytest.importorskip("gguf")
@@ -34,7 +34,7 @@ def tensors(path: Path) -> dict[str, tuple[Any, ...]]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Of a tiny llama, in part quantised, with keys of every kind and an alignment of its own."""
-    gguf_file.write_model(tiny_llama(), tmp_path / "plain.gguf")
+    llama_cpp.write_model(tiny_llama(), tmp_path / "plain.gguf")
     old, path = gguf.GGUFReader(tmp_path / "plain.gguf"), tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
@@ -90,10 +90,10 @@ def test_what_stood_there_before_is_replaced(file: Path, tmp_path: Path) -> None
     table, yarn, again = (tmp_path / f"{name}.gguf" for name in ("table", "yarn", "again"))
     assert run(file, "--method", "resonance", "--output", table).exit_code == 0
     other = tmp_path / "other.gguf"  # as if it were made of a folder with another base
-    gguf_file.following(rope_ext.patch(tiny_llama(), "ntk", factor=4), table, other)
+    llama_cpp.following(rope_ext.patch(tiny_llama(), "ntk", factor=4), table, other)
     assert keys(other)["llama.rope.freq_base"] > 4e4
     model = rope_ext.patch(tiny_llama(), "yarn", factor=8)
-    gguf_file.following(model, other, yarn)
+    llama_cpp.following(model, other, yarn)
     assert keys(yarn)["llama.rope.freq_base"] == 1e4
     scaling = {name: value for name, value in keys(yarn).items() if ".rope.scaling." in name}
     assert scaling == {
@@ -102,7 +102,7 @@ def test_what_stood_there_before_is_replaced(file: Path, tmp_path: Path) -> None
         "llama.rope.scaling.original_context_length": LENGTH,
     }
     assert tensors(yarn) == tensors(file)
-    gguf_file.following(rope_ext.patch(tiny_llama(), "resonance", factor=4), yarn, again)
+    llama_cpp.following(rope_ext.patch(tiny_llama(), "resonance", factor=4), yarn, again)
     assert again.read_bytes() == table.read_bytes()
 
 
@@ -159,9 +159,9 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "already scales its rotary embedding" in result.stderr
     other = rope_ext.patch(tiny_llama(head_dim=32), "pi", factor=2)
     with pytest.raises(rope_ext.ExportError, match=r"with 8 rotary pairs, but .* with 16"):
-        gguf_file.following(other, file, tmp_path / "c.gguf")
+        llama_cpp.following(other, file, tmp_path / "c.gguf")
     with pytest.raises(rope_ext.ExportError, match="there is none; patch it"):
-        gguf_file.following(tiny_llama(), file, tmp_path / "c.gguf")
+        llama_cpp.following(tiny_llama(), file, tmp_path / "c.gguf")
 
 
 def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path:
     (tmp_path / "soft.gguf").symlink_to(file)
     (tmp_path / "hard.gguf").hardlink_to(file)
     (tmp_path / "folder").mkdir()
-    gguf_file.write_model(tiny_llama(), tmp_path / "theirs.gguf")
+    llama_cpp.write_model(tiny_llama(), tmp_path / "theirs.gguf")
     for output in ("soft.gguf", "hard.gguf", "folder", "theirs.gguf"):
         result = run(file, "--method", "yarn", "--output", tmp_path / output)
         assert result.exit_code == 2 and "give --output another name" in result.stderr

@@ -20,7 +20,7 @@ from rope_ext.saving import checkpoints
 from tests.helpers.models import LENGTH, tiny_llama
 
 pytest.importorskip("gguf")
-from rope_ext.engines import gguf_file
+from rope_ext.engines import llama_cpp
 
 TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
 
@@ -28,7 +28,7 @@ TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    gguf_file.write_model(tiny_llama(), path)
+    llama_cpp.write_model(tiny_llama(), path)
     return path
 
 
@@ -89,7 +89,7 @@ def test_the_patch_in_the_note_restores_what_a_file_scales(
     name, *more = options
     path = tmp_path / "scaled.gguf"
     values = {one.split(".")[1].split("=")[0]: ast.literal_eval(one.split("=")[1]) for one in more}
-    gguf_file.extended(file, path, build_method(name, factor=4, **values))
+    llama_cpp.extended(file, path, build_method(name, factor=4, **values))
     wanted = rope_ext.patch(tiny_llama(), name, factor=4, **values)
 
     loaded = rope_ext.from_pretrained(path)
@@ -112,8 +112,8 @@ def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
     rope = Rope.geometric(10000.0, 16, 8192)
     divisors = rope.inv_freq / build_method("llama3", factor=32).inv_freq(rope)
     keys = {"llama.context_length": 131072}
-    made = gguf_file.Plan(keys, {}, divisors.tolist())
-    gguf_file.GGUFFile.read(file).write(path, made)
+    made = llama_cpp.Plan(keys, {}, divisors.tolist())
+    llama_cpp.GGUFFile.read(file).write(path, made)
     found = gguf_source.read_scaling(path)
     assert found.method == build_method("llama3", factor=32)
     assert found.length == 8192
@@ -121,7 +121,7 @@ def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
 
 def test_a_larger_base_is_in_force(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "ntk.gguf"
-    gguf_file.extended(file, path, rope_ext.NTK(factor=4))
+    llama_cpp.extended(file, path, rope_ext.NTK(factor=4))
     assert gguf_source.read_scaling(path) is None
     wanted = rope_ext.patch(tiny_llama(), "ntk", factor=4)
     got = logits(rope_ext.from_pretrained(path))

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -273,11 +274,9 @@ def served_config(own: Any) -> Any:
     transformers can load only the text part of a larger model; engines serve the larger model.
     """
     name = getattr(own, "_name_or_path", "")
-    if not name or own.architectures:  # a sub-configuration has none
-        return own
-    try:
-        found = load_config(name)
-    except (LoadError, MeasureError):  # without a configuration, no engine can serve it
-        return own
-    text = found.get_text_config(decoder=True)
-    return found if text.model_type == own.model_type else own
+    if name and not own.architectures:  # a sub-configuration has none
+        with suppress(LoadError, MeasureError):  # without a configuration, no engine can serve it
+            found = load_config(name)
+            if found.get_text_config(decoder=True).model_type == own.model_type:
+                return found
+    return own

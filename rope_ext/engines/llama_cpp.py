@@ -282,9 +282,7 @@ class GGUFFile:
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
         output, gguf = Path(output), _gguf()
-        if output.exists() and output.samefile(self.path):
-            raise ExportError(f"{output} is the input file; give --output another name")
-        if not may_replace(output, _MARK):
+        if not may_replace(output, _MARK) or (output.exists() and output.samefile(self.path)):
             raise ExportError(f"{output} exists and would be lost; give --output another name")
         prefix = f"{self.architecture}.rope.scaling."
         own = ("general.architecture", _MARK, *made.keys)  # set by the writer
@@ -390,7 +388,15 @@ def write_model(model: nn.Module, path: str | Path) -> None:
         value = getattr(config, value) if isinstance(value, str) else value
         add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         add(f"{family.name}.{key}", value)
-    _write_vocabulary(gguf, writer, config.vocab_size)
+    kinds, size = gguf.TokenType, config.vocab_size
+    special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*special, "<0x0A>", *(f"t{i}" for i in range(4, size))])
+    writer.add_token_types([*special.values(), kinds.BYTE] + [kinds.NORMAL] * (size - 4))
+    writer.add_token_scores([0.0] * size)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -411,7 +417,7 @@ def _write_values(writer: Any, config: Any) -> None:
             getattr(writer, method)(getattr(config, name))
     width = getattr(config, "intermediate_size", 0)
     writer.add_feed_forward_length(width)
-    experts = next((getattr(config, n) for n in _EXPERTS if getattr(config, n, None)), None)
+    experts = next((count for n in _EXPERTS if (count := getattr(config, n, None))), None)
     if experts is not None:
         writer.add_expert_count(experts)
         if getattr(config, "moe_intermediate_size", None) is None:
@@ -440,18 +446,6 @@ def _write_values(writer: Any, config: Any) -> None:
     writer.add_value_length(values)
     writer.add_rope_dimension_count(rotary)
     writer.add_rope_freq_base(parameters["rope_theta"])
-
-
-def _write_vocabulary(gguf: Any, writer: Any, size: int) -> None:
-    kinds = gguf.TokenType
-    special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*special, "<0x0A>", *(f"t{i}" for i in range(4, size))])
-    writer.add_token_types([*special.values(), kinds.BYTE] + [kinds.NORMAL] * (size - 4))
-    writer.add_token_scores([0.0] * size)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
 
 
 def _parts(

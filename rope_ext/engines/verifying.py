@@ -222,9 +222,7 @@ class Miniature:
         last = min(self.state.target_length - 1, longest or max(LENGTH, beyond))
         seeded = torch.Generator().manual_seed(0)
         tokens = torch.randint(4, _VOCABULARY, (last,), generator=seeded).tolist()
-        places = (
-            last * eighths // 8 - back for eighths in (1, 4, 6, 8) for back in range(_AT_ONCE)
-        )
+        places = (last * part // 8 - back for part in (1, 4, 6, 8) for back in range(_AT_ONCE))
         return [tokens[:length] for length in sorted({max(2, length) for length in places})]
 
     def expected(
@@ -282,35 +280,29 @@ class Miniature:
             yield f"wrong base ({base:g}, scaled)", other * right / rope.inv_freq, number
 
 
-def _head(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _small(config: Any) -> PreTrainedModel:
+    """Build a two-layer model with random weights whose attention depends on every distance.
 
-
-def _shrunk(config: Any) -> Any:
-    """Shrink a copy of the configuration to two layers and a few MB; keep head size and RoPE."""
-    config, dim = copy.deepcopy(config), _head(config)
+    It has the head size and RoPE of ``config``, and a few MB.
+    """
+    config = copy.deepcopy(config)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None)  # latent attention has no grouped keys
-    kinds = getattr(config, "layer_types", None)
     there = dict.fromkeys(_WIDTHS, 2 * dim) | _IF_THERE | {"attention_multiplier": dim**-0.5}
     there = {name: value for name, value in there.items() if getattr(config, name, None)}
     keys = {"hidden_size": 2 * dim, "num_key_value_heads": 2 if latent else 1}
     keys["initializer_range"] = (2 * dim) ** -0.5  # outputs are as large as inputs
-    for name, value in (_SMALL | keys | there).items():
-        setattr(config, name, value)
+    kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        config.layer_types = (list(dict.fromkeys(kinds)) * 2)[:2]
+        keys["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[:2]
         if "linear_attention" in kinds:
-            config.full_attention_interval = 2  # the same, for mlx-lm
+            keys["full_attention_interval"] = 2  # the same, for mlx-lm
     for name in ("no_rope_layers", "mlp_layer_types"):
         if getattr(config, name, None):
-            setattr(config, name, getattr(config, name)[:2])
-    return config
-
-
-def _small(config: Any) -> PreTrainedModel:
-    """Build a two-layer model with random weights whose attention depends on every distance."""
-    config = _shrunk(config)
-    spread = math.sqrt(_PEAK / math.sqrt(_head(config)))  # standard deviation of queries and keys
+            keys[name] = getattr(config, name)[:2]
+    for name, value in (_SMALL | keys | there).items():
+        setattr(config, name, value)
+    spread = math.sqrt(_PEAK / math.sqrt(dim))  # standard deviation of queries and keys
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -325,7 +317,7 @@ def _small(config: Any) -> PreTrainedModel:
             elif looks:
                 parameter *= spread
             if "qkv_proj" in name:  # the values follow two query heads and one key head
-                parameter[3 * _head(config) :] /= spread
+                parameter[3 * dim :] /= spread
     return model
 
 
@@ -551,16 +543,11 @@ def mlx(folder: str | Path, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
 
     Each prompt begins the last one.
     """
+    needed = 'mlx-lm", and without an Apple GPU also "mlx[cpu]'
+    mx = optional("mlx.core", "this engine needs", needed, ExportError)
+    mlx_lm = optional("mlx_lm.utils", "this engine needs", needed, ExportError)
     try:
-        import mlx.core as mx
-        from mlx_lm.utils import load_model
-    except ImportError:
-        raise ExportError(
-            "mlx-lm is not installed; install it with: pip install mlx-lm, and without an Apple "
-            'GPU also "mlx[cpu]"'
-        ) from None
-    try:
-        model, _ = load_model(Path(folder))
+        model, _ = mlx_lm.load_model(Path(folder))
         logits = model(mx.array([prompts[-1]]))[0, mx.array([len(p) - 1 for p in prompts])]
         return torch.tensor(logits.astype(mx.float32).tolist()).log_softmax(-1)
     except (TypeError, ValueError) as error:  # raised for a base that is not a number

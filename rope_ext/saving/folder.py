@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +20,7 @@ from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving.checkpoints import before_patch, load_config
-from rope_ext.saving.load import frequencies_of, read_base, read_sidecar, same
+from rope_ext.saving.load import frequencies_of, read_adapter, read_sidecar, same
 
 Given = PreTrainedConfig | str | Path
 _ADAPTER = "adapter_config.json"
@@ -92,7 +93,7 @@ def _configuration(given: Given) -> tuple[Any, Record | None, str]:
     path = Path(name) / _ADAPTER
     if not path.is_file():
         return load_config(name), None, name
-    sidecar, (_, _, base, _) = read_sidecar(name), read_base(str(path))
+    sidecar, base = read_sidecar(name), read_adapter(str(path)).get("base_model_name_or_path")
     if not base:
         raise MeasureError(f"{path} does not name its base model; pass the base model instead")
     return load_config(base), sidecar and sidecar.record, name
@@ -107,11 +108,10 @@ def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
     # The dynamic type has no maximum length.
     if factor is None or length is None or scaled[0].rope_type == "dynamic":
         return None
-    try:
+    with suppress(RopeExtError, KeyError, TypeError):
         method = method_of(scaled[0].parameters, factor)
-    except (RopeExtError, KeyError, TypeError):
-        return None
-    return None if method is None else (method, length)
+        return None if method is None else (method, length)
+    return None
 
 
 def _scaled(text: Any) -> list[RopeSettings]:

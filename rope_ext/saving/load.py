@@ -115,18 +115,17 @@ def _base_of(
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(f"{path} is an adapter; leave output_loading_info= out")
     sidecar = require_sidecar(path, kwargs)
-    cls, task, named, revision = read_base(adapter)
+    saved = read_adapter(adapter)
     for name in ("revision", "subfolder"):  # these locate the adapter
         kwargs.pop(name, None)
     if base is None:
-        base = named
-        if revision:
-            kwargs["revision"] = revision
+        base = saved.get("base_model_name_or_path")
+        kwargs |= {"revision": saved["revision"]} if saved.get("revision") else {}
     if not base:
         raise AdapterError(f"the adapter in {path} does not name its base model; pass base=")
     folder, gguf = gguf_source.split(base)
     try:
-        cls = cls or _TASKS.get(str(task), _CAUSAL)
+        cls = saved.get("base_model_class") or _TASKS.get(str(saved.get("task_type")), _CAUSAL)
         model, _ = _load(hub.require_place(folder), {**kwargs, **gguf}, cls)
     except LoadError as error:
         raise AdapterError(
@@ -343,17 +342,11 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
     return sidecar
 
 
-def read_base(path: str) -> tuple[str | None, str | None, str | None, str | None]:
-    """Read class, task, name and revision of an adapter's base from ``adapter_config.json``."""
+def read_adapter(path: str) -> dict[str, Any]:
+    """Read ``adapter_config.json``, and the class of the base, which PEFT sets without a task."""
     with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        cls = (saved.get("auto_mapping") or {}).get("base_model_class")  # set without a task
-        names = ("task_type", "base_model_name_or_path", "revision")
-        found = (cls, *(saved.get(name) for name in names))
-        wrong = [name for name in found if not isinstance(name, (str, type(None)))]
-        if wrong:
-            raise ValueError(f"{wrong[0]!r} is not a name")
-        return found
+        return saved | (saved.get("auto_mapping") or {})
 
 
 def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:

@@ -70,10 +70,10 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
 
 
 def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
-    note = ""
+    notes: tuple[str, ...] = ()
     if saved is not None and saved.source == "adapter":
-        note = f"for the base model; merge the adapter: python recipes/merge.py {saved.name}"
-        saved = None  # the base model is unextended
+        merge = f"python recipes/merge.py {saved.name} --output MERGED"
+        saved, notes = None, (f"for the base model; merge the adapter: {merge}",)
     try:
         made = _ENGINES[engine](state, saved, **options)
     except Refusal as refusal:
@@ -82,13 +82,13 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
             f"{engine} cannot run {state.method.name}: {refusal}; "
             f"{' and '.join(others) or 'no supported engine'} can run this patch"
         ) from None
-    notes = (f"{note} --output MERGED",) if note else ()
     return dataclasses.replace(made, notes=(*made.notes, *notes))
 
 
 def _runs(engine: str, state: Patch, saved: Saved | None = None) -> bool:
     with suppress(Refusal):
-        return bool(_ENGINES[engine](state, saved))
+        _ENGINES[engine](state, saved)
+        return True
     return False
 
 

@@ -170,26 +170,6 @@ class Scaling:
         moving = self.inv_freq > 0
         return torch.where(moving, self.rope.inv_freq / self.inv_freq, 1e30).tolist()
 
-    @property
-    def base(self) -> float | None:
-        """The base whose unscaled frequencies equal these, or None."""
-        slowest = float(self.inv_freq[-1])
-        if self.rope.dim < 4 or slowest <= 0:
-            return None
-        base = slowest ** -(self.rope.dim / (self.rope.dim - 2))
-        return base if self._is(base, 1.0) else None
-
-    @property
-    def factor(self) -> float | None:
-        """The common divisor of all frequencies, or None."""
-        divisor = self.divisors[0]
-        return divisor if self._is(self.rope.base, divisor) else None
-
-    def _is(self, base: float, divisor: float) -> bool:
-        made = Rope.geometric(base, self.rope.dim, 1).inv_freq / divisor
-        # Tolerance of float32 buffers in checkpoints; a table would be no more exact.
-        return torch.allclose(made, self.inv_freq, rtol=1e-6, atol=0)
-
 
 def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
     """Raise unless ``state`` is one fixed set of frequencies.

@@ -27,6 +27,7 @@ from rope_ext.engines import base
 from rope_ext.engines.base import ENGINES, Export, Family, Refusal
 from rope_ext.errors import ExportError, LoadError, optional
 from rope_ext.methods import Method, YaRN, build_method
+from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.rotary.sites import text_config, unwrap
@@ -88,11 +89,9 @@ def planned(state: Patch, in_file: bool) -> Plan:
     base.refuse_unproven(state, family.sliding_base)
     architecture = family.name
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
-    parameters = scaling.parameters
-    if not site.scaled and state.frequencies is not None:
-        # Families that support only one type are exported with a table.
-        parameters = state.frequencies.rope_parameters(site.rope)
-
+    # Not those of the configuration: transformers may build the same from a table only.
+    parameters = not_none(state.frequencies).rope_parameters(site.rope)
+    kind = "longrope" if site.scaled else parameters["rope_type"]
     multiplier, length = scaling.scaling, scaling.rope.length
     keys: dict[str, Any] = {  # No flag, since the unpatched file has it; other files may not.
         f"{architecture}.rope.freq_base": float(scaling.rope.base),
@@ -111,16 +110,16 @@ def planned(state: Patch, in_file: bool) -> Plan:
         else:
             overrides.append(f"{name}={type(value).__name__}:{value}")
 
-    yarn = parameters["rope_type"] == "yarn" and parameters.get("truncate", True)
+    yarn = kind == "yarn" and parameters.get("truncate", True)
     betas = {name: parameters[name] for name in ("beta_fast", "beta_slow") if yarn}
     betas = {name: beta for name, beta in betas.items() if beta != getattr(YaRN, name)}
     reads = architecture in READS_TABLE
-    if not site.scaled and scaling.base is not None:
-        put("rope.freq_base", scaling.base, "--rope-freq-base")
-    elif not site.scaled and scaling.factor is not None:
+    if kind == "default":
+        put("rope.freq_base", float(parameters["rope_theta"]), "--rope-freq-base")
+    elif kind == "linear":
         put("rope.scaling.type", "linear", "--rope-scaling")
-        put("rope.scaling.factor", float(scaling.factor), "--rope-scale")
-    elif not site.scaled and yarn and not (in_file and betas and reads):
+        put("rope.scaling.factor", float(parameters["factor"]), "--rope-scale")
+    elif yarn and not (in_file and betas and reads):
         factor = float(parameters["factor"])
         put("rope.scaling.type", "yarn", "--rope-scaling")
         put("rope.scaling.factor", factor, "--rope-scale", _reaching(factor, length))

@@ -201,7 +201,7 @@ class Miniature:
             raise ExportError(f"nothing to verify: {refusal}") from None
         return cls(model, plain, state, Scaling.from_patch(state), as_saved)
 
-    def under(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    def under(self, dtype: torch.dtype = torch.float32, /, **changes: Any) -> Any:
         """Return a copy of the patched model with other method options."""
         model: Any = copy.deepcopy(self.plain)
         method = dataclasses.replace(self.state.record.method, **changes)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
 from rope_ext.apply.configuration import SCALING_FIELDS
-from rope_ext.config.record import Record, record_of
+from rope_ext.config.record import record_of
 from rope_ext.config.settings import RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.methods import FrequencyMethod, Method
@@ -23,7 +23,6 @@ from rope_ext.saving.checkpoints import before_patch, load_config
 from rope_ext.saving.load import frequencies_of, read_adapter, read_sidecar, same
 
 Given = PreTrainedConfig | str | Path
-_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,23 @@ class Saved:
 
 def read_saved(given: Given) -> Saved:
     """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved."""
-    config, sidecar, name = _configuration(given)
-    record = sidecar or record_of(config.get_text_config(decoder=True))
+    sidecar = None
+    if isinstance(given, PreTrainedConfig):
+        config, name = given, given.name_or_path or ""
+    else:
+        name = place = str(given)
+        path = Path(name) / "adapter_config.json"
+        if path.is_file():
+            sidecar = read_sidecar(name)
+            place = read_adapter(str(path)).get("base_model_name_or_path")
+        if path.is_file() and not place:
+            raise MeasureError(f"{path} does not name its base model; pass the base model instead")
+        config = load_config(place)
+    record = sidecar.record if sidecar else record_of(config.get_text_config(decoder=True))
     if record is not None:
-        built = record.restored(config) if sidecar is None else copy.deepcopy(config)
+        built = copy.deepcopy(config) if sidecar else record.restored(config)
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
-        return Saved(model, config, name, "record" if sidecar is None else "adapter")
+        return Saved(model, config, name, "adapter" if sidecar else "record")
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))
     return Saved(extended or model, config, name, extended and "rope_parameters")
@@ -83,20 +93,6 @@ def patch_without_weights(
     beside = (arguments.get("bias"), arguments.get("layers"), method.chosen_temperature)
     known = method.kind == "frequency" and not any(value is not None for value in beside)
     return (patch if known else note_patch)(model, method, **arguments)
-
-
-def _configuration(given: Given) -> tuple[Any, Record | None, str]:
-    """Read the configuration, the record next to an adapter, and the name."""
-    if isinstance(given, PreTrainedConfig):
-        return given, None, getattr(given, "_name_or_path", "") or ""
-    name = str(given)
-    path = Path(name) / _ADAPTER
-    if not path.is_file():
-        return load_config(name), None, name
-    sidecar, base = read_sidecar(name), read_adapter(str(path)).get("base_model_name_or_path")
-    if not base:
-        raise MeasureError(f"{path} does not name its base model; pass the base model instead")
-    return load_config(base), sidecar and sidecar.record, name
 
 
 def configured(text: Any) -> tuple[FrequencyMethod, int] | None:

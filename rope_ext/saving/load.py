@@ -43,7 +43,6 @@ _TASKS = {
 }
 _LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 """Names of patch parameters, which transformers does not expect."""
-_IGNORED = "_keys_to_ignore_on_load_unexpected"
 Frequencies = Mapping[str, Mapping[str, Any]]
 """Of every rotary site, by path and layer type: ``inv_freq`` (radians per token) and
 ``attention_scaling``, as stored in sidecars."""
@@ -212,13 +211,13 @@ def _patch(model: Any, record: Record) -> None:
 @contextmanager
 def _expecting_learned(record: Record | None) -> Iterator[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys."""
-    before = getattr(PreTrainedModel, _IGNORED)
+    before = PreTrainedModel._keys_to_ignore_on_load_unexpected
     if record is not None and record.has_parameters:
-        setattr(PreTrainedModel, _IGNORED, [*(before or ()), _LEARNED])
+        PreTrainedModel._keys_to_ignore_on_load_unexpected = [*(before or ()), _LEARNED]
     try:
         yield
     finally:
-        setattr(PreTrainedModel, _IGNORED, before)
+        PreTrainedModel._keys_to_ignore_on_load_unexpected = before
 
 
 @torch.no_grad()

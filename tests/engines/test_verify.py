@@ -154,6 +154,12 @@ def test_a_short_table_is_named() -> None:
     assert verifying.verify(found, engine(short), "an engine").verdict == "short table"
 
 
+def test_mistakes_under_a_position_method_are_known() -> None:
+    found = Miniature.from_config(LlamaConfig(**CONFIG), "self_extend", factor=2)
+    names = {"as patched", "unextended", "wrong factor (twice)", "temperature missing"}
+    assert set(found.expected(found.prompts())) == names
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["as patched", "unextended", "wrong factor (1 % more)"])
 def test_no_server_is_judged_wrong(

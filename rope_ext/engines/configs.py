@@ -21,8 +21,6 @@ from rope_ext.saving.folder import Saved
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers all rotate the halves of whole heads and have no sliding window."""
-_NEEDED = dict.fromkeys(("partial_rotary_factor", "num_experts"))
-"""Fields that released checkpoints have, but transformers does not save."""
 
 
 class _Server(NamedTuple):
@@ -216,8 +214,10 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
     own = state.model.config
-    head = own.hidden_size // own.num_attention_heads
-    for name, value in (_NEEDED | {"head_dim": head}).items():
+    # Released checkpoints have these, but transformers does not save all of them.
+    needed = {"partial_rotary_factor": None, "num_experts": None}
+    needed["head_dim"] = own.hidden_size // own.num_attention_heads
+    for name, value in needed.items():
         value = parameters.get(name, getattr(own, name, value))
         if value is not None:
             fields[name] = value

@@ -373,10 +373,6 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     """Write a small model as a GGUF file in float32, with an unscaled rotary embedding.
 
     The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
-
-    Args:
-        model: a model whose family in ``ENGINES`` has an architecture.
-        path: the output file.
     """
     gguf, model = _gguf(), unwrap(model)
     config = text_config(model)

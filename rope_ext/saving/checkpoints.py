@@ -79,9 +79,8 @@ def load_model(
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
     config = load_config(model)
-    recorded = saved_under(config) is not None
     loaded = _load("weights", loader(model, config), model, dtype=dtype, **options)
-    if recorded and not as_saved:
+    if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
     if adapter is not None:
         with hub.loading("adapter", adapter, MeasureError, _ADAPTER):

@@ -47,7 +47,7 @@ def read_saved(given: Given) -> Saved:
         path = Path(name) / "adapter_config.json"
         if path.is_file():
             sidecar = read_sidecar(name)
-            place = read_adapter(str(path)).get("base_model_name_or_path")
+            place = read_adapter(str(path)).get("base_model_name_or_path", "")
         if path.is_file() and not place:
             raise MeasureError(f"{path} does not name its base model; pass the base model instead")
         config = load_config(place)

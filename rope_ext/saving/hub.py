@@ -63,18 +63,14 @@ def loading(
     except (RopeExtError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        reason = first_line(error)
+        if not isinstance(error, (ImportError, OSError, RuntimeError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}"  # the line alone may be unclear
         if isinstance(error, ImportError):  # for example attention kernels
             raise kind(
-                f"cannot load the {what} of {path!r}, which needs a package ({reason(error)}); "
+                f"cannot load the {what} of {path!r}, which needs a package ({reason}); "
                 f"install it, or if it is for attention only, pass attn_implementation='sdpa'"
             ) from error
         raise kind(
-            f"cannot load the {what} of {path!r} ({reason(error)}){nowhere(path)}; {advice}"
+            f"cannot load the {what} of {path!r} ({reason}){nowhere(path)}; {advice}"
         ) from error
-
-
-def reason(error: Exception) -> str:
-    """Return the first line of an error, with its class if the line alone may be unclear."""
-    if isinstance(error, (ImportError, OSError, RuntimeError, ValueError)):
-        return first_line(error)
-    return f"{type(error).__name__}: {first_line(error)}"

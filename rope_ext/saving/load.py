@@ -167,7 +167,12 @@ def _load(
             if not isinstance(getattr(config, name, config), PreTrainedConfig):
                 setattr(config, name, kwargs.pop(name))
     elif kwargs.get("config") is not None and found is None:
-        _require_no_record(path, kwargs)
+        saved = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
+        if any(FIELD in part for part in (saved, *saved.values()) if isinstance(part, dict)):
+            raise RecordError(
+                f"{path} was saved under a patch that config= does not record; leave config= out, "
+                f"or modify the configuration that AutoConfig loads from {path}"
+            )
     try:
         with hub.loading("weights", path), _expecting_learned(record):
             loaded = _class(config, class_name).from_pretrained(path, **kwargs)
@@ -192,15 +197,6 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         known = name is not None or cls.config_class is type(config)
     return cls if known else getattr(transformers, _CAUSAL)  # for example, remote code
-
-
-def _require_no_record(path: str, kwargs: dict[str, Any]) -> None:
-    config = PreTrainedConfig.get_config_dict(path, **hub.of_hub(kwargs))[0]
-    if any(FIELD in part for part in (config, *config.values()) if isinstance(part, dict)):
-        raise RecordError(
-            f"{path} was saved under a patch that config= does not record; leave config= out, or "
-            f"modify the configuration that AutoConfig loads from {path}"
-        )
 
 
 def _patch(model: Any, record: Record) -> None:

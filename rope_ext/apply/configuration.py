@@ -1,8 +1,7 @@
 """Reads a model's configuration, and updates it for the patch.
 
 If plain transformers can rebuild a patch, its fields are found by trial: a candidate is accepted
-only if transformers, given a saved and reloaded copy of the configuration, builds the patched
-frequencies from it.
+only if transformers builds the patched frequencies from a saved and reloaded copy of it.
 """
 
 from __future__ import annotations
@@ -27,6 +26,11 @@ from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
 from rope_ext.rotary.swapping import ABSENT, Changes, restore
+
+Entries = dict[RotarySite, dict[str, Any]]
+"""An entry of ``rope_parameters`` for each scaled site."""
+Built = dict[RotarySite, tuple[torch.Tensor, float]]
+"""What transformers builds for each site: inverse frequencies, and the scale of cosine and sine."""
 
 STOP = "rope_ext: extended by rope_parameters, which this program does not read"
 """Written instead of the base, for readers that cannot compute the patch."""
@@ -211,8 +215,7 @@ def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written
     if vars(config).get(HEAD, 0) is None:  # some transformers functions cannot read it
         heads.append({HEAD: config.hidden_size // config.num_attention_heads})
     for proposal, head in itertools.product(_proposals(method, scaled), heads):
-        values: dict[str, Any] = {"rope_parameters": _merged(config, scaled, proposal, method)}
-        values.update(head)
+        values = {"rope_parameters": _merged(config, proposal, method), **head}
         types = {entry["rope_type"] for entry in proposal.values()}
         if hasattr(config, "original_max_position_embeddings"):
             values["original_max_position_embeddings"] = scaled[0].rope.length
@@ -268,10 +271,8 @@ def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]
     return False
 
 
-def _proposals(
-    method: FrequencyMethod, scaled: list[RotarySite]
-) -> Iterator[dict[RotarySite, dict[str, Any]]]:
-    """Yield candidate ``rope_parameters`` entries for each scaled site, the most readable first."""
+def _proposals(method: FrequencyMethod, scaled: list[RotarySite]) -> Iterator[Entries]:
+    """Yield candidate entries, the most readable first."""
     raised = {site: dict(site.raised[0]) for site in scaled if site.raised is not None}
     if raised:  # keep the checkpoint's own type
         yield raised
@@ -288,18 +289,13 @@ def _proposals(
         yield {site: {**table, "partial_rotary_factor": 1.0} for site, table in tables.items()}
 
 
-def _merged(
-    config: Any,
-    scaled: list[RotarySite],
-    proposal: dict[RotarySite, dict[str, Any]],
-    method: FrequencyMethod,
-) -> dict[str, Any]:
+def _merged(config: Any, proposal: Entries, method: FrequencyMethod) -> dict[str, Any]:
     merged = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
-    for site in scaled:
+    for site, entry in proposal.items():
         part = part_of(merged, site)
         old = {name: part.pop(name, None) for name in SCALING_FIELDS}
         part.setdefault("rope_theta", site.rope.base)
-        part.update(copy.deepcopy(proposal[site]))
+        part.update(copy.deepcopy(entry))
         if old["mscale_all_dim"] and part["rope_type"] == "longrope":
             # Multi-head latent attention computes its softmax scale from these two fields.
             share = old["mscale_all_dim"]
@@ -322,7 +318,7 @@ def _reloaded(config: Any, values: dict[str, Any]) -> Any:
 
 def _built(
     decoder: nn.Module, config: Any, values: dict[str, Any], sites: list[RotarySite]
-) -> dict[RotarySite, tuple[torch.Tensor, float]] | None:
+) -> Built | None:
     """Build what transformers builds from ``values``, after a round trip through config.json."""
     try:
         # transformers may reject a candidate; hide its messages from users.
@@ -352,12 +348,7 @@ def _rebuilt_modules(
         return {name: type(module)(configs[name]) for name, module in own.items()}
 
 
-def _equal(
-    built: dict[RotarySite, tuple[torch.Tensor, float]],
-    scaled: list[RotarySite],
-    method: FrequencyMethod,
-    dynamic: bool,
-) -> bool:
+def _equal(built: Built, scaled: list[RotarySite], method: FrequencyMethod, dynamic: bool) -> bool:
     """Whether transformers built what the patch computes, and left the other sites alone."""
     for site, (got, got_scaling) in built.items():
         inv_freq, scaling = site.loaded.double(), site.scaling

@@ -82,8 +82,7 @@ def _config(folder: str, gguf_file: str, changed: int) -> Any:
 def adopt(model: nn.Module, name: str | None = None) -> None:
     """Turn a model dequantized from a GGUF file into an ordinary one, named after the file.
 
-    transformers leaves it marked as quantized, and so refuses to save, train or cast it. Warns if
-    the file scales RoPE.
+    transformers would refuse to save, train or cast it. Warns if the file scales RoPE.
     """
     outermost: Any = unwrap(model)
     quantizer: Any = getattr(outermost, "hf_quantizer", None)

@@ -17,7 +17,7 @@ from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
 from rope_ext.config.settings import METHODS, method_of
 from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
-from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope, method_class
+from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import identity
@@ -146,11 +146,9 @@ def apply_frequency(
     tempered: list[nn.Module] = []
     if constant is not None:
         found = find_layouts(place.decoder, scaled, "leave temperature out")
-        rotated = {module: layout for module, layout in found.items() if layout is not None}
         every = options.sliding_layers == "scale"
-        tempered = [module for module, layout in rotated.items() if every or not layout.local]
-        if not all(rotated[module].scales for module in tempered):
-            tempered = []
+        chosen = {module: x for module, x in found.items() if x and (every or not x.local)}
+        tempered = [*chosen] if all(layout.scales for layout in chosen.values()) else []
     keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
     uneven = keep or method.start_tokens or options.bias or options.layers
     if uneven or (temperature is not None and not tempered):
@@ -189,8 +187,7 @@ def apply_frequency(
         write_buffers(site, *values)
         if precise or sequences is not None:
             hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
-    per_sequence = method.is_dynamic and not growing and saved.native
-    notes = _notes(place, precise, per_sequence)
+    notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
     notes += scale_softmax(scaled, (method,), changes)
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
@@ -276,8 +273,7 @@ def apply_position(
             elif temperature is not None:
                 instead = "give temperature= a number"
         trained = place.scaled[0].rope
-        divisors = trained.inv_freq / given.inv_freq(trained)
-        divisors = divisors.nan_to_num(1.0)  # 0 / 0: no rotation
+        divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(1.0)  # 0 / 0: at rest
         method: PositionMethod = _Standing(of=given, divisors=divisors, temperature=temperature)
     else:
         method = given
@@ -378,8 +374,7 @@ def raise_factor(
             f"compose='raise' raises the factor of the checkpoint's own {kind!r}, not of "
             f"{method.name!r}; pass method={name!r}, or compose=True to put {method.name!r} on top"
         )
-    plain = method_class(name)(factor=method.factor)
-    given = [k for k, v in method.options().items() if v != getattr(plain, k)]
+    given = [option for option in method.changed() if option != "factor"]
     own = ("bias", "layers", "original_max_position_embeddings")
     given += [f"{option}=" for option in own if getattr(options, option) is not None]
     if given:
@@ -417,7 +412,11 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"factor={factor!r} does not raise the checkpoint's own {old!r}; pass a larger one"
         )
     rope = Rope.geometric(site.rope.base, site.rope.dim, length)
-    made, raised = (_method(own, old, number) for number in (old, float(factor)))
+    made = raised = not_none(method_of(own, old))
+    follows = _follows_mscale(own, old)
+    if follows:
+        made, raised = (replace(made, attention_factor=_implied(own, x)) for x in (old, factor))
+    raised = replace(raised, factor=float(factor))
     target, loaded = reach(factor, length), site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
         target = reach(factor / old, not_none(settings.target))
@@ -432,7 +431,7 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
             f"pass compose=True to extend them further"
         )
     entry = {**copy.deepcopy(dict(own)), **raised.rope_parameters(rope)}
-    if _follows_mscale(own, old):
+    if follows:
         del entry["attention_factor"]  # transformers computes it from the factor
     unscaled = {"rope": rope, "loaded": loaded, "scaling": 1.0, "rope_type": "default", "baked": ()}
     return replace(site, **unscaled, raised=(entry, target)), raised
@@ -449,11 +448,3 @@ def _follows_mscale(entry: Mapping[str, Any], old: float) -> bool:
 def _implied(entry: Mapping[str, Any], factor: float) -> float:
     grown = yarn_factor(factor) - 1
     return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
-
-
-def _method(entry: Mapping[str, Any], old: float, factor: float) -> FrequencyMethod:
-    """Return the method that computes an entry of ``rope_parameters``, with another factor."""
-    made = not_none(method_of(entry, old))
-    if _follows_mscale(entry, old):
-        made = replace(made, attention_factor=_implied(entry, factor))
-    return replace(made, factor=factor)

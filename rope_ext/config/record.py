@@ -85,17 +85,12 @@ class Record:
                 raise ValueError(f"its arguments are {sorted(data['arguments'])}")
             method, resolved = (method_from_json(data[x], version) for x in ("method", "resolved"))
             options = Options(**{name: _from_json(x) for name, x in data["arguments"].items()})
-            record = cls(
-                method=method,
-                resolved=resolved,
-                arguments=options.recorded(),
-                trained_length=data["trained_length"],
-                target_length=data["target_length"],
-                # Records without it had rope_parameters of their own only where they scale.
-                native=data.get("native", "rope_parameters" in data["config"]),
-                plain=data["plain"],
-                config=dict(data["config"]),
-            )
+            config = dict(data["config"])
+            # Records without it had rope_parameters of their own only where they scale.
+            native = data.get("native", "rope_parameters" in config)
+            lengths = data["trained_length"], data["target_length"]
+            kept = options.recorded()
+            record = cls(method, resolved, kept, *lengths, native, data["plain"], config)
             record._check()
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
@@ -201,12 +196,7 @@ def _words(method: Method, arguments: Mapping[str, Any]) -> list[str]:
 
 def option_texts(method: Method) -> list[str]:
     """Format options that differ from their defaults; ``factor`` usually has no default."""
-    defaults = {field.name: field.default for field in method.__dataclass_fields__.values()}
-    return [
-        f"{name}={_text(value)}"
-        for name, value in method.options().items()
-        if value != defaults[name]
-    ]
+    return [f"{name}={_text(value)}" for name, value in method.changed().items()]
 
 
 def _text(value: Any) -> str:

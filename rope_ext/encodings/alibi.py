@@ -35,10 +35,6 @@ class ALiBi(Encoding):
 
 def slopes(heads: int) -> torch.Tensor:
     """``m_h`` of all heads: float64, ``[heads]``."""
-    power = 2 ** math.floor(math.log2(heads))
-    found = _of_power(power)
-    return torch.cat((found, _of_power(2 * power)[::2]))[:heads]
-
-
-def _of_power(heads: int) -> torch.Tensor:
-    return 2.0 ** (-8 / heads * torch.arange(1, heads + 1, dtype=torch.float64, device="cpu"))
+    above = 2 ** (math.floor(math.log2(heads)) + 1)
+    found = 2.0 ** (-8 / above * torch.arange(1, above + 1, dtype=torch.float64, device="cpu"))
+    return torch.cat((found[1::2], found[::2]))[:heads]

@@ -28,15 +28,13 @@ class Block:
     """Some queries and the keys that they may attend to.
 
     Args:
-        query: ``[batch, heads, rows, columns]``, times the temperature, in the dtype of
-            ``content``.
+        query: ``[batch, heads, rows, columns]``, times the temperature; dtype of ``content``.
         key: ``[batch, heads, keys, columns]``, likewise, repeated for the heads that share it.
         content: their logits without positions, ``[batch, heads, rows, keys]``, float32 or better:
             rotated if the band rotates, scaled, and capped. Undefined where it is not visible.
         query_at: positions of the queries, int64, ``[rows]``, tokens from the start of a sequence.
         key_at: positions of the keys, ``[keys]``.
-        visible: bool, broadcast to ``content``. Hidden entries must not change anything; they are
-            masked afterwards.
+        visible: bool, broadcast to ``content``. Hidden entries, masked later, must change nothing.
         scale: factor of the query-key products in ``content``.
     """
 
@@ -96,6 +94,7 @@ class Encoding(PositionMethod):
     projected: ClassVar[bool] = False  # :meth:`logits` gets the ``key_projection`` of its layer
     by_layer: ClassVar[bool] = False  # its options choose its layers, and ``layers=`` cannot
     redefining: ClassVar[tuple[str, ...]] = ()  # options that change the meaning of parameters
+    grows: ClassVar[int | None] = None  # dimension in which new rows of tables copy the last one
     # Layers whose input it changes: the first, every, or the first of the last n.
     entered: ClassVar[Literal["first", "every"] | int | None] = None
 
@@ -180,7 +179,7 @@ class Encoding(PositionMethod):
 
         None if there is no exact conversion; patching then raises an error.
         """
-        return None
+        return None if self.grows is None else lengthened(learned, initial, self.grows, repeat=True)
 
     def saturates_at(self) -> int | None:
         """Distance (tokens) from which on the bias is constant; None: it never is."""
@@ -198,8 +197,7 @@ class Encoding(PositionMethod):
         """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
 
         ``learned`` also has the :meth:`constants` and, if ``projected``, ``key_projection``: the
-        weight with which the layer makes the keys of every query head, ``[heads, columns, hidden
-        size]``.
+        layer's weight for the keys of every query head, ``[heads, columns, hidden size]``.
         """
         raise NotImplementedError
 
@@ -244,7 +242,9 @@ class InputEncoding(Encoding):
             )
 
     def grown(self, name: str, learned: Tensor, initial: Tensor) -> Tensor | None:
-        return lengthened(learned, initial, 0, repeat=False) if name == "table" else None
+        if name != "table":
+            return super().grown(name, learned, initial)
+        return lengthened(learned, initial, 0, repeat=False)
 
     def p(self, t: Tensor, columns: int, rope: Rope, learned: Learned) -> Tensor:
         """The encoding of positions ``t`` (float64, ``[...]``): ``[..., columns]``.
@@ -293,8 +293,7 @@ STD = 0.02
 def lengthened(learned: Tensor, initial: Tensor, dim: int, *, repeat: bool) -> Tensor | None:
     """A longer table that begins with the rows of a shorter one; None if it is not longer.
 
-    With ``repeat``, new rows copy the last one, which all larger distances shared; else they are
-    those of ``initial``.
+    With ``repeat``, new rows copy the last one, which larger distances shared, else ``initial``.
     """
     rows = learned.shape[dim]
     if initial.shape[dim] < rows or initial.narrow(dim, 0, rows).shape != learned.shape:

@@ -2,7 +2,7 @@ from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import Block, Encoding, Heads, Learned, lengthened
+from rope_ext.encodings.base import Block, Encoding, Heads, Learned
 from rope_ext.methods.checked import Whole
 from rope_ext.methods.kinds import register
 
@@ -17,22 +17,19 @@ class CoPE(Encoding):
     layer has one table, shared by its heads and initialized to zero.
 
     Args:
-        positions: rows of the table (``npos_max``). A larger number with ``replace=True`` keeps a
-            trained table.
+        positions: rows of the table (``npos_max``). ``replace=True`` with more keeps trained ones.
 
     Golovneva et al. 2024, arXiv 2405.18719.
     """
 
     name = "cope"
     summary = "positions counted by the content; slower; needs training"
+    grows = 0
 
     positions: Annotated[int, Whole(2)] = 64
 
     def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         return {"table": torch.zeros(self.positions, heads.columns)}
-
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        return lengthened(learned, initial, 0, repeat=True)
 
     def pair_width(self, heads: int) -> int:
         return 8 * heads  # gates, positions, two indices of int64, two logits

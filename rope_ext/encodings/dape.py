@@ -1,5 +1,5 @@
 import functools
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rope_ext.encodings.base import Block, Bounds, Encoding, Heads, Learned, linear
 from rope_ext.encodings.fire import FIRE
-from rope_ext.methods.checked import Tokens, not_none
+from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import build_method, register
 
 On = Literal["kerple_log", "kerple_power", "alibi", "t5", "sandwich", "fire"]
@@ -22,8 +22,7 @@ class DAPE(Encoding):
     ``S + B + f([S; B])``: ``S`` are the logits of the content and ``B`` is a bias by distance.
     ``f`` maps the ``2H`` numbers of all heads to ``hidden`` units, with a leaky ReLU of slope 0.01,
     and to ``H`` numbers. Without a bias it is ``S + f(S)``. Version 1 uses one key at a time. In
-    version 2, both layers are convolutions over ``width`` keys, with zeros for keys that a query
-    does not attend to.
+    version 2, both layers are convolutions over ``width`` keys, with zeros for hidden keys.
 
     Args:
         on: the bias ``B``: ``"kerple_log"`` (the authors' best), ``"kerple_power"``, ``"alibi"``,
@@ -42,11 +41,7 @@ class DAPE(Encoding):
     on: On | None = "kerple_log"
     version: Literal[1, 2] = 1
     hidden: Tokens = 32
-    width: Tokens = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("width", self.width % 2 == 1, "an odd number")
+    width: Annotated[int, Whole(parity="odd")] = 3
 
     @functools.cached_property
     def _bias(self) -> Encoding | None:

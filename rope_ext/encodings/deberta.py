@@ -4,7 +4,7 @@ from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned, lengthened
+from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 
@@ -15,8 +15,7 @@ class DeBERTa(InputEncoding):
 
     The sum of the content-to-content, content-to-position and position-to-content terms is divided
     by the square root of three, in addition to the model's scale. Each head of a layer learns one
-    vector per distance for keys and one for queries; the paper projects them from one embedding in
-    each layer.
+    vector per distance for keys and one for queries; the paper projects them from one embedding.
 
     ``absolute_layers`` adds a learned vector for each position to the hidden state that enters the
     first of the last ``n`` layers, as in the paper's "enhanced mask decoder", where only queries
@@ -33,6 +32,7 @@ class DeBERTa(InputEncoding):
 
     name = "deberta"
     summary = "learned vectors per distance for queries and keys; needs training"
+    grows = 1
 
     clip: Tokens = 512
     absolute_layers: Annotated[int, Whole(0)] = 0
@@ -58,17 +58,11 @@ class DeBERTa(InputEncoding):
         return self.length
 
     def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
-        return {
-            "key": STD * torch.randn(heads.count, self.clip, heads.columns),
-            "query": STD * torch.randn(heads.count, self.clip, heads.columns),
-        }
+        shape = heads.count, self.clip, heads.columns
+        return {name: STD * torch.randn(shape) for name in ("key", "query")}
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": STD * torch.randn(not_none(self.length), columns, device="cpu")}
-
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        absolute = super().grown(name, learned, initial)
-        return lengthened(learned, initial, 1, repeat=True) if absolute is None else absolute
 
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         return 1 / math.sqrt(3) * block.by_tables(learned["key"], learned["query"])

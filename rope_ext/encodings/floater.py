@@ -18,9 +18,8 @@ class FLOATER(Sized):
     positions. In training, every forward processes the tokens of the longest row one by one.
 
     Args:
-        flow: ``"continuous"``, or ``"discrete"`` for the recursion
-            ``p(t) = p(t - 1) + f(p(t - 1))``, whose ``f`` has tanh instead of the ReLU and does not
-            get ``tau``.
+        flow: ``"continuous"``, or ``"discrete"`` for ``p(t) = p(t - 1) + f(p(t - 1))``, whose ``f``
+            has tanh instead of the ReLU and does not get ``tau``.
         step: step of ``tau`` between two tokens; only for the continuous flow.
         hidden: hidden units of ``f``; by default the hidden size of the model.
         into: ``"every"`` layer receives the same ``p(t)``, as published, or the ``"first"`` only.

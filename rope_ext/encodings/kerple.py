@@ -24,10 +24,6 @@ class _Kerple(Encoding):
         return {f"r{i}": value.clamp(min=_LEAST) for i, value in enumerate(drawn, 1)}
 
 
-def _parameters(learned: Learned, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return learned["r1"].to(like)[:, None], learned["r2"].to(like)[:, None]
-
-
 @register
 class KerpleLog(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 ln(1 + r2 d)``.
@@ -45,7 +41,7 @@ class KerpleLog(_Kerple):
     begins = 2.0, 1.0
 
     def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
-        r1, r2 = _parameters(learned, distance)
+        r1, r2 = (learned[name].to(distance)[:, None] for name in ("r1", "r2"))
         return -r1 * torch.log1p(r2 * distance)
 
 
@@ -53,8 +49,7 @@ class KerpleLog(_Kerple):
 class KerplePower(_Kerple):
     """Replaces RoPE with a learned bias per head: ``-r1 d^r2``.
 
-    Both parameters are at least 0.01, and ``r2`` is at most 2; ``r1`` is drawn from [0, 1] and
-    ``r2`` from [0, 2].
+    Both are at least 0.01, and ``r2`` at most 2; ``r1`` is drawn from [0, 1], ``r2`` from [0, 2].
 
     Chi et al. 2022, arXiv 2205.09921.
     """
@@ -65,5 +60,5 @@ class KerplePower(_Kerple):
     most_r2 = 2.0
 
     def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
-        r1, r2 = _parameters(learned, distance)
+        r1, r2 = (learned[name].to(distance)[:, None] for name in ("r1", "r2"))
         return -r1 * distance**r2

@@ -9,8 +9,7 @@ class RoPE(PositionMethod):
     Alone it changes nothing, so patching with it raises an error.
 
     Args:
-        factor: the target length divided by the trained length; longer distances are new to the
-            rotation.
+        factor: target length divided by trained length; longer distances are new to the rotation.
 
     Su et al. 2021, arXiv 2104.09864.
     """

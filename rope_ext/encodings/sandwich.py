@@ -25,12 +25,8 @@ class Sandwich(Encoding):
     name = "sandwich"
     summary = "products of sinusoidal positions as a bias; needs training"
 
-    width: Annotated[int, Whole(2)] = 128
+    width: Annotated[int, Whole(2, parity="even")] = 128
     base: Base = 10000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("width", self.width % 2 == 0, "an even number")
 
     def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
         exact = distance.double()  # float32 would round the angles

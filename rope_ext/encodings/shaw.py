@@ -2,7 +2,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from rope_ext.encodings.base import STD, Block, Encoding, Heads, Learned, lengthened, sinusoid
+from rope_ext.encodings.base import STD, Block, Encoding, Heads, Learned, sinusoid
 from rope_ext.methods.checked import Tokens, Whole
 from rope_ext.methods.kinds import register
 
@@ -22,22 +22,18 @@ class Shaw(Encoding):
             ``p_max`` in this notation.
         values: whether to add vectors to values, too, or to keys only.
 
-    Shaw et al. 2018, arXiv 1803.02155; sinusoids: Wei et al. 2019, arXiv 1909.00204, equations 5,
-    6.
+    Shaw et al. 2018, arXiv 1803.02155; sinusoids: Wei et al. 2019, arXiv 1909.00204, eq. 5 and 6.
     """
 
     name = "shaw"
     summary = "learned vectors per distance for keys and values; needs training"
     redefining = ("p_min",)
+    grows = 0
 
     clip: Tokens = 64
     table: Literal["learned", "sinusoidal"] = "learned"
-    p_min: Annotated[int, Whole(0)] = 0
+    p_min: Annotated[int, Whole(0, below="clip")] = 0
     values: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("p_min", self.p_min < self.clip, f"less than clip={self.clip}")
 
     def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         if self.table == "sinusoidal":
@@ -56,9 +52,6 @@ class Shaw(Encoding):
     def _columns(self, heads: Heads) -> dict[str, int]:
         keys = {"key": heads.columns}
         return keys | {"value": heads.value_columns} if self.values else keys
-
-    def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
-        return lengthened(learned, initial, 0, repeat=True)
 
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         return block.by_tables(self._from_zero(learned["key"])[None])

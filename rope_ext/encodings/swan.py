@@ -30,12 +30,8 @@ class SWAN(Encoding):
     by_layer = True
 
     every: Annotated[int, Whole(2)] = 4
-    start: Annotated[int, Whole(0)] = 0
+    start: Annotated[int, Whole(0, below="every")] = 0
     window: Annotated[int, Whole(2)] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("start", self.start < self.every, f"less than every={self.every}")
 
     def resolved(self, rope: Rope) -> Self:
         window = max(2, rope.tokens(1 / 16)[0]) if self.window is None else self.window

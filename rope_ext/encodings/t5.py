@@ -15,14 +15,12 @@ class T5(Encoding):
     Half of the buckets are single distances; the others grow logarithmically up to
     ``max_distance``, and larger distances share the last one. All layers share one table, which
     starts at zero. These are the causal half of T5's buckets; unlike in T5, logits keep the model's
-    scale. ``replace=True`` with another ``max_distance`` keeps a trained table and stretches its
-    buckets.
+    scale. ``replace=True`` with another ``max_distance`` stretches the buckets of a trained table.
 
     Args:
         buckets: ``"logarithmic"`` as in T5, or ``"offsets"``: a number for each distance below
             ``max_distance``, and one for all larger distances.
-        num_buckets: ``relative_attention_num_buckets`` in T5's configuration; only for
-            logarithmic buckets.
+        num_buckets: ``relative_attention_num_buckets`` of T5; only for logarithmic buckets.
         max_distance: tokens; ``relative_attention_max_distance`` in T5's configuration.
 
     Raffel et al. 2020, arXiv 1910.10683, section 2.1.

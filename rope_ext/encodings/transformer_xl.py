@@ -16,9 +16,8 @@ class TransformerXL(Encoding):
 
     Args:
         projection: ``"learned"``, or ``"key"`` to use the layer's own key projection as ``W_R``,
-            with a sinusoid of the hidden size. Training then changes both uses of it. Families
-            whose keys come from more than one linear layer (Qwen3, Gemma 3, DeepSeek-V3) raise an
-            error.
+            with a sinusoid of the hidden size. Training then changes both uses of it. Families with
+            more than one linear layer for keys (Qwen3, Gemma 3, DeepSeek-V3) raise an error.
         width: size of a sinusoid, an even number; None: the head dimension. The paper uses the
             hidden size of the model, which is slower. Only for a learned projection.
         base: base of the sinusoid's frequencies.
@@ -31,12 +30,11 @@ class TransformerXL(Encoding):
     summary = "learned projections of sinusoids of the distance; needs training"
 
     projection: Literal["learned", "key"] = "learned"
-    width: Annotated[int, Whole(2)] | None = None
+    width: Annotated[int, Whole(2, parity="even")] | None = None
     base: Base = 10000.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("width", self.width is None or self.width % 2 == 0, "an even number")
         if self.projected:
             self.require("width", self.width is None, "left out with projection='key'")
 

@@ -17,8 +17,7 @@ class XPos(Encoding):
     attention is not included.
 
     Args:
-        gamma: what the fastest pair keeps over ``scale_base`` tokens, before dividing by
-            ``1 + gamma``.
+        gamma: what the fastest pair keeps over ``scale_base`` tokens, times ``1 + gamma``.
         scale_base: tokens over which a pair decays by its ``zeta``.
 
     Sun et al. 2022, arXiv 2212.10554.

@@ -38,6 +38,8 @@ class Whole:
     """Valid values of a number of tokens, or other things that are counted."""
 
     minimum: int = 1
+    below: str | None = None  # name of another option
+    parity: Literal["even", "odd"] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,17 @@ class Checked:
             if isinstance(valid, Number):
                 self._require_number(option, valid)
             elif isinstance(valid, Whole):
-                self._require_whole(option, valid.minimum, ", or None" if optional else "")
+                self._require_whole(option, valid, ", or None" if optional else "")
             elif isinstance(valid, Numbers):
                 self.require_list(option, valid)
 
     def options(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        fields = dataclasses.fields(self)
+        return {f.name: x for f in fields if (x := getattr(self, f.name)) != f.default}
 
     def require(self, option: str, holds: bool, valid: str) -> None:
         """Raise an OptionError with the value and the valid values unless ``holds``."""
@@ -128,13 +135,19 @@ class Checked:
         self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
         self.set(option, number)
 
-    def _require_whole(self, option: str, minimum: int, more: str) -> None:
+    def _require_whole(self, option: str, valid: Whole, more: str) -> None:
         value = getattr(self, option)
-        number, valid = whole_number(value, minimum), f"a whole number of at least {minimum}{more}"
+        number = whole_number(value, valid.minimum)
+        text = f"a whole number of at least {valid.minimum}{more}"
         if isinstance(plain_number(value), int) and value > MOST_TOKENS:
-            valid = f"at most {MOST_TOKENS} tokens"
-        self.require(option, number is not None, valid)
+            text = f"at most {MOST_TOKENS} tokens"
+        self.require(option, number is not None, text)
         self.set(option, number)
+        if valid.parity is not None:
+            self.require(option, value % 2 == (valid.parity == "odd"), f"an {valid.parity} number")
+        if valid.below is not None:
+            most = getattr(self, valid.below)
+            self.require(option, value < most, f"less than {valid.below}={most}")
 
     def require_list(self, option: str, valid: Numbers) -> None:
         value, convert = getattr(self, option), whole_number if valid.whole else plain_number

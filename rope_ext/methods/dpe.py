@@ -50,6 +50,7 @@ class DPE(Tempered):
     summary = "no fine-tuning; like self_extend, with one group size per group of pairs"
     allows_factor_one = True
     candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4)}
+    by_pair = True
 
     window: Tokens | None = None
     groups: Annotated[Sequence[int], _LIST] | None = None
@@ -60,10 +61,6 @@ class DPE(Tempered):
         if self.groups is not None and self.scales is not None:
             alike = len(self.groups) == len(self.scales)
             self.require("scales", alike, f"a list of {len(self.groups)}, one for each of groups")
-
-    @property
-    def by_pair(self) -> bool:
-        return True
 
     def resolved(self, rope: Rope) -> Self:
         pairs, groups = rope.dim // 2, self.groups

@@ -16,8 +16,7 @@ class DynamicNTK(DynamicMethod):
         alpha: ``"transformers"``: ``a = s l / L - (s - 1)``, which grows faster than the sequence
             (13 for ``s = 4`` at ``l = 4 L``); ``"ratio"``: ``a = l / L``. At least 1.
         mode: ``"fixed"`` uses one base per sequence, so that cached decoding equals recomputation;
-            ``"growing"`` reproduces transformers, where cached keys keep the rotation of earlier
-            bases.
+            ``"growing"`` reproduces transformers, where cached keys keep that of earlier bases.
 
     emozilla 2023; YaRN, arXiv 2309.00071, section 3.3.
     """

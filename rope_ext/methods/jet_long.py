@@ -24,8 +24,7 @@ class JetLong(PositionMethod):
     Args:
         window: the largest exact distance, tokens; 2048 by default, as published, and at most a
             quarter of the trained length.
-        step: tokens after which groups grow by one token; the trained length by default, as
-            published.
+        step: tokens after which groups grow by one; by default, as published, the trained length.
         kept: None uses groups. ``"yarn"`` instead scales distances beyond ``window`` for each pair
             as YaRN scales its frequency with ``factor=G``; this is the authors' second variant
             (with a window of 4096 and a temperature). A list gives the share of the frequency that

@@ -40,8 +40,7 @@ class Method(Checked):
             method, or 1 if it has none.
         temperature: multiplies queries, and so the logits of all dimensions: ``"log_n"``,
             ``"ssmax"``, ``"llama4"``, ``"yarn"``, a number, or an object such as
-            ``LogN(scale=0.5)``. None uses the published temperature of the method, or 1 if it has
-            none.
+            ``LogN(scale=0.5)``. None uses the published one of the method, or 1 if it has none.
     """
 
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -51,6 +50,8 @@ class Method(Checked):
     kind: ClassVar[str]  # what it changes, in one word
     replaces_attention: ClassVar[bool] = False  # by this package's; checked with the weights
     allows_factor_one: ClassVar[bool] = False  # factor 1 is valid and changes something
+    is_dynamic = False  # whether frequencies depend on the sequence
+    by_pair = False  # whether every pair has its own positions
     start_tokens = 0  # positions below it keep the trained frequencies
     candidates: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # see grids
     candidate_shares: ClassVar[Mapping[str, tuple[float, ...]]] = {}
@@ -71,19 +72,14 @@ class Method(Checked):
             self.require("temperature", made is not None, valid)
             self.set("temperature", made)
 
-    @property
-    def is_dynamic(self) -> bool:
-        return False
-
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, in tokens."""
         return reach(self.factor, rope.length)
 
     def check(self, length: int | None = None) -> None:
         """Raise an OptionError if nothing is extended; ``length``: trained length, if known."""
-        idle = self.factor <= 1
-        if length is not None:  # a factor may be too close to 1 for a single token
-            idle = self.target_length(Rope.geometric(1e4, 2, length)) <= length
+        # A factor may be too close to 1 for a single token.
+        idle = self.factor <= 1 if length is None else reach(self.factor, length) <= length
         if idle and not self.allows_factor_one:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
@@ -118,7 +114,7 @@ class Method(Checked):
 
     def span(self, rope: Rope, length: int) -> torch.Tensor:
         """The largest distance of ``length`` tokens plus one: ``[1]``, or ``[dim / 2]`` by pair."""
-        return torch.tensor([length], dtype=torch.float64, device="cpu")
+        return _lengths(length)
 
     def tempered(self, rope: Rope) -> Temperature | None:
         """The active temperature with every option set; None: 1 everywhere."""
@@ -218,11 +214,6 @@ class PositionMethod(Method):
     # Free here; under a frequency method it would need a hook per layer.
     candidate_temperatures = (LogN(),)
 
-    @property
-    def by_pair(self) -> bool:
-        """Whether every pair has its own positions."""
-        return False
-
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands of a :meth:`resolved` method that cover all keys a query attends to.
 
@@ -258,8 +249,7 @@ class PositionMethod(Method):
         bands = self.resolved(rope).bands()
         reached, beyond, middle = length, target + 1, target
         while beyond - reached > 1:  # distances only grow with the length
-            # A distance equal to the trained length is one beyond the largest; published caps use
-            # it.
+            # Published caps use distances up to the trained length, one beyond the largest.
             known = spans(bands, middle) <= length + 1 + 1e-6  # divisions round
             if self.by_pair:
                 known = known | (rope.rotations >= 1) | (rope.rotations == 0)
@@ -272,19 +262,16 @@ class PositionMethod(Method):
             extends = reached > length + 1 or reached == target
         else:
             extends = bool((spans(bands, length) < length).any())
-        if not extends:
-            self._refuse_idle(rope, bands)
-        return reached
-
-    def _refuse_idle(self, rope: Rope, bands: tuple[Band, ...]) -> None:
+        if extends:
+            return reached
         free = [field.name for field in dataclasses.fields(self) if field.default is None]
         given = {name: value for name, value in self.options().items() if name in free and value}
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        used = spans(bands, max(self.target_length(rope), rope.length + 2)).max() - 1
+        used = spans(bands, max(target, length + 2)).max() - 1
         raise OptionError(
-            f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {rope.length} "
+            f"{self.name}: {options or f'factor={self.factor!r}'} extends nothing on {length} "
             f"trained tokens: it still uses distances up to {used:g}; choose options with "
-            f"distances of at most {rope.length}, or leave {', '.join(given) or 'the options'} out"
+            f"distances of at most {length}, or leave {', '.join(given) or 'the options'} out"
         )
 
     def require_resolved(self, option: str, holds: bool, valid: str, rope: Rope) -> None:
@@ -384,9 +371,8 @@ class DynamicMethod(FrequencyMethod):
         return self.inv_freq_at(rope, self._fixed(rope))[0]
 
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
-        return (
-            self.inv_freq_at(rope, _lengths(length))[0] if self.is_dynamic else self.inv_freq(rope)
-        )
+        lengths = _lengths(length) if self.is_dynamic else self._fixed(rope)
+        return self.inv_freq_at(rope, lengths)[0]
 
     def own_scaling(self, rope: Rope) -> float:
         return float(self.own_scaling_at(rope, self._fixed(rope))[0])
@@ -415,11 +401,7 @@ def longrope_table(
 
 REGISTRY: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
-_OWN = {
-    "attention_scaling": "own_scaling",
-    "attention_scaling_at": "own_scaling_at",
-    "temperature": "own_temperature",
-}
+_CONTROLLED = ("attention_scaling", "attention_scaling_at", "temperature")
 _PAPER = re.compile(r"arXiv \d{4}\.\d{5}|kexue\.fm/archives/\d+")
 
 
@@ -432,12 +414,13 @@ def register(cls: M) -> M:
     """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
     if "__dataclass_fields__" not in vars(cls):
         cls = dataclass(frozen=True, kw_only=True)(cls)
-    for name, own in _OWN.items():
-        overridden = [c for c in cls.__mro__ if c.__module__ != Method.__module__]
-        if any(callable(vars(c).get(name)) for c in overridden):
+    own = [base for base in cls.__mro__ if base.__module__ != Method.__module__]
+    for name in _CONTROLLED:
+        if any(callable(vars(base).get(name)) for base in own):
             raise RopeExtError(
                 f"{cls.__name__} overrides {name}, which the options attention_factor and "
-                f"temperature control; override {own} to set the default"
+                f"temperature control; override own_{name.removeprefix('attention_')} to set the "
+                f"default"
             )
     if not hasattr(cls, "paper"):
         found = _PAPER.search((cls.__doc__ or "").rpartition("\n\n")[2])
@@ -459,8 +442,9 @@ def all_methods() -> list[type[Method]]:
 
 
 def all_encodings() -> list[type[Method]]:
-    """Registered position encodings other than RoPE, in order of registration."""
-    return [cls for cls in _all() if cls.kind == "encoding"]
+    """Registered position encodings other than RoPE, in alphabetical order."""
+    found = [cls for cls in _all() if cls.kind == "encoding"]
+    return sorted(found, key=lambda cls: cls.__name__.lower())
 
 
 def _all() -> list[type[Method]]:

@@ -7,6 +7,7 @@ import torch
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import Band, PositionMethod, Rope, Self, identity, register
+from rope_ext.methods.temperature import yarn_factor
 
 # Fitted by the authors to Llama-3-8B (8192 tokens): M(l) = c / (1 + exp(-(a l + b))), here in
 # trained lengths, and the constant that they use within the trained length.
@@ -61,7 +62,7 @@ class LaMPE(PositionMethod):
         return full
 
     def own_scaling(self, rope: Rope) -> float:
-        return 0.1 * math.log(2) + 1.0
+        return yarn_factor(2)
 
     def bands(self) -> tuple[Band, ...]:
         head, length = not_none(self.head), not_none(self.length)

@@ -15,8 +15,7 @@ class Llama3(FrequencyMethod):
     between. ``compose="raise"`` raises the factor of checkpoints that have it.
 
     Args:
-        low_freq_factor: pairs with fewer rotations within the trained length are divided by
-            ``factor``.
+        low_freq_factor: pairs with fewer rotations within the trained length are divided.
         high_freq_factor: pairs with more rotations keep their frequency.
 
     Llama 3.1 release (July 2024), ``apply_scaling``, with factor 8 and length 8192.

@@ -1,10 +1,10 @@
-import math
 from typing import Literal
 
 import torch
 
 from rope_ext.methods.checked import Positive
 from rope_ext.methods.kinds import FrequencyMethod, Rope, register
+from rope_ext.methods.temperature import yarn_factor
 from rope_ext.methods.yarn import BETAS, BetaFast
 
 
@@ -45,4 +45,4 @@ class MrRoPE(FrequencyMethod):
         return rope.inv_freq / float(self.factor) ** power
 
     def own_scaling(self, rope: Rope) -> float:
-        return 0.1 * math.log(self.factor) + 1.0
+        return yarn_factor(self.factor)

@@ -13,8 +13,7 @@ class STRING(PositionMethod):
 
     Large distances are rare in training; STRING replaces them with frequent ones. Distances below
     ``shift`` do not change, so the context can at most be doubled. Cosine and sine are multiplied
-    by ``0.1 ln(2) + 1`` for any factor, as in the authors' code; ``attention_factor=1`` disables
-    this.
+    by ``0.1 ln(2) + 1`` for any factor, as in the authors' code, unless ``attention_factor=1``.
 
     Args:
         factor: 1 makes better use of the trained context without extending it.

@@ -1,11 +1,9 @@
 """Temperatures: numbers that multiply queries, by position or by a constant.
 
 Multiplying a query by ``tau`` multiplies all its logits by ``tau``, including those of columns that
-do not rotate. Positions count from the first token of a sequence. Temperatures that grow with the
-position start at 1.
+do not rotate. Positions count from the first token of a sequence. Those that grow start at 1.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,9 +44,8 @@ class Temperature(Checked):
         return {"temperature": self.name, **self.options()}
 
     def __repr__(self) -> str:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        given = [f"{k}={v!r}" for k, v in self.options().items() if v != defaults[k]]
-        return f"{type(self).__name__}({', '.join(given)})"
+        given = ", ".join(f"{name}={value!r}" for name, value in self.changed().items())
+        return f"{type(self).__name__}({given})"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -82,8 +79,7 @@ class SSMax(LogN):
 
     Args:
         length: tokens; the trained length by default.
-        scale: initial ``s`` of every head. 1, the default, starts from ``log_n``; 0 starts without
-            a temperature.
+        scale: initial ``s`` of every head. 1 starts from ``log_n``, 0 without a temperature.
 
     Nakanishi 2025, arXiv 2501.19399.
     """

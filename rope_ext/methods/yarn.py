@@ -17,8 +17,7 @@ class YaRN(FrequencyMethod):
 
     It also changes short prompts; ``dynamic_yarn`` does not. The ramp is linear in the index of the
     pair, as in the authors' code, transformers and vLLM, so that checkpoints are interchangeable,
-    or in the rotations of a pair, as in the paper: single frequencies of Llama 2 differ by up to
-    73 %.
+    or in the rotations of a pair, as in the paper: frequencies of Llama 2 differ by up to 73 %.
 
     Args:
         beta_fast: pairs with more rotations within the trained length keep their frequency.

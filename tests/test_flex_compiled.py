@@ -168,7 +168,7 @@ def torch_deterministic():
         (half, 12, {}, "heads of a multiple of 8.*have 12; use.*'auto'"),
         (half, 264, {}, "up to 256 columns.*have 264;"),
         (single, 64, {}, "float16 and bfloat16 on a GPU.*this is torch.float32"),
-        (half, 64, {"bias": torch.zeros(2, 9)}, "no bias on a GPU; use.*'auto'"),
+        (half, 64, {"bias": torch.zeros(2, 9)}, "no bias; use.*'auto'"),
         (half, 64, {"softcap": 2.0}, "no soft cap; use.*'auto'"),
     ],
 )

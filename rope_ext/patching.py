@@ -152,7 +152,7 @@ def patch(
     keywords = Options(**given, original_max_position_embeddings=length)
     keywords.check(method)
     decoder = text_decoder(model)
-    earlier, values = current_patch(model), Earlier.from_model(decoder)
+    earlier, values = current_patch(model), Earlier(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
@@ -244,7 +244,7 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
     quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
-        earlier, values = current_patch(model), Earlier.from_model(text_decoder(model))
+        earlier, values = current_patch(model), Earlier(text_decoder(model))
         change()
     try:
         yield

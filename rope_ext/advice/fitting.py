@@ -21,10 +21,10 @@ from rope_ext.errors import NotPatchedError, OptionError, brief
 from rope_ext.methods import Method, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
-from rope_ext.position.attend import Layer, watched
+from rope_ext.position.attend import watched
 from rope_ext.position.layers import LAYER
 from rope_ext.position.learned import BIAS, DistanceBias
-from rope_ext.position.tensors import Dense
+from rope_ext.position.tensors import Dense, Layer
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
 QUERIES = 64

@@ -4,15 +4,15 @@ A layer that the map does not change attends like transformers; for the others, 
 chooses between plain operations (few queries, arbitrary masks) and kernels.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.attention import bands as plain
@@ -21,89 +21,43 @@ from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import inputs, learned
 from rope_ext.position.forward import PositionForward
-from rope_ext.position.layers import LAYER, Layout
-from rope_ext.position.map import BandRotations, PositionMap
+from rope_ext.position.layers import LAYER
+from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
-from rope_ext.position.tensors import WHY, Dense, Step
-from rope_ext.rotary.context import current, forward_context, run_eagerly
-from rope_ext.rotary.sites import text_config
+from rope_ext.position.tensors import WHY, Dense, Layer, Step
+from rope_ext.rotary.context import attending, current, forward_context, run_eagerly
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
-
-
-@dataclass(eq=False)
-class Layer:
-    """A patch's state of an attention module."""
-
-    map: PositionMap
-    layout: Layout | None = None  # None: not changed by the map
-    number: int = 0  # index of the layout, since graphs cannot use objects as keys
-    window: int | None = None  # tokens that it attends to as trained; None: positions change
-    biased: nn.Module | None = None  # the module with this layer's bias, if any
-
-    def __post_init__(self) -> None:
-        self.rotations: BandRotations = []
-        if self.layout is not None:
-            self.rotations = self.map.rotations(self.layout, self.window)
-
-    def __getstate__(self) -> dict[str, Any]:  # rotations contain functions, which do not pickle
-        return {**self.__dict__, "rotations": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
-
-    def adding(self, call: Call, distances: int, like: torch.Tensor) -> Call:
-        """Return ``call`` with this layer's bias or scores for all distances below a limit."""
-        if self.biased is None:
-            return call
-        module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
-        return replace(call, **module(distances, like.device, wide(like), self.biased))
-
 
 Look = Callable[[nn.Module, Dense, int | None], None]
 """Called with an attention module, its attention call and its ``sliding_window``."""
 
 
-@contextmanager
-def watched(decoder: nn.Module, look: Look) -> Iterator[None]:
+def watched(decoder: nn.Module, look: Look) -> AbstractContextManager[None]:
     """Pass every attention call of ``decoder`` to ``look``.
 
     Also works for unpatched decoders and frequency methods: inside the block, their layers use
     :data:`NAME`, too.
     """
-    config = text_config(decoder)
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = NAME  # the public attribute also sets sub-configurations
-    forward_context.look = look
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal, forward_context.look = before, None
+    return attending(decoder, NAME, look)
 
 
-def _mask(**arguments: Any) -> Any:
+def _mask(**arguments: Any) -> BatchMask:
     """Mask function under :data:`NAME`."""
-    forward = _innermost()
+    given, stack = arguments.get("attention_mask"), forward_context.stack
+    if isinstance(given, BatchMask):  # the decoder requests it a second time
+        return given
+    forward = next((x for x in stack[::-1] if isinstance(x, PositionForward)), None)
     if forward is not None and forward.traced:
-        given = arguments.get("attention_mask")
-        return given if isinstance(given, BatchMask) else BatchMask(None, arguments)
-    return _mask_eagerly(**arguments)
-
-
-def _innermost() -> PositionForward | None:
-    """The innermost forward in progress under any position map."""
-    return next((x for x in forward_context.stack[::-1] if isinstance(x, PositionForward)), None)
+        return BatchMask(None, arguments)
+    return _mask_eagerly(forward, arguments)
 
 
 @run_eagerly(WHY)
-def _mask_eagerly(**arguments: Any) -> BatchMask:
+def _mask_eagerly(forward: PositionForward | None, arguments: dict[str, Any]) -> BatchMask:
     for name in ("q_offset", "kv_offset"):  # copies, since a static cache's counters move
         arguments[name] = int(arguments.get(name, 0))
-    forward, given = _innermost(), arguments.get("attention_mask")
-    if isinstance(given, BatchMask):  # the decoder requests it a second time
-        return given
     mask = BatchMask(None, arguments)
     if forward is None:  # generate and outer models create masks before the forward
         mask.prepare()
@@ -117,9 +71,9 @@ class Asked(NamedTuple):
 
     module: nn.Module
     layer: Layer | None  # None: not on a patched decoder
-    query: torch.Tensor  # [rows, heads, queries, columns]
-    key: torch.Tensor  # [rows, kv_heads, keys, columns]
-    value: torch.Tensor
+    query: Tensor  # [rows, heads, queries, columns]
+    key: Tensor  # [rows, kv_heads, keys, columns]
+    value: Tensor
     call: Call  # without bands and bias
     mask: Any  # a BatchMask, or the mask of an unpatched layer
     dropout: float
@@ -128,17 +82,17 @@ class Asked(NamedTuple):
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool | None = None,  # not every layer passes it on, so ask the forward
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention function under :data:`NAME`, the only entry point.
 
     Returns ``[rows, queries, heads, columns of value]``, and weights, ``[rows, heads, queries,
@@ -158,7 +112,7 @@ def _attend(
 
 
 @run_eagerly(WHY)
-def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
     layer, forward = asked.layer, getattr(asked.mask, "owner", None)
     if layer is not None and layer.layout is not None:
         mask = _batch_mask(layer.map, asked.module, asked.mask)
@@ -176,7 +130,7 @@ def _attend_eagerly(asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
     return out, _dense(asked, forward).weights().to(asked.query.dtype)
 
 
-def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
+def _by_layer(asked: Asked, forward: Any) -> Tensor:
     """Compute the attention of a layer, ``[rows, queries, heads, columns of value]``."""
     layer = asked.layer
     if layer is None or layer.layout is None:
@@ -187,23 +141,32 @@ def _by_layer(asked: Asked, forward: Any) -> torch.Tensor:
             f"{type(asked.module).__name__} asks for {asked.dropout}; set "
             f"config.attention_dropout = 0 before the model is built"
         )
-    forward = forward.on(asked.query.device)
-    query, key, value = _prepared(asked, layer, forward)
-    call = layer.adding(asked.call, forward.distances, query)
-    out = _step(asked, layer, forward).attend(query, key, value, call)
-    return out.transpose(1, 2).contiguous()
+    step, query, key, value, call = _prepared(asked, layer, forward)
+    return step.attend(query, key, value, call).transpose(1, 2).contiguous()
 
 
 def _prepared(
-    asked: Asked, layer: Layer, forward: PositionForward
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query, key and value of filled slots in one dtype, with learned parts applied."""
+    asked: Asked, layer: Layer, forward: PositionForward, whole: bool = False
+) -> tuple[Step, Tensor, Tensor, Tensor, Call]:
+    """Return what layers of this layout share, and the arguments of its methods.
+
+    These are query, key and value of filled slots in one dtype, and the call, with learned parts.
+    """
+    forward = forward.on(asked.query.device)
     query, key, value = asked.query, asked.key, asked.value
     # Autocast does not apply to this function.
     query, key = (x if x.dtype == value.dtype else x.to(value.dtype) for x in (query, key))
-    count = None if forward.traced else forward.room - _offset(asked, layer, forward)
-    if forward.regular:
-        count = forward.tokens
+    if forward.traced:
+        count = forward.tokens if forward.regular else None
+        step = forward.shared(("step", layer.number), lambda: Step(forward, layer))
+    else:  # layers with our own window may keep only the last tokens
+        kept = layer.window is not None
+        offset = max(0, forward.room - key.shape[2]) if kept else asked.mask.offset
+        count, made = forward.room - offset, asked.mask.made
+        name = "step", layer.number, offset, forward.device, whole
+        if name not in made:
+            made[name] = Step(forward, layer, offset, asked.mask, whole)
+        step = made[name]
     if count is not None and count != key.shape[2]:  # a static cache has empty slots
         key, value = key[:, :, :count], value[:, :, :count]
     temperature = layer.map.learned_temperature
@@ -212,30 +175,10 @@ def _prepared(
         growth = forward.shared(name, lambda: temperature.growth(t.double().clamp(min=0)))
         growth = growth[:, None, :, None].to(name[1])
         query = getattr(asked.module, learned.TEMPERATURE)(query, growth)
-    return query, key, value
+    return step, query, key, value, layer.adding(asked.call, forward.distances, query)
 
 
-def _offset(asked: Asked, layer: Layer, forward: PositionForward) -> int:
-    """Slot of the first key; layers with our own window may keep only the last tokens."""
-    if layer.window is None:
-        return asked.mask.offset
-    return max(0, forward.room - asked.key.shape[2])
-
-
-def _step(asked: Asked, layer: Layer, forward: PositionForward, whole: bool = False) -> Step:
-    """Return the state that layers of this layout share."""
-    given = forward, layer.rotations, layer.window is None, layer.biased is not None
-    if forward.traced:
-        make = lambda: Step(*given)  # noqa: E731
-        return forward.shared(("step", layer.number), make)
-    made, offset = asked.mask.made, _offset(asked, layer, forward)
-    name = "step", layer.number, offset, forward.device, whole
-    if name not in made:
-        made[name] = Step(*given, offset, asked.mask, whole)
-    return made[name]
-
-
-def _natively(asked: Asked, forward: Any) -> torch.Tensor:
+def _natively(asked: Asked, forward: Any) -> Tensor:
     """Compute attention like transformers; ``forward`` is the layer's, if known."""
     mask = asked.mask
     if isinstance(mask, BatchMask):
@@ -255,7 +198,7 @@ def _natively(asked: Asked, forward: Any) -> torch.Tensor:
     return out.transpose(1, 2).contiguous()
 
 
-def _native_dense(asked: Asked, mask: torch.Tensor | None) -> Dense:
+def _native_dense(asked: Asked, mask: Tensor | None) -> Dense:
     """Return the call of a layer that the map does not change.
 
     Without a mask, a single query sees every key, and several queries are the first keys, as in
@@ -274,10 +217,8 @@ def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
     if layer is None or layer.layout is None or forward is None:
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         return _native_dense(asked, mask)
-    forward = forward.on(asked.query.device)
-    query, key, _ = _prepared(asked, layer, forward)
-    call = layer.adding(asked.call, forward.distances, query)
-    return _step(asked, layer, forward, whole=True).dense(query, key, call)
+    step, query, key, _, call = _prepared(asked, layer, forward, whole=True)
+    return step.dense(query, key, call)
 
 
 def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> BatchMask:
@@ -290,16 +231,7 @@ def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> Batc
     if mask is not None and mask.ndim == 4:
         key = "given mask", id(mask)  # shared by layers; the BatchMask keeps it alive
         return forward.made.setdefault(key, BatchMask(forward, given=mask))
-    arguments = {
-        "batch_size": forward.rows,
-        "q_length": forward.tokens,
-        "kv_length": forward.filled + forward.tokens,
-        "q_offset": forward.filled,
-        "kv_offset": 0,
-        "mask_function": causal_mask_function,
-        "attention_mask": forward.padding,
-    }
-    return BatchMask(forward, arguments)
+    return BatchMask(forward)
 
 
 AttentionInterface.register(NAME, _attend)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -64,29 +65,28 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
 
 def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
     """Create a traced forward of new tokens after those in a cache, if tensors can express it."""
-
-    def forward(filled: Any, room: int) -> PositionForward:
-        return PositionForward(patch, rows, tokens, filled, cache, True, room=room)
-
-    if cache is None:
-        return forward(0, tokens)
-    if not isinstance(cache, Cache) or cache.offloading:
-        return None
-    layers = getattr(cache, "layers", ())
-    static = [x for x in layers if isinstance(x, StaticLayer) and not x.is_sliding]
-    if not static:
-        length = cache.get_seq_length()
-        return forward(0, tokens) if isinstance(length, int) and length == 0 else None
-    layer, keys = static[0], getattr(cache, NOTE, None)  # a layer that keeps every token
-    if keys is not None and (keys.patch != patch.key or keys.counted is not None):
-        return None
-    if keys is None and not context.is_exporting():
-        if layer.is_initialized:
-            torch._assert_async(layer.cumulative_length == 0, context.UNKNOWN)
-        return forward(0, layer.max_cache_len)
-    # A copy, since layers increment it in place.
-    filled = layer.cumulative_length.clone() if layer.is_initialized else 0
-    return forward(filled, layer.max_cache_len)
+    filled, room, keys = 0, tokens, getattr(cache, NOTE, None)
+    if cache is not None:
+        if not isinstance(cache, Cache) or cache.offloading:
+            return None
+        layers = getattr(cache, "layers", ())
+        static = [x for x in layers if isinstance(x, StaticLayer) and not x.is_sliding]
+        if not static:
+            length = cache.get_seq_length()
+            if not isinstance(length, int) or length > 0:
+                return None
+        elif keys is not None and (keys.patch != patch.key or keys.counted is not None):
+            return None
+        else:
+            layer = static[0]  # which keeps every token
+            room = layer.max_cache_len
+            if layer.is_initialized and (keys is not None or context.is_exporting()):
+                filled = layer.cumulative_length.clone()  # since layers increment it in place
+            elif layer.is_initialized:
+                torch._assert_async(layer.cumulative_length == 0, context.UNKNOWN)
+    forward = PositionForward(patch, rows, tokens, filled, cache, True)
+    forward.room = room
+    return forward
 
 
 SPARE = 64
@@ -97,8 +97,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
     """A layer of a growing cache that keeps only the last tokens."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the kept keys and values, followed by the new ones."""
         keys, values = DynamicLayer.update(self, key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
@@ -125,13 +125,13 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.__class__ = DynamicLayer  # type: ignore[assignment]
 
 
-def shorten(cache: Any, layers: Collection[int], window: int) -> None:
+def shorten(cache: Any, layers: Collection[int], window: int | None) -> None:
     """Make some layers of a growing cache keep the last ``window - 1`` tokens, plus spare ones.
 
     The next token sees those and itself. Static, quantized and offloaded caches are unchanged: they
     keep every token, and layers attend to a window of them.
     """
-    if type(cache) is not DynamicCache or cache.offloading:
+    if window is None or type(cache) is not DynamicCache or cache.offloading:
         return
     while len(cache.layers) <= max(layers) and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
@@ -149,56 +149,47 @@ class PositionForward(ForwardContext):
     Eager and traced forwards store positions in the same tensors. An eager forward also reads
     values, unless that would make every decoding step wait for the GPU.
 
-    Positions count from the first real token of each sequence. ``mask`` is ``[rows, slots]``, zero
-    for slots without a token. ``shown`` is a custom mask, bool, ``[rows or 1, heads or 1, tokens,
-    keys]``: its tokens may be a tree of drafts, at any positions after the cache.
+    Positions count from the first real token of each sequence.
     """
 
-    query: torch.Tensor  # positions of queries, int64, [rows or 1, tokens]; below 0 for padding
-    key: torch.Tensor  # positions of all slots, [rows or 1, room]
+    query: Tensor  # positions of queries, int64, [rows or 1, tokens]; below 0 for padding
+    key: Tensor  # positions of all slots, [rows or 1, room]
     regular = False  # whether a graph may assume tokens 0, 1, 2, ... of one sequence in every row
     located = False  # whether ``query`` and ``key`` are set
     reads = False  # whether values may be read
     apart = False  # whether there may be padding between the tokens of a row
-    padding: torch.Tensor | None = None  # bool, [rows, room], False without a token
-    documents: torch.Tensor | None = None  # packed documents, int64, [rows, room]
+    weights = False  # whether it returns attention weights
+    padding: Tensor | None = None  # bool, [rows, room], False without a token
+    documents: Tensor | None = None  # packed documents, int64, [rows, room]
+    # A custom mask, bool, [rows or 1, heads or 1, tokens, keys]: its tokens may be a tree of
+    # drafts, at any positions after the cache.
+    shown: Tensor | None = None
 
-    def __init__(
-        self,
-        patch: PositionMap,
-        rows: int,
-        tokens: int,
-        filled: int | torch.Tensor,
-        cache: Cache | None,
-        traced: bool,
-        mask: torch.Tensor | None = None,
-        *,
-        weights: bool = False,
-        room: int | None = None,
-        shown: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(patch, rows, tokens, filled, cache, traced)
-        self.map, self.weights, self.shown = patch, weights, shown
-        self.room: int = self.filled + tokens if room is None else room
-        self.begins = isinstance(filled, int) and filled == 0
+    def __post_init__(self) -> None:
+        self.map: PositionMap = self.patch
+        self.room: int = self.filled + self.tokens  # number of slots
+        self.begins = isinstance(self.filled, int) and self.filled == 0
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
-        if mask is not None:
-            self.pad(mask)
-        elif shown is not None and not self.begins:  # cached tokens that no query sees are padding
-            seen = shown[..., : self.filled].flatten(1, -2).any(1)
-            self.pad(F.pad(seen, (0, tokens), value=True))
 
-    def pad(self, mask: torch.Tensor) -> None:
+    def pad(self, mask: Tensor) -> None:
+        """Record the padding from a mask ``[rows, slots]``, zero for slots without a token."""
         mask = mask[:, : self.room] != 0
         self.padding = F.pad(mask, (0, self.room - mask.shape[1]))
 
-    def split(self, documents: torch.Tensor) -> None:
+    def show(self, mask: Tensor) -> None:
+        """Record :attr:`shown`."""
+        self.shown = mask
+        if not self.begins:  # cached tokens that no query sees are padding
+            seen = mask[..., : self.filled].flatten(1, -2).any(1)
+            self.pad(F.pad(seen, (0, self.tokens), value=True))
+
+    def split(self, documents: Tensor) -> None:
         """Record the documents that transformers separates, int64, ``[rows, keys]``."""
         self.documents = documents
         if self.located:
             self._begin(self._given)
 
-    def locate(self, positions: torch.Tensor) -> None:
+    def locate(self, positions: Tensor) -> None:
         """Record the model's position ids; sets ``query`` and ``key``."""
         if self.located:
             return
@@ -224,7 +215,7 @@ class PositionForward(ForwardContext):
         if self.cache is not None:
             self.note(self.cache)
 
-    def _checked(self, positions: torch.Tensor) -> torch.Tensor:
+    def _checked(self, positions: Tensor) -> Tensor:
         """Return position ids on one axis, int64, ``[rows or 1, tokens]``."""
         if positions.is_floating_point():
             raise UnsupportedModelError(
@@ -232,12 +223,11 @@ class PositionForward(ForwardContext):
                 f"round them, or {self.map.instead}"
             )
         if positions.ndim == 3:
-            if not self.traced:  # traced only without position ids, and then all axes are equal
-                self.require(
-                    (positions == positions[:1]).all(),
-                    UnsupportedModelError,
+            # Traced only without position ids, and then all axes are equal.
+            if not self.traced and bool((positions != positions[:1]).any()):
+                raise UnsupportedModelError(
                     f"this input has positions on several axes (an image or a video), and "
-                    f"{self.map.named} attends by one axis only; {self.map.instead}",
+                    f"{self.map.named} attends by one axis only; {self.map.instead}"
                 )
             positions = positions[0]
         positions = positions.reshape(-1, positions.shape[-1]).long()
@@ -245,7 +235,7 @@ class PositionForward(ForwardContext):
             positions = positions[:1]
         return positions
 
-    def _begin(self, positions: torch.Tensor) -> None:
+    def _begin(self, positions: Tensor) -> None:
         """Set the positions of a forward that starts its sequences, as passed to the model."""
         self._given = positions
         # Not always the first slot: with a custom mask, a suffix may precede its prefix.
@@ -266,7 +256,7 @@ class PositionForward(ForwardContext):
         elif self.traced and self.tokens <= FEW:
             torch._assert_async(~goes_back(self.key, self.real()), BACK)
 
-    def _continue(self, positions: torch.Tensor) -> None:
+    def _continue(self, positions: Tensor) -> None:
         """Set positions after those of a cache: they count the tokens of its rows, or the slots."""
         self.key = self.counted()
         new = self.filled + torch.arange(self.tokens, device=self.device)
@@ -279,12 +269,12 @@ class PositionForward(ForwardContext):
         if self.padding is not None:
             by_slot = positions == self.query + self.origin()
             counts = counts | by_slot | ~self.padding.index_select(1, new)
-        if self.reads:
-            self.require(counts.all(), UnsupportedModelError, COUNTED)
-        else:
+        if not self.reads:
             torch._assert_async(counts.all(), COUNTED)
+        elif not bool(counts.all()):
+            raise UnsupportedModelError(COUNTED)
 
-    def _counts(self) -> torch.Tensor:
+    def _counts(self) -> Tensor:
         """Whether the tokens of every row are consecutive; a scalar bool tensor."""
         return ((self.key == self.counted()) | ~self.real()).all()
 
@@ -303,23 +293,23 @@ class PositionForward(ForwardContext):
             self.made[name] = make()
         return self.made[name]
 
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> Tensor:
         """Indices of all slots, int64, ``[room]``."""
         return torch.arange(self.room, device=self.device)
 
-    def origin(self) -> torch.Tensor:
+    def origin(self) -> Tensor:
         """Slot of the first token of every row, int64, ``[rows or 1, 1]``."""
         if self.padding is None:
             return torch.zeros(1, 1, dtype=torch.long, device=self.device)
         return self.padding.int().argmax(1, keepdim=True)
 
-    def counted(self) -> torch.Tensor:
+    def counted(self) -> Tensor:
         """Number of tokens before each filled slot, int64, ``[rows or 1, room]``."""
         if self.padding is None:
             return self.slots()[None]
         return self.padding.long().cumsum(1) - 1
 
-    def real(self) -> torch.Tensor:
+    def real(self) -> Tensor:
         """Mask of slots with a token, bool, ``[rows or 1, room]``."""
         real = (self.slots() < self.filled + self.tokens)[None]
         return real if self.padding is None else real & self.padding
@@ -333,50 +323,41 @@ class PositionForward(ForwardContext):
 
     def on(self, device: torch.device) -> PositionForward:
         """Return this forward for layers on another device, copied there once for all of them."""
-        return self if self.device == device else self.shared(device, lambda: self._moved(device))
-
-    def _moved(self, device: torch.device) -> PositionForward:
-        moved = copy.copy(self)
-        moved.query, moved.key, moved.device = self.query.to(device), self.key.to(device), device
-        moved.padding = None if self.padding is None else self.padding.to(device)
-        moved.made = {"distances": self.distances}
-        return moved
+        if self.device == device:
+            return self
+        if device not in self.made:
+            self.made[device] = moved = copy.copy(self)
+            moved.query, moved.key = self.query.to(device), self.key.to(device)
+            moved.padding = None if self.padding is None else self.padding.to(device)
+            moved.device, moved.made = device, {"distances": self.distances}
+        return self.made[device]
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
-        """Cosine and sine with which the model rotates queries and keys."""
-
-        def make() -> Any:
-            made = stored_rotation(self.map, site, self.query, like)
-            return once([made])[0] if isinstance(made, torch.Tensor) else tuple(once([*made]))
-
-        return self.shared(("embeddings", site.name, site.layer_type), make)
-
-
-def stored_rotation(position_map: PositionMap, site: RotarySite, t: torch.Tensor, like: Any) -> Any:
-    """Return the rotary module's output for tokens at ``t`` (``[rows or 1, tokens]``)."""
-    t = t.double().clamp(min=0)
-    stored = at(position_map.stored, t)
-    inv_freq, scaling = position_map.inv_freq(site, t.device), position_map.frequencies[site][1]
-    phase = position_map.encoding.phase(t)
-    if stored.shape[-1] == 1 and phase is None:
-        stored = stored.squeeze(-1)
-    else:  # pairs have different positions: fold them into the frequencies, at position 1
-        stored, inv_freq = torch.ones_like(t), stored * inv_freq
-        inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
-    made = hooks.rotation(site, stored, inv_freq, scaling, position_map.precise, like)
-    if not isinstance(like, torch.Tensor) and like[0].ndim == 4:
-        made = tuple(part.expand(like[0].shape) for part in made)
-    return made
+        """Return the rotary module's output, ``like``, for the positions of stored keys."""
+        name = "embeddings", site.name, site.layer_type
+        if name in self.made:
+            return self.made[name]
+        t = self.query.double().clamp(min=0)
+        stored, phase = at(self.map.stored, t), self.map.encoding.phase(t)
+        inv_freq, scaling = self.map.inv_freq(site, t.device), self.map.frequencies[site][1]
+        if stored.shape[-1] == 1 and phase is None:
+            stored = stored.squeeze(-1)
+        else:  # pairs have different positions: fold them into the frequencies, at position 1
+            stored, inv_freq = torch.ones_like(t), stored * inv_freq
+            inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
+        made = hooks.rotation(site, stored, inv_freq, scaling, self.map.precise, like)
+        self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
+        return self.made[name]
 
 
-def once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def once(tensors: list[Tensor]) -> list[Tensor]:
     """Return the same tensors via a custom operator; inductor would recompute them per layer."""
     alone = context.is_exporting() or not torch.compiler.is_compiling()
     return tensors if alone else _held(tensors)
 
 
 @torch.library.custom_op("rope_ext::held", mutates_args=())
-def _held(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _held(tensors: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in tensors]
 
 

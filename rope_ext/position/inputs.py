@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rope_ext.attention.call import Pairs
@@ -25,13 +25,13 @@ from rope_ext.position.learned import INPUT, POSITIONS, HeadPositions, InputPosi
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask
 from rope_ext.rotary.context import current, run_eagerly
-from rope_ext.rotary.sites import evaluating, input_device, size, vocabulary_of
+from rope_ext.rotary.sites import run, size, vocabulary_of
 from rope_ext.rotary.swapping import Changes
 
 
-def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> str:
+def enter(decoder: nn.Module, patch: PositionMap, changes: Changes) -> str:
     """Install an input encoding on ``decoder``; returns a sentence for ``describe``."""
-    encoding, layers = cast("InputEncoding", position_map.encoding), _layers(decoder)
+    encoding, layers = cast("InputEncoding", patch.encoding), _layers(decoder)
     where = encoding.entered
     if isinstance(where, int) and where > len(layers):
         raise OptionError(
@@ -43,10 +43,10 @@ def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> st
         entered, what = layers, "every layer"
     elif isinstance(where, int):
         entered, what = [layers[-where]], f"the first of the last {where} layers"
-    columns, size = _measured(decoder, layers[0], position_map)
-    module = InputPositions(encoding, columns, size, position_map.rope, layers[0])
+    columns, size = _measured(decoder, layers[0], patch)
+    module = InputPositions(encoding, columns, size, patch.rope, layers[0])
     put(decoder, INPUT, module, changes)
-    hook = partial(_enter, decoder, position_map)
+    hook = partial(_enter, decoder, patch)
     for layer in entered:
         changes.append(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
     times = "" if module.factor is None else f", times {float(module.factor):.3g}"
@@ -55,10 +55,10 @@ def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> st
 
 @run_eagerly()
 def _enter(
-    decoder: nn.Module, position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
+    decoder: nn.Module, patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """Pre-hook of a decoder layer that changes its hidden states."""
-    forward = forward_of(position_map, layer, args, kwargs)
+    forward = forward_of(patch, layer, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     p, module = forward.made.get(INPUT), getattr(decoder, INPUT)  # peft may have wrapped it
     learning = torch.is_grad_enabled() and any(v.requires_grad for v in module.parameters())
@@ -68,22 +68,20 @@ def _enter(
         shared = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with shared, torch.autocast(x.device.type, enabled=False):
             p = module(t, x.dtype)
-        if current(position_map) is forward:  # not when checkpointing reruns a layer
+        if current(patch) is forward:  # not when checkpointing reruns a layer
             forward.made[INPUT] = p
-    encoding = cast("InputEncoding", position_map.encoding)
+    encoding = cast("InputEncoding", patch.encoding)
     x = encoding.join(x, p.to(x.device, x.dtype))
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
 
-def forward_of(
-    position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
-) -> PositionForward:
+def forward_of(patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict) -> PositionForward:
     """Return the forward that a layer call with these arguments belongs to."""
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
-    forward = next((mask.owner for mask in masks if mask.owner is not None), current(position_map))
+    forward = next((mask.owner for mask in masks if mask.owner is not None), current(patch))
     if forward is None or not forward.located:
         raise UnsupportedModelError(
-            f"{type(layer).__name__} was run by itself under {position_map.method.name}, or again "
+            f"{type(layer).__name__} was run by itself under {patch.method.name}, or again "
             f"by gradient checkpointing with a mask of your own, so the positions of its tokens "
             f"are not known; run the whole model, without that mask or without checkpointing"
         )
@@ -101,45 +99,36 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=lambda module: sum(map(size, module.parameters()))))
 
 
-@torch.no_grad()
-def _run(decoder: nn.Module, tokens: torch.Tensor, use_cache: bool) -> None:
-    with evaluating(decoder):
-        decoder(input_ids=tokens[None].to(input_device(decoder)), use_cache=use_cache)
-
-
-def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -> tuple[int, float]:
+def _measured(decoder: nn.Module, first: nn.Module, patch: PositionMap) -> tuple[int, float]:
     """Measure columns and root mean square of the first layer's input, for some tokens."""
     seen = []
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        if getattr(current(position_map), "located", False):
+        if getattr(current(patch), "located", False):
             seen.append(args[0] if args else kwargs.get("hidden_states"))
 
     vocabulary = vocabulary_of(decoder).num_embeddings
     count = min(64, vocabulary)
     handle = first.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        _run(decoder, torch.arange(count, device="cpu") * (vocabulary // count), use_cache=False)
+        run(decoder, torch.arange(count, device="cpu")[None] * (vocabulary // count))
     finally:
         handle.remove()
     x = seen[0] if seen else None
-    if not isinstance(x, torch.Tensor) or x.shape[:-1] != (1, count):
+    if not isinstance(x, Tensor) or x.shape[:-1] != (1, count):
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its first layer does not get hidden states of "
-            f"[rows, tokens, columns] whose positions are known, so {position_map.method.name} "
+            f"[rows, tokens, columns] whose positions are known, so {patch.method.name} "
             f"cannot be put in front of it; use an encoding in the attention, such as 'alibi'"
         )
     return x.shape[-1], float(x.double().square().mean().sqrt())
 
 
 def enter_heads(
-    decoder: nn.Module,
-    position_map: PositionMap,
-    layouts: Mapping[nn.Module, Layout],
-    changes: Changes,
+    decoder: nn.Module, patch: PositionMap, layouts: Mapping[nn.Module, Layout], changes: Changes
 ) -> None:
     """Make attention modules compute positions, and verify that these can rotate their keys."""
-    encoding = position_map.encoding
+    encoding = patch.encoding
     for module, layout in layouts.items():
         if layout.inputs is None:
             raise UnsupportedModelError(
@@ -149,9 +138,9 @@ def enter_heads(
             )
         own = HeadPositions(encoding, layout.inputs, layout.key_heads, module)
         put(module, POSITIONS, own, changes)
-        before = partial(_before, position_map, layout)
+        before = partial(_before, patch, layout)
         changes.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-    _run(decoder, torch.arange(4, device="cpu"), use_cache=True)
+    run(decoder, torch.arange(4, device="cpu")[None], use_cache=True)
 
 
 class _RotatingCache:
@@ -160,7 +149,7 @@ class _RotatingCache:
     ``angles`` are in radians, ``[rows, key heads, tokens, pairs]``.
     """
 
-    def __init__(self, pairs: Pairs, angles: torch.Tensor) -> None:
+    def __init__(self, pairs: Pairs, angles: Tensor) -> None:
         self.pairs, self.angles = pairs, angles
         self.cache: Any = None  # handles everything else
         self.updated = False
@@ -168,7 +157,7 @@ class _RotatingCache:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
-    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+    def rotated(self, x: Tensor) -> Tensor:
         """Rotate ``[rows, heads, tokens, columns]``; ``heads`` is a multiple of the key heads."""
         rows, heads, tokens, _ = self.angles.shape
         if x.ndim != 4 or x.shape[1] % heads or (len(x), x.shape[2]) != (rows, tokens):
@@ -181,15 +170,15 @@ class _RotatingCache:
         return self.pairs.rotate(x, (angles.cos(), angles.sin()))
 
     @run_eagerly()
-    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Rotate the keys, then update the cache, like ``Cache.update``."""
         self.updated = True
         return self.cache.update(self.rotated(key), value, *args, **kwargs)
 
 
 def rotated(
-    forward: PositionForward, module: nn.Module, query: torch.Tensor, key: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    forward: PositionForward, module: nn.Module, query: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rotate an attention module's queries by their positions; returns them with the keys."""
     rotation: _RotatingCache | None = forward.made.pop(module, None)
     if rotation is None or (rotation.cache is not None) != rotation.updated:
@@ -202,13 +191,13 @@ def rotated(
 
 @run_eagerly()
 def _before(
-    position_map: PositionMap, layout: Layout, module: nn.Module, args: tuple, kwargs: dict
+    patch: PositionMap, layout: Layout, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    forward = forward_of(position_map, module, args, kwargs)
+    forward = forward_of(patch, module, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it
-    inv_freq = position_map.inv_freq(layout.site, z.device)
-    wide = torch.float64 if position_map.precise else z.dtype
+    inv_freq = patch.inv_freq(layout.site, z.device)
+    wide = torch.float64 if patch.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
     forward.made[module] = rotation
 

@@ -3,15 +3,14 @@
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
 from rope_ext.position import inputs, layers, learned, tensors
-from rope_ext.position.attend import NAME, Layer
+from rope_ext.position.attend import NAME
 from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
@@ -21,7 +20,7 @@ from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 
 
-class Installed:
+class Installed(context.Tracker):
     """A position map installed on a decoder, with its forward hooks.
 
     ``mapped`` are the attention layers that it changes, ``notes`` are sentences for ``describe``.
@@ -31,7 +30,8 @@ class Installed:
     def __init__(
         self, decoder: nn.Module, position_map: PositionMap, changes: Changes, follow: bool = False
     ) -> None:
-        self.map, name, encoding = position_map, position_map.method.name, position_map.encoding
+        name, encoding = position_map.method.name, position_map.encoding
+        self.patch = self.map = position_map
         self._config = text_config(decoder)
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
             raise OptionError(
@@ -59,10 +59,10 @@ class Installed:
                 f"patch with 'nope' for no positions at all"
             )
         self._modules = list(layouts)
-        self._short = [*map(_number, kept)] if position_map.window else []
+        self._short = [*map(_number, kept)]
         self.notes = self._notes(within, len(rotated) - len(within), follow)
         self._put_layers(decoder, layouts, kept, changes)
-        handles, kept = [], [] if follow else kept
+        kept = [] if follow else kept
         for module in kept:
             names, site = context.parameters(type(module)), rotated[module].site
             if "position_embeddings" not in names:
@@ -72,24 +72,20 @@ class Installed:
                     f"use sliding_layers='scale', and patch every layer"
                 )
             hook = partial(self.keep, site, names.index("position_embeddings"))
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            changes.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         kept_sites = {rotated[module].site for module in kept}
         for site in sites:
             hook = partial(self.rotate, site, site in kept_sites)
-            handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
-        handles += [
-            decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
-            decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
-        ]
-        changes += [handle.remove for handle in handles]
+            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
+        self.track(decoder, changes)
         changes.append(self._give_back)
         self._before = self._config._attn_implementation_internal
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
         if encoding.entered:
             self.notes.append(inputs.enter(decoder, position_map, changes))
         if encoding.computes_positions():
-            own = {module: rotated[module] for module in self.mapped}
-            inputs.enter_heads(decoder, position_map, own, changes)
+            mapped = {module: rotated[module] for module in self.mapped}
+            inputs.enter_heads(decoder, position_map, mapped, changes)
 
     def _give_back(self) -> None:
         if self._config._attn_implementation == NAME:  # not if it was changed meanwhile
@@ -102,7 +98,7 @@ class Installed:
         kept: list[nn.Module],
         changes: Changes,
     ) -> None:
-        """Attach a :class:`Layer` and learned modules to every attention module."""
+        """Attach a :class:`tensors.Layer` and learned modules to every attention module."""
         position_map, encoding = self.map, self.map.encoding
         _ = position_map.reach  # cached, since a graph could not
         temperature = position_map.learned_temperature
@@ -114,7 +110,7 @@ class Installed:
         for module, layout in layouts.items():
             window = position_map.window if module in kept else None
             if layout is None or (module in kept and window is None):
-                set_attribute(module, layers.LAYER, Layer(position_map), changes)
+                set_attribute(module, layers.LAYER, tensors.Layer(position_map), changes)
                 continue
             owner = None
             if window is None and encoding.changes_logits():
@@ -124,10 +120,9 @@ class Installed:
                 owner = module if own else decoder
                 there = getattr(owner, learned.BIAS, None)
                 if there is None:
-                    given = layout.heads, module, projections.get(module)
-                    learned.put(
-                        owner, learned.BIAS, learned.DistanceBias(encoding, *given), changes
-                    )
+                    keys = projections.get(module)
+                    bias = learned.DistanceBias(encoding, layout.heads, module, keys)
+                    learned.put(owner, learned.BIAS, bias, changes)
                 elif layout.heads.count != there.heads.count:
                     raise UnsupportedModelError(
                         f"the layers have different numbers of heads, and the bias of "
@@ -137,20 +132,15 @@ class Installed:
                 scales = learned.HeadScales(temperature, layout.heads.count, module)
                 learned.put(module, learned.TEMPERATURE, scales, changes)
             number = numbers.setdefault((layout, window), len(numbers))
-            layer = Layer(position_map, layout, number, window, owner)
+            layer = tensors.Layer(position_map, layout, number, window, owner)
             set_attribute(module, layers.LAYER, layer, changes)
-            self._copy_constants(layout.site, layer)
-
-    def _copy_constants(self, site: RotarySite, layer: Layer) -> None:
-        """Copy constants of every forward to its device, since graphs cannot cache the copy."""
-        device = getattr(site.module, site.buffer).device
-        if device.type == "meta":
-            return
-        self.map.inv_freq(site, device)
-        self.map.growth(site, device)
-        context.cached_on_device(site.columns, "pair", device)
-        for table in (by for _, *both in layer.rotations for by in both):
-            context.cached_on_device(table, "inv_freq", device)
+            device = getattr(layout.site.module, layout.site.buffer).device
+            if device.type != "meta":  # copied there now, since graphs cannot cache a copy
+                position_map.inv_freq(layout.site, device)
+                position_map.growth(layout.site, device)
+                context.cached_on_device(layout.site.columns, "pair", device)
+                for table in (by for _, *both in layer.rotations for by in both):
+                    context.cached_on_device(table, "inv_freq", device)
 
     def unbatched(self) -> str:
         """Error message for continuous batching, with the alternative."""
@@ -181,23 +171,12 @@ class Installed:
             notes.append(f"sliding layers: {windowed} see a limited window and {what}")
         return notes
 
-    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Decoder pre-hook: starts a forward."""
-        context.forget_failed_exports()
-        given = context.arguments(decoder, args, kwargs)
-        forward = tensors.traced(self.map, decoder, given) if self.traceable() else None
-        if forward is None:
-            self._begin(given)
-        else:
-            context.forward_context.stack.append(forward)
-
-    def traceable(self) -> bool:
-        """Whether a graph is being traced, and no error has to be raised eagerly."""
+    def trace(self, given: dict[str, Any]) -> PositionForward | None:
         native = self._config._attn_implementation != NAME
-        return torch.compiler.is_compiling() and not context.is_sharded() and not native
+        return None if native else tensors.traced(self.map, given)
 
     @context.run_eagerly(tensors.WHY)
-    def _begin(self, given: dict[str, Any]) -> None:
+    def start(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         context.refuse_sharded(name, self.map.instead)
         refuse_presses(self._modules, name, self.map.instead)
@@ -222,7 +201,7 @@ class Installed:
             mask = next(iter(mask.values()), None)
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
-        dimensions = padding.ndim if isinstance(padding, torch.Tensor) else 0
+        dimensions = padding.ndim if isinstance(padding, Tensor) else 0
         first = self.map.method.start_tokens
         if dimensions == 4 and first and given.get("position_ids") is None:
             raise UnsupportedModelError(
@@ -233,40 +212,28 @@ class Installed:
         if cache is not None and filled:
             require_known(cache, self.map)
         elif cache is not None:
-            self._shorten(cache)
-        forward = PositionForward(
-            *(self.map, *context.shape_of(given), filled, cache, False),
-            padding if dimensions == 2 else None,
-            weights=bool(given.get("output_attentions")),
-            shown=shown(padding) if dimensions == 4 else None,
-        )
+            shorten(cache, self._short, self.map.window)
+        forward = PositionForward(self.map, *context.shape_of(given), filled, cache, False)
+        forward.weights = bool(given.get("output_attentions"))
+        if dimensions == 2:
+            forward.pad(padding)
+        elif dimensions == 4:
+            forward.show(shown(padding))
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
         context.forward_context.stack.append(forward)
 
-    def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: records metadata on caches, including one that the decoder created."""
-        context.run(self.map, self._leave, output)
-
-    def _leave(self, output: Any) -> None:
-        forward = context.current(self.map)
-        if forward is None:  # an error was raised before it started
-            return
-        context.forward_context.stack.remove(forward)
+    def finish(self, forward: PositionForward, output: Any) -> None:
         for cache in context.caches_in(output):
             if isinstance(cache, Cache) and (forward.traced or cache is not forward.cache):
                 forward.note(cache)
-                self._shorten(cache)
+                shorten(cache, self._short, self.map.window)
 
+    @context.as_forward
     def rotate(
         self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
         """Rotary module hook: rotates to the positions at which keys are cached."""
-        return context.run(self.map, self._rotated, site, native, args, kwargs, output)
-
-    def _rotated(
-        self, site: RotarySite, native: bool, args: tuple, kwargs: dict, output: Any
-    ) -> Any:
         forward = context.current(self.map)
         if forward is None or not site.called(args, kwargs):
             return None
@@ -274,9 +241,11 @@ class Installed:
         forward.locate(positions)
         if native:
             given = site.loaded, site.scaling, self.map.precise, output
-            forward.made[_native(site)] = hooks.rotation(site, positions, *given)
+            made = hooks.rotation(site, positions, *given)
+            forward.made["native", site.name, site.layer_type] = made
         return forward.embeddings(site, output)
 
+    @context.as_forward
     def keep(
         self, site: RotarySite, place: int, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
@@ -284,26 +253,17 @@ class Installed:
 
         ``place`` is the index of ``position_embeddings`` among the layer's arguments.
         """
-        native = context.run(self.map, self._kept, site, module, args, kwargs)
+        # By the mask, since gradient checkpointing reruns a layer when no forward is in progress.
+        made = inputs.forward_of(self.map, module, args, kwargs).made
+        native = made["native", site.name, site.layer_type]
         if "position_embeddings" in kwargs:
             return args, {**kwargs, "position_embeddings": native}
         return (*args[:place], native, *args[place + 1 :]), kwargs
 
-    def _kept(self, site: RotarySite, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        # By the mask, since gradient checkpointing reruns a layer when no forward is in progress.
-        return inputs.forward_of(self.map, module, args, kwargs).made[_native(site)]
 
-    def _shorten(self, cache: Any) -> None:
-        """Make a cache keep only what layers with a window attend to."""
-        if self._short and self.map.window is not None:
-            shorten(cache, self._short, self.map.window)
-
-
-def _chosen(
-    decoder: nn.Module, modules: list[nn.Module], position_map: PositionMap
-) -> list[nn.Module]:
+def _chosen(decoder: nn.Module, modules: list[nn.Module], patch: PositionMap) -> list[nn.Module]:
     """Return the attention modules that ``layers=`` or, by default, the encoding selects."""
-    layers, encoding, family = position_map.layers, position_map.encoding, type(decoder).__name__
+    layers, encoding, family = patch.layers, patch.encoding, type(decoder).__name__
     known = {number for number in map(_number, modules) if number >= 0}
     if layers is None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)
@@ -320,7 +280,7 @@ def _chosen(
         shown = layers if isinstance(layers, str) else list(layers)
         absent = ", ".join(map(str, sorted(wanted - known))) or "none of them"
         choose = "choose among these (sliding layers with sliding_layers='scale')"
-        if position_map.layers is None:
+        if patch.layers is None:
             choose = (
                 "choose every= and start= that meet only these, or patch with 'nope' and layers="
             )
@@ -329,10 +289,6 @@ def _chosen(
             f"{', '.join(map(str, sorted(known)))}, and {absent} is asked for; {choose}"
         )
     return [module for module in modules if _number(module) in wanted]
-
-
-def _native(site: RotarySite) -> tuple[str, str, str | None]:
-    return "native", site.name, site.layer_type
 
 
 def _number(module: nn.Module) -> int:

@@ -14,22 +14,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.rotary.context import forward_context
+from rope_ext.rotary import context
+from rope_ext.rotary.hooks import rotation
 from rope_ext.rotary.probe import replaced
-from rope_ext.rotary.sites import (
-    RotarySite,
-    evaluating,
-    input_device,
-    sees_window,
-    text_config,
-    vocabulary_of,
-)
+from rope_ext.rotary.sites import RotarySite, run, sees_window, text_config, vocabulary_of
 
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -99,10 +93,10 @@ class KeyProjection:
     """The part of a linear layer that computes an attention layer's keys."""
 
     name: str  # path of the linear layer in the attention module
-    rows: torch.Tensor  # rows of its weight, one per key column of all heads
+    rows: Tensor  # rows of its weight, one per key column of all heads
     heads: int
 
-    def weight(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def weight(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the matrix ``[heads, columns, inputs]``, with gradients for ``module``'s weights.
 
         Adapters, quantized, offloaded and partitioned weights have no readable matrix, so apply
@@ -128,12 +122,8 @@ def find_key_projections(
     for seen in (seen for site in sites for seen in _run(decoder, site)):
         keys = seen.key[0].transpose(0, 1).flatten(1).double()  # [tokens, columns of all heads]
         for name, part in seen.module.named_children():
-            made = seen.returned.get(part)
-            if (
-                made is None
-                or made.shape[:-1] != (2, len(keys))
-                or not hasattr(part, "in_features")
-            ):
+            made = seen.returned.get(part) if hasattr(part, "in_features") else None
+            if made is None or made.shape[:-1] != (2, len(keys)):
                 continue
             rows = torch.cdist(keys.mT, made[0].double().mT).argmin(1)
             if torch.equal(made[0, :, rows].double(), keys):
@@ -160,18 +150,17 @@ class _Seen(NamedTuple):
     """One attention call, with a row for each rotation."""
 
     module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value_columns: int
-    window: int | None  # the layer's window
-    scaling: float | None
-    hidden: Any  # the layer's first argument
-    returned: dict[nn.Module, torch.Tensor]  # the outputs of its submodules
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    given: dict[str, Any]  # further arguments
+    hidden: Any = None  # the layer's first argument
+    returned: Any = None  # the outputs of its submodules, by submodule
 
 
 @torch.no_grad()
 def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> list[_Seen]:
-    """Record queries and keys of each attention layer, with the rotations of :func:`_rotation`."""
+    """Record queries and keys of each attention layer, with the rotations of :func:`_forward`."""
     parameters = list(decoder.parameters())
     offloaded = any("_hf_hook" in vars(module) for module in decoder.modules())
     if not offloaded and any(parameter.is_meta for parameter in parameters):
@@ -186,84 +175,66 @@ def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> 
     spread = _spread(hidden)
     if spread and spread > 4 * _spread(_forward(decoder, site, 1.0, lambda seen: None)):
         raise _RefusedError("positions act outside of its attention layers")
-    found: list[_Seen] = []
     numbers = _Numbers({*layers})
     try:
-        _forward(decoder, site, scaling, lambda seen: found.append(numbers.beside(seen)))
+        _forward(decoder, site, scaling, numbers.look)
     finally:
         for handle in numbers.handles:
             handle.remove()
-    return found
+    return numbers.found
 
 
 def _forward(
     decoder: nn.Module, site: RotarySite, scaling: float | None, look: Callable[[_Seen], Any]
-) -> torch.Tensor:
-    """Run the decoder with ``look`` instead of attention; returns hidden states in float64."""
+) -> Tensor:
+    """Run the decoder with ``look`` instead of attention; returns hidden states in float64.
+
+    Row 0 is not rotated, and row 1 with an angle per pair. With ``scaling``, no row is rotated, and
+    the cosine of row 1 is multiplied by it.
+    """
+    angles, factors = _angles(len(site.loaded)), torch.ones(2, 1, 1, device="cpu")
+    if scaling is not None:
+        angles, factors[1] = 0 * angles, scaling
+    of_rows = torch.stack((0 * angles, angles))[:, None]
 
     def rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        return _rotation(site, scaling, output) if site.called(args, kwargs) else None
+        if not site.called(args, kwargs):
+            return None
+        like = output if site.columns.complex else output[0]
+        ones = like.real.new_ones(2, like.shape[-2])
+        return rotation(site, ones, of_rows, factors.to(ones.device), True, output)
 
-    config = text_config(decoder)
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary_of(decoder).num_embeddings
     handle = site.module.register_forward_hook(rotate, with_kwargs=True)
-    before = config._attn_implementation_internal
-    looking, forward_context.look = forward_context.look, look
     try:
-        config._attn_implementation_internal = _NAME  # the public one also sets sub-configurations
-        with evaluating(decoder):
-            output = decoder(
-                input_ids=tokens.expand(2, -1).to(input_device(decoder)), use_cache=False
-            )
+        with context.attending(decoder, _NAME, look):
+            return run(decoder, tokens.expand(2, -1))[0].double()
     except _RefusedError:
         raise
     except Exception as error:
         raise _RefusedError(f"the probe of its attention layers failed ({error})") from error
     finally:
         handle.remove()
-        config._attn_implementation_internal = before
-        forward_context.look = looking
-    return output[0].double()
 
 
-def _rotation(site: RotarySite, scaling: float | None, output: Any) -> Any:
-    """Replace the rotary module's ``output``: row 0 unrotated, row 1 with an angle per pair.
-
-    With ``scaling``, no row is rotated, and the cosine of row 1 is multiplied by it.
-    """
-    columns = site.columns
-    angles = _angles(len(site.loaded))[columns.pair]
-    like = output if columns.complex else output[0]
-    rows = torch.stack((0 * angles, angles)).unsqueeze(1).expand(-1, like.shape[-2], -1)
-    cos, sin = (f(rows.to(like.device)) for f in (torch.cos, torch.sin))
-    if scaling is not None:
-        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-        cos[1] = scaling
-    if like.ndim == 4:
-        cos, sin = (part.expand(len(like), -1, -1, -1) for part in (cos, sin))
-    if columns.complex:
-        return torch.complex(cos, sin).to(like.dtype)
-    return cos.to(like.dtype), sin.to(like.dtype)
-
-
-def _angles(pairs: int) -> torch.Tensor:
+def _angles(pairs: int) -> Tensor:
     """Return different, well separated angles for all pairs, in radians."""
     return 0.2 + 5.8 * torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
 
 
-def _spread(hidden: torch.Tensor) -> float:
+def _spread(hidden: Tensor) -> float:
     """Return the difference of the rows, relative to each column's size."""
     size = hidden.abs().amax((0, 1)).clamp(min=torch.finfo(hidden.dtype).tiny)
     return float(((hidden - hidden[:1]) / size).norm())
 
 
-def _changes(decoder: nn.Module, module: nn.Module, x: torch.Tensor) -> bool:
+def _changes(decoder: nn.Module, module: nn.Module, x: Tensor) -> bool:
     if len(x) != 2:
         raise _RefusedError(f"{_path(decoder, module)} changes the batch before it attends")
     return _differs(x, _TOLERANCE.get(x.dtype, _EXACT))
 
 
-def _differs(x: torch.Tensor, tolerance: float) -> bool:
+def _differs(x: Tensor, tolerance: float) -> bool:
     """Whether rows of ``x`` differ in a column by more than this share of its largest value."""
     columns = x.double().unsqueeze(1).flatten(1, -2)  # [rows, values, columns]
     away = (columns - columns[:1]).abs().amax((0, 1))
@@ -277,17 +248,17 @@ class _Numbers:
         self.inside = False  # whether a layer is running and has not called attention
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.hidden: dict[nn.Module, Any] = {}
-        self.returned: dict[nn.Module, torch.Tensor] = {}
+        self.returned: dict[nn.Module, Tensor] = {}
+        self.found: list[_Seen] = []
         parts = {part for layer in layers for part in layer.modules()} - layers
         self.handles = [part.register_forward_hook(self._replace, prepend=True) for part in parts]
-        self.handles += [
-            one.register_forward_pre_hook(self._enter, with_kwargs=True) for one in layers
-        ]
+        for layer in layers:
+            self.handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
 
-    def beside(self, seen: _Seen) -> _Seen:
-        """Add the layer's input and submodule outputs to ``seen``, and stop replacing outputs."""
+    def look(self, seen: _Seen) -> None:
         self.inside = False
-        return seen._replace(hidden=self.hidden.get(seen.module), returned=self.returned)
+        hidden = self.hidden.get(seen.module)
+        self.found.append(seen._replace(hidden=hidden, returned=self.returned))
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         self.inside = True
@@ -296,7 +267,7 @@ class _Numbers:
     def _replace(self, part: nn.Module, args: tuple, output: Any) -> Any:
         if type(output) is tuple:
             return tuple(self._replace(part, args, one) for one in output)
-        if not self.inside or not isinstance(output, torch.Tensor) or output.ndim < 2:
+        if not self.inside or not isinstance(output, Tensor) or output.ndim < 2:
             return output
         if not output.is_floating_point() or len(output) % 2:
             return output
@@ -309,20 +280,14 @@ class _Numbers:
 
 
 def _look(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Attention function that returns zeros, so that all rows stay equal."""
     if attention_mask is not None and attention_mask is not _MASK:
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
-    assert forward_context.look is not None, "only _forward sets this attention function"
-    window, scaling = kwargs.get("sliding_window"), kwargs.get("scaling")
-    forward_context.look(_Seen(module, query, key, value.shape[-1], window, scaling, None, {}))
+    look = context.forward_context.look
+    assert look is not None, "only _forward sets this attention function"
+    look(_Seen(module, query, key, value, kwargs))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
@@ -353,15 +318,16 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
         raise _RefusedError(f"{where} rotates its queries and keys differently")
     if of_query is None:
         raise _RefusedError(f"{where} does not rotate pairs of columns")
-    local = sees_window(text_config(decoder), seen.module, seen.window)
-    heads = Heads(query.shape[1], query.shape[-1], seen.value_columns)
-    fits = isinstance(x, torch.Tensor) and x.shape[:-1] == (len(query), query.shape[2])
+    local = sees_window(text_config(decoder), seen.module, seen.given.get("sliding_window"))
+    heads = Heads(query.shape[1], query.shape[-1], seen.value.shape[-1])
+    fits = isinstance(x, Tensor) and x.shape[:-1] == (len(query), query.shape[2])
     inputs = x.shape[-1] if fits else None
-    scales = seen.scaling is not None and vars(seen.module).get("scaling") == seen.scaling
+    scaling = seen.given.get("scaling")
+    scales = scaling is not None and vars(seen.module).get("scaling") == scaling
     return Layout(site, of_query, local, heads, key.shape[1], inputs, scales)
 
 
-def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
+def _pairs(x: Tensor, count: int) -> Pairs | None:
     """Return the columns of the ``count`` pairs in a head, in the order of the frequencies.
 
     They are neighbors or halves, at the start or end of a head. None: no rotation.
@@ -389,8 +355,8 @@ def _pairs(x: torch.Tensor, count: int) -> Pairs | None:
     return None
 
 
-def _columns(index: torch.Tensor) -> slice | torch.Tensor:
+def _columns(index: Tensor) -> slice | Tensor:
     steps = {*index.diff().tolist()} or {1}
     if len(steps) > 1 or min(steps) < 1:
         return index
-    return slice(int(index[0]), int(index[-1]) + 1, steps.pop())
+    return slice(int(index[0]), int(index[-1]) + 1, *steps)

@@ -6,12 +6,11 @@ Their forwards compute what a layer needs, since wrappers gather parameters befo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.encodings import Encoding, Heads, InputEncoding
 from rope_ext.encodings.base import Sized
@@ -42,11 +41,7 @@ def learned(model: nn.Module) -> dict[str, nn.Parameter]:
 def put(holder: nn.Module, name: str, module: Learning, changes: Changes) -> None:
     """Add a module to another module until ``changes`` are undone."""
     holder.add_module(name, module)
-    changes.append(partial(_take, holder, name))
-
-
-def _take(holder: nn.Module, name: str) -> None:
-    holder._modules.pop(name, None)
+    changes.append(partial(delattr, holder, name))
 
 
 class Learning(nn.Module):
@@ -57,10 +52,10 @@ class Learning(nn.Module):
 
     encoding: Encoding | SSMax
 
-    def __init__(self, encoding: Any, values: dict[str, torch.Tensor], near: nn.Module) -> None:
+    def __init__(self, encoding: Any, values: dict[str, Tensor], near: nn.Module) -> None:
         super().__init__()
         self.encoding, self.bounds = encoding, dict(getattr(encoding, "bounds", {}))
-        self._kept: tuple[Any, int, list[torch.Tensor], Any] | None = None
+        self._kept: tuple[Any, int, list[Tensor], Any] | None = None
         like = _like(near)
         with torch.inference_mode(False):  # inference tensors could not be trained
             for name, value in values.items():
@@ -79,7 +74,7 @@ class Learning(nn.Module):
             if torch.compiler.is_compiling() or not value.is_inference():
                 value.data.clamp_(least, most)
 
-    def clamped(self) -> dict[str, torch.Tensor]:
+    def clamped(self) -> dict[str, Tensor]:
         """Return the parameters within their bounds; during training, clamp the stored values.
 
         A clamp in the forward has no gradient outside the bounds, so a value that an optimizer
@@ -112,19 +107,15 @@ class Learning(nn.Module):
         if torch.compiler.is_compiling() or training:
             return make(count)
         key, kept = (where, [x.dtype for x in learned]), self._kept  # shared between threads
-        if (
-            kept is None
-            or kept[0] != key
-            or kept[1] < count
-            or not all(map(torch.equal, learned, kept[2]))
-        ):
+        fits = kept is not None and kept[0] == key and kept[1] >= count
+        if kept is None or not fits or not all(map(torch.equal, learned, kept[2])):
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
                 copies = [value.detach().clone() for value in learned]
                 self._kept = kept = (key, room, copies, make(room))
         return kept[3]
 
 
-def _like(near: nn.Module) -> torch.Tensor:
+def _like(near: nn.Module) -> Tensor:
     """Return an empty tensor with the dtype and device of a module's weights."""
     like = next((p for p in near.parameters() if p.is_floating_point()), torch.empty(0))
     # Offloaded: no hook would load a new parameter from the meta device.
@@ -137,49 +128,41 @@ class DistanceBias(Learning):
     encoding: Encoding
 
     def __init__(
-        self,
-        encoding: Encoding,
-        heads: Heads,
-        near: nn.Module,
-        projection: KeyProjection | None = None,
+        self, encoding: Encoding, heads: Heads, near: nn.Module, keys: KeyProjection | None = None
     ) -> None:
         super().__init__(encoding, encoding.initial(heads), near)
-        self.heads, self.projection = heads, projection
+        self.heads, self.keys = heads, keys
 
     def forward(
-        self,
-        distances: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        owner: nn.Module | None = None,
+        self, count: int, device: torch.device, dtype: torch.dtype, owner: nn.Module | None = None
     ) -> dict[str, Any]:
         """Return changes to the logits, as fields of :class:`rope_ext.attention.call.Call`.
 
-        A bias is ``[heads, n]``, for all distances below ``distances``, or until it becomes
-        constant. ``owner`` is the attention module whose key projection an encoding may use.
+        A bias is ``[heads, n]``, for all distances below ``count``, or until it becomes constant.
+        ``owner`` is the attention module whose key projection an encoding may use.
         """
         learned = self.clamped()
         given = {**learned, **self.encoding.constants(self.heads, device)}
-        if self.projection is not None and owner is not None:
+        if self.keys is not None and owner is not None:
             like = next(self.parameters())
-            weight = self.projection.weight(owner, like.device, like.dtype)
+            weight = self.keys.weight(owner, like.device, like.dtype)
             groups = self.heads.count // len(weight)
             given["key_projection"] = weight.repeat_interleave(groups, 0)
         if self.encoding.scored():
             return {"scores": (self.encoding, given)}
         settled = self.encoding.saturates_at()
-        room = 2 * distances
+        room = 2 * count
         if settled is not None:
-            distances, room = (min(n, settled + 1) for n in (distances, room))
+            count, room = (min(n, settled + 1) for n in (count, room))
 
-        def make(count: int) -> torch.Tensor | None:
+        def make(count: int) -> Tensor | None:
             distance = torch.arange(count, dtype=dtype, device=device)
             made = self.encoding.bias(distance, self.heads.count, learned)
             # With -inf, a tile could be masked for a whole row, and kernels would divide by zero.
             return None if made is None else made.clamp(min=-1e30)
 
-        bias = self.kept((device, dtype), distances, room, make)
-        return {"bias": None if bias is None else bias[:, :distances]}
+        bias = self.kept((device, dtype), count, room, make)
+        return {"bias": None if bias is None else bias[:, :count]}
 
 
 class HeadScales(Learning):
@@ -191,7 +174,7 @@ class HeadScales(Learning):
         initial = torch.full((heads,), float(temperature.scale))
         super().__init__(temperature, {"scale": initial}, near)
 
-    def forward(self, query: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
+    def forward(self, query: Tensor, growth: Tensor) -> Tensor:
         """Multiply queries, ``[rows, heads, tokens, columns]``, by ``1 + scale * growth``.
 
         ``growth``: ``[rows or 1, 1, tokens, 1]``.
@@ -222,7 +205,7 @@ class InputPositions(Learning):
                 measured = torch.tensor(size, device=_like(near).device).float()
                 self.register_buffer("scale", measured)
 
-    def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``[..., columns]`` in ``dtype`` at positions ``t``, int64, ``[...]``."""
         encoding = self.encoding
         device = next(self.parameters(), t).device
@@ -230,24 +213,24 @@ class InputPositions(Learning):
         tokens = int(t.max()) + 1
         encoding.covers(tokens, self.rope)
 
-        def make(t: torch.Tensor) -> torch.Tensor:
+        def make(t: Tensor) -> Tensor:
             return encoding.p(t, self.columns, self.rope, self.clamped())
 
         if encoding.tabled:
             wide = torch.promote_types(dtype, torch.float32)
 
-            def table(count: int) -> torch.Tensor:
+            def table(count: int) -> Tensor:
                 return make(torch.arange(count, dtype=wide, device=device))
 
             p = self.kept((device, wide), tokens, 2 * tokens, table)[t]
         else:
             p = make(t.double())
         if self.factor is not None:
-            p = p * (self.factor.to(p) if isinstance(self.factor, torch.Tensor) else self.factor)
+            p = p * (self.factor.to(p) if isinstance(self.factor, Tensor) else self.factor)
         return p.to(dtype)
 
     @property
-    def factor(self) -> float | torch.Tensor | None:
+    def factor(self) -> float | Tensor | None:
         return self._buffers.get("scale", getattr(self.encoding, "scale", None))
 
 
@@ -259,7 +242,7 @@ class HeadPositions(Learning):
     def __init__(self, encoding: Encoding, columns: int, key_heads: int, near: nn.Module) -> None:
         super().__init__(encoding, encoding.initial_positions(columns, key_heads), near)
 
-    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
         """Return ``[rows, key heads, tokens]``, at least float32, for states ``x`` at ``t``."""
         # In bfloat16, positions beyond 256 would lose their fractions.
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -269,22 +252,18 @@ class HeadPositions(Learning):
             return self.encoding.places(x.to(device, wide), t.to(device, wide), learned)
 
 
-@dataclass(frozen=True)
 class Earlier:
     """The parameters of a patch, saved before the model is patched again."""
 
-    modules: dict[str, nn.Module]  # by path; PEFT may have wrapped them
-    held: dict[Learning, _Tensors]  # modules may change inside a ``with`` block
-
-    @classmethod
-    def from_model(cls, model: nn.Module) -> Earlier:
-        modules = {
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {  # by path; PEFT may have wrapped them
             path: module
             for path, module in model.named_modules()
             if path.rpartition(".")[2].startswith("rope_ext_")
         }
-        parts = [part for module in modules.values() for part in _parts(module)]
-        return cls(modules, {p: (dict(p._parameters), dict(p._buffers)) for p in parts})
+        parts = {part for module in self.modules.values() for part in _parts(module)}
+        # Modules may change inside a ``with`` block.
+        self.held = {part: (dict(part._parameters), dict(part._buffers)) for part in parts}
 
     def carry(self, model: nn.Module) -> list[str]:
         """Continue with the earlier parameters in the same patch, or in one that replaced it.
@@ -293,34 +272,25 @@ class Earlier:
         continue with them. Tables that grow keep their rows. Returns the names of parameters that
         the new patch does not have: those of another encoding or temperature, or of other layers.
         """
-        held, dropped, own = {}, [], vars(nn.Module())
+        dropped, own = [], vars(nn.Module())
         for path, module in self.modules.items():
-            new = _at(model, path)
-            for part in _parts(module):
-                if new is not None and type(part.encoding) is type(new.encoding):
-                    held[part] = _carried(part.encoding, self.held[part], new)
+            parent, _, last = path.rpartition(".")
+            siblings, parts = model.get_submodule(parent)._modules, _parts(module)
+            new = siblings.get(last)
+            for part in parts:
+                if isinstance(new, Learning) and type(part.encoding) is type(new.encoding):
+                    tensors = _carried(part.encoding, self.held[part], new)
+                    # It becomes like ``new``, with the earlier tensors.
+                    vars(part).update((k, v) for k, v in vars(new).items() if k not in own)
+                    part._parameters, part._buffers = map(dict, tensors)
+                    siblings[last] = module
                 else:
                     dropped += [f"{path}.{name}" for name in self.held[part][0]]
-        for path, module in self.modules.items():  # only now, since any of them may be refused
-            parts, new = _parts(module), _at(model, path)
-            if new is None or not all(part in held for part in parts):
-                continue
-            for part in parts:  # becomes like ``new``, with the earlier tensors
-                vars(part).update((k, v) for k, v in vars(new).items() if k not in own)
-                part._parameters, part._buffers = map(dict, held[part])
-            parent, _, name = path.rpartition(".")
-            model.get_submodule(parent)._modules[name] = module
         return dropped
 
 
 def _parts(module: nn.Module) -> list[Learning]:
     return [part for part in module.modules() if isinstance(part, Learning)]
-
-
-def _at(model: nn.Module, path: str) -> Learning | None:
-    parent, _, name = path.rpartition(".")
-    found = model.get_submodule(parent)._modules.get(name)
-    return found if isinstance(found, Learning) else None
 
 
 def _carried(before: Any, held: _Tensors, new: Learning) -> _Tensors:

@@ -126,21 +126,20 @@ class PositionMap:
 
         ``window``: for layers that keep the trained rotation and attend to that many tokens.
         """
-        if (layout, window) not in self._rotations:
-            self._rotations[layout, window] = self._made(layout, window)
-        return self._rotations[layout, window]
-
-    def _made(self, layout: Layout, window: int | None) -> BandRotations:
+        made = self._rotations.setdefault((layout, window), [])  # shared by equal layers
+        if made:
+            return made
         inv_freq = self.frequencies[layout.site][0]
         inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
         if window is not None:
             idle = RotationTable(0, 0, inv_freq)
-            return [(Distance(0, window), idle, idle)]
-
-        def table(to: Map) -> RotationTable:
-            return RotationTable(to, self.stored, inv_freq)
-
-        return [(band.geometry, table(band.query), table(band.key)) for band in self.bands]
+            made.append((Distance(0, window), idle, idle))
+        else:
+            for band in self.bands:
+                both = band.query, band.key
+                query, key = (RotationTable(to, self.stored, inv_freq) for to in both)
+                made.append((band.geometry, query, key))
+        return made
 
     @functools.cached_property
     def learned_temperature(self) -> SSMax | None:

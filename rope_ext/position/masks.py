@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from rope_ext.attention import runs
@@ -37,7 +38,7 @@ def is_plain(function: Callable) -> bool:
     )
 
 
-def documents_of(function: Callable) -> torch.Tensor | None:
+def documents_of(function: Callable) -> Tensor | None:
     """Return the documents that a mask function separates, ``[rows, keys]``."""
     packed = [part for part in _parts(function) if _is(part, _PACKED)]
     return _held(packed[0])[0] if packed else None
@@ -45,12 +46,8 @@ def documents_of(function: Callable) -> torch.Tensor | None:
 
 def _parts(function: Callable) -> list[Callable]:
     """Return the simple mask functions that transformers has combined into ``function``."""
-    inner = [
-        one
-        for held in _held(function)
-        for one in (held if isinstance(held, tuple) else (held,))
-        if callable(one)
-    ]
+    held = [one if isinstance(one, tuple) else (one,) for one in _held(function)]
+    inner = [one for each in held for one in each if callable(one)]
     if _is(function, "or_masks."):  # without images, no blocks of tokens see later ones
         inner = [one for one in inner if not _is(one, "blockwise_overlay.") or _blocks(one)]
         if len(inner) != 1:
@@ -66,7 +63,7 @@ def _held(function: Callable) -> list[Any]:
 
 def _blocks(overlay: Callable) -> bool:
     """Whether any tokens belong to a block; tokens outside blocks have a negative number."""
-    return any(isinstance(x, torch.Tensor) and bool((x >= 0).any()) for x in _held(overlay))
+    return any(isinstance(x, Tensor) and bool((x >= 0).any()) for x in _held(overlay))
 
 
 def _is(function: Callable, *made_by: str) -> bool:
@@ -80,8 +77,8 @@ class BatchMask:
 
     Args:
         owner: the forward; None if generate creates a static cache's mask before it.
-        arguments: arguments with which transformers requested a mask; None: a ready mask.
-        given: the ready mask, bool or additive, ``[rows, 1, queries, keys]``.
+        arguments: arguments with which transformers requested a mask, if it did.
+        given: a ready mask, bool or additive, ``[rows, 1, queries, keys]``. Neither: causal.
     """
 
     ndim = 4  # transformers then treats it as a prepared mask
@@ -90,13 +87,13 @@ class BatchMask:
         self,
         owner: PositionForward | None,
         arguments: dict[str, Any] | None = None,
-        given: torch.Tensor | None = None,
+        given: Tensor | None = None,
     ) -> None:
         self.owner, self.arguments, self.given = owner, arguments, given
         # Set if it is created before a forward, which may be compiled:
-        self.valid: torch.Tensor | None = None  # padding of all slots, [rows, slots]
-        self.ready: torch.Tensor | None = None  # the mask itself, for a single query
-        self.plain = True  # whether it is causal
+        self.valid: Tensor | None = None  # padding of all slots, [rows, slots]
+        self.ready: Tensor | None = None  # the mask itself, for a single query
+        self.plain = True  # whether it is causal, without documents
         self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
 
     @property
@@ -111,16 +108,16 @@ class BatchMask:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that transformers would create."""
-        if self.given is not None:
-            return tuple(self.given.shape)
         names = ("batch_size", "q_length", "kv_length")
         rows, *rest = (cast("dict[str, Any]", self.arguments)[name] for name in names)
         return rows, 1, *rest
 
     @functools.cached_property
     def causal(self) -> bool:
-        """Whether transformers requested a causal mask, possibly with a window or documents."""
-        return self.arguments is not None and is_plain(self.arguments["mask_function"])
+        """Whether it is causal, possibly with a window or documents."""
+        if self.arguments is None:
+            return self.given is None
+        return is_plain(self.arguments["mask_function"])
 
     def belong_to(self, forward: PositionForward) -> None:
         """Set the forward of a mask that was created before or in it."""
@@ -142,18 +139,18 @@ class BatchMask:
             self.plain = self.causal and documents_of(arguments["mask_function"]) is None
 
     @property
-    def padding(self) -> torch.Tensor | None:
+    def padding(self) -> Tensor | None:
         """The two-dimensional mask that it was created from."""
         return None if self.arguments is None else self.arguments.get("attention_mask")
 
     @functools.cached_property
-    def dense(self) -> torch.Tensor | None:
+    def dense(self) -> Tensor | None:
         """The mask for layers that the map does not change; None: causal."""
         if self.arguments is None:
             return self.given
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**self.arguments)
 
-    def dense_on(self, device: torch.device) -> torch.Tensor | None:
+    def dense_on(self, device: torch.device) -> Tensor | None:
         """:attr:`dense` on the device of a layer, moved there once for all layers."""
         if self.dense is None or self.dense.device == device:
             return self.dense
@@ -202,7 +199,7 @@ class BatchMask:
         return self.made["runs", offset]
 
 
-def shown(mask: torch.Tensor) -> torch.Tensor:
+def shown(mask: Tensor) -> Tensor:
     """Convert a bool or additive mask to the visible keys."""
     if mask.dtype == torch.bool:
         return mask

@@ -1,13 +1,12 @@
 """Shared state of layers with the same layout in a forward, as tensors, for compiled graphs.
 
 A graph must work for every step of a sequence, so everything that depends on values is computed
-from tensors: positions, the number of filled slots, and padding. Eager steps with few queries
-also use this, to avoid reading values on a GPU. Forwards that tensors cannot express run eagerly,
-which breaks the graph.
+from tensors: positions, the number of filled slots, and padding. Eager steps with few queries also
+use this, to read no values on a GPU. Other forwards run eagerly, which breaks the graph.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,9 @@ from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_ta
 from rope_ext.attention.runs import BACK, Run, goes_back
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Distance
+from rope_ext.position import learned
 from rope_ext.position.forward import FEW, PositionForward, in_cache, once
+from rope_ext.position.layers import Layout
 from rope_ext.position.map import BandRotations, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.rotary import context
@@ -38,16 +39,12 @@ BEYOND = (
 )
 
 
-def traced(
-    position_map: PositionMap, decoder: nn.Module, given: dict[str, Any]
-) -> PositionForward | None:
+def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward | None:
     """Create the forward for these arguments in tensors; None if tensors cannot express it."""
     encoding = position_map.encoding
     if encoding.computes_positions() or encoding.entered or position_map.include_sliding:
         return None
     if context.forward_context.look is not None or given.get("output_attentions"):
-        return None
-    if context.is_paged(given) or context.runs_layers_again(decoder):
         return None
     rows, count = context.shape_of(given)
     cache, mask = context.cache_among(given), given.get("attention_mask")
@@ -123,6 +120,32 @@ def _seeing_ahead(
     return seeing
 
 
+@dataclass(eq=False)
+class Layer:
+    """A patch's state of an attention module."""
+
+    map: PositionMap
+    layout: Layout | None = None  # None: not changed by the map
+    number: int = 0  # index of the layout, since graphs cannot use objects as keys
+    window: int | None = None  # tokens that it attends to as trained; None: positions change
+    biased: nn.Module | None = None  # the module with this layer's bias, if any
+
+    def __post_init__(self) -> None:
+        self.rotations: BandRotations = []
+        if self.layout is not None:
+            self.rotations = self.map.rotations(self.layout, self.window)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # rotations contain functions, which do not pickle
+        return Layer, (self.map, self.layout, self.number, self.window, self.biased)
+
+    def adding(self, call: Call, distances: int, like: Tensor) -> Call:
+        """Return ``call`` with this layer's bias or scores for all distances below a limit."""
+        if self.biased is None:
+            return call
+        module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
+        return replace(call, **module(distances, like.device, wide(like), self.biased))
+
+
 class Step:
     """State that layers of one layout share in a forward, on one device.
 
@@ -137,29 +160,28 @@ class Step:
     def __init__(
         self,
         forward: PositionForward,
-        rotations: BandRotations,
-        tempered: bool,
-        biased: bool,
+        layer: Layer,
         offset: int = 0,
         mask: BatchMask | None = None,
         whole: bool = False,
     ) -> None:
-        self.forward, self.rotations, self.tempered = forward, rotations, tempered
-        self.offset = offset
+        self.forward, self.rotations, self.offset = forward, layer.rotations, offset
+        self.tempered = layer.window is None
         self.few = not forward.regular and forward.tokens <= FEW
         self.made: dict[Any, Any] = {}
         if mask is None:
             return
         documents = forward.documents is not None
-        near = clipped(rotations, mask.window)
+        near = clipped(self.rotations, mask.window)
         if near is not None and mask.causal and not whole and (documents or not self.few):
             self.runs = mask.runs(offset)
-        if mask.given is None and not documents and forward.begins and self.runs is None:
-            back = goes_back(mask.forward.key, mask.forward.real())
-            forward.require(~back, UnsupportedModelError, BACK)
-        self.rotations = near or rotations
+        unchecked = mask.given is None and not documents and forward.begins and self.runs is None
+        if unchecked and bool(goes_back(mask.forward.key, mask.forward.real())):
+            raise UnsupportedModelError(BACK)
+        self.rotations = near or self.rotations
         if self.runs is None and (near is None or not mask.causal or documents):
             seen, first = mask.dense_on(forward.device), offset - mask.offset
+            biased = layer.biased is not None
             self.rotations = _seeing_ahead(forward.map, self.rotations, mask.ahead, biased)
             if seen is not None:
                 self.seen = shown(seen[..., first : forward.room - mask.offset])
@@ -250,9 +272,8 @@ class Step:
                 for geometry, q, k in self.rotations
             ]
             origin, temperature = forward.origin()[:, 0], self._temperature(torch.float32)
-            self.made["ranges"] = decode.ranges_of(
-                bands, t, origin - self.offset, filled, temperature
-            )
+            given = bands, t, origin - self.offset, filled, temperature
+            self.made["ranges"] = decode.ranges_of(*given)
         return self.made["ranges"]
 
     def _at(self, by: RotationTable, t: Tensor, dtype: torch.dtype) -> Rotation:
@@ -297,13 +318,11 @@ class Step:
                 flat = [x[0] if len(x) == 1 else x[:, None] for x in once(flat)]
             elif self.forward.regular:
                 flat = [x[0] for x in flat]
-            left = iter(flat)
-            self.made[name] = [
-                RotatedBand(
-                    geometry, *(None if by.idle else (next(left), next(left)) for by in both)
-                )
-                for geometry, *both in self.rotations
-            ]
+            left, bands = iter(flat), []
+            for geometry, *both in self.rotations:
+                turned = [None if by.idle else (next(left), next(left)) for by in both]
+                bands.append(RotatedBand(geometry, *turned))
+            self.made[name] = bands
         return self.made[name]
 
     def _places(self) -> Places:

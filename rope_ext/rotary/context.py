@@ -7,14 +7,17 @@ call belongs to a request and is stored on its cache.
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.rotary.sites import text_config
 from rope_ext.rotary.swapping import Changes, wrap
 
 UNKNOWN = (
@@ -29,29 +32,20 @@ NOTE = "_rope_ext"
 """Cache attribute with metadata of its keys for the next forward; ``patch`` computed them."""
 
 
+@dataclass(eq=False)
 class ForwardContext:
-    """One forward of a decoder, with ``tokens`` in each row.
+    """One forward of a decoder."""
 
-    ``patch`` is its position map or ``Sequences``. ``filled`` is the number of tokens already in
-    the cache, a 0-dimensional tensor if one graph runs every step of a static cache. If ``traced``
-    by torch.compile or torch.export, it computes with tensors, and values must not be read.
-    """
-
+    patch: Any  # its position map or ``Sequences``
+    rows: int
+    tokens: int  # in each row
+    filled: Any  # tokens already in the cache; a 0-d tensor if a graph runs steps of a static cache
+    cache: Cache | None
+    traced: bool  # by torch.compile or torch.export: it computes with tensors, and reads no values
     exported = False  # whether torch.export is tracing it
 
-    def __init__(
-        self, patch: Any, rows: int, tokens: int, filled: Any, cache: Cache | None, traced: bool
-    ) -> None:
-        self.patch, self.rows, self.tokens = patch, rows, tokens
-        self.filled: Any = filled
-        self.cache, self.traced = cache, traced
-
-    def require(self, holds: torch.Tensor, error: type[Exception], message: str) -> None:
-        """Raise ``error`` unless ``holds``; graphs raise RuntimeError when they run."""
-        if self.traced:
-            torch._assert_async(holds, message)
-        elif not bool(holds):
-            raise error(message)
+    def __post_init__(self) -> None:
+        """Set what a subclass derives from these."""
 
 
 class _ThreadState(threading.local):
@@ -65,6 +59,19 @@ class _ThreadState(threading.local):
 forward_context = _ThreadState()
 
 
+@contextmanager
+def attending(decoder: nn.Module, name: str, look: Callable[..., None]) -> Iterator[None]:
+    """Use another attention function in a block, with ``look`` as its observer in this thread."""
+    config, before = text_config(decoder), forward_context.look
+    own = config._attn_implementation_internal
+    config._attn_implementation_internal = name  # the public attribute also sets sub-configurations
+    forward_context.look = look
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal, forward_context.look = own, before
+
+
 def current(patch: Any) -> Any:
     """Return this thread's innermost forward in progress under ``patch``, or None."""
     for context in reversed(forward_context.stack):
@@ -73,27 +80,66 @@ def current(patch: Any) -> Any:
     return None
 
 
-def forget_failed_exports() -> None:
-    """Drop forwards of failed exports, since torch runs no hooks after such an error."""
-    stack = forward_context.stack
-    if stack and not torch.compiler.is_compiling():
-        stack[:] = [context for context in stack if not context.exported]
-
-
-def run(patch: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)``, as part of the graph only if the forward in progress is traced."""
-    context = current(patch)
-    return function(*args) if context is not None and context.traced else _run(function, *args)
-
-
 def run_eagerly(reason: str | None = None) -> Callable[[_Function], _Function]:
     """:func:`torch.compiler.disable` as a decorator that keeps the type of the function."""
     return cast("Callable[[_Function], _Function]", torch.compiler.disable(reason=reason))
 
 
-@run_eagerly()
-def _run(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+def as_forward(hook: _Function) -> _Function:
+    """Decorate a method of a :class:`Tracker`: part of a graph only if the forward is traced."""
+    eagerly = run_eagerly()(hook)
+
+    @functools.wraps(hook)
+    def run(self: Any, *args: Any) -> Any:
+        forward = current(self.patch)
+        traced = forward is not None and forward.traced
+        return hook(self, *args) if traced else eagerly(self, *args)
+
+    return cast("_Function", run)
+
+
+class Tracker:
+    """Hooks that keep a decoder's forward on the stack of its thread from begin to end.
+
+    ``patch`` is that of its forwards. A subclass defines ``trace``, which returns a traced forward,
+    or None if tensors cannot express it; ``start``, which then puts one on the stack whose values
+    can be read; and ``finish``, which records a forward on caches.
+    """
+
+    patch: Any
+    trace: Callable[[dict[str, Any]], ForwardContext | None]
+    start: Callable[[dict[str, Any]], None]
+    finish: Callable[[Any, Any], None]
+
+    def track(self, decoder: nn.Module, changes: Changes) -> None:
+        begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
+        end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
+        changes += [begin.remove, end.remove]
+
+    def traceable(self) -> bool:
+        """Whether a graph is being traced, and no device may get only part of every sequence."""
+        return torch.compiler.is_compiling() and not is_sharded()
+
+    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Decoder pre-hook: starts a forward."""
+        stack = forward_context.stack
+        if stack and not torch.compiler.is_compiling():  # torch runs no hooks if an export fails
+            stack[:] = [context for context in stack if not context.exported]
+        given, forward = arguments(decoder, args, kwargs), None
+        if self.traceable() and not is_paged(given) and not _runs_layers_again(decoder):
+            forward = self.trace(given)
+        if forward is None:
+            self.start(given)
+        else:
+            stack.append(forward)
+
+    @as_forward
+    def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Decoder hook: ends a forward, also after an error."""
+        forward = current(self.patch)
+        if forward is not None:  # else an error was raised before it started
+            forward_context.stack.remove(forward)
+            self.finish(forward, output)
 
 
 def cache_among(given: Mapping[str, Any]) -> Any:
@@ -134,7 +180,7 @@ def arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     return {**dict(zip(parameters(type(module)), args, strict=False)), **kwargs}
 
 
-def cached_on_device(owner: Any, name: str, device: torch.device) -> torch.Tensor:
+def cached_on_device(owner: Any, name: str, device: torch.device) -> Tensor:
     """Return the constant tensor ``owner.name`` on ``device``; the copy is cached on ``owner``.
 
     Copying in every forward would synchronize with the GPU and prevent CUDA graphs.
@@ -169,18 +215,14 @@ def is_sharded() -> bool:
     return nn.functional.scaled_dot_product_attention is not _ATTENTION
 
 
-def runs_layers_again(decoder: nn.Module) -> bool:
+def _runs_layers_again(decoder: nn.Module) -> bool:
     """Whether gradient checkpointing will rerun the layers after the forward."""
     trains = torch.is_grad_enabled() and decoder.training
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
 
 
 def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) -> None:
-    """Make continuous batching (``model.generate_batch``) raise CacheError with ``reason``.
-
-    Otherwise the error would come from a worker thread, or transformers would reject the attention
-    implementation.
-    """
+    """Make continuous batching (``generate_batch``) raise CacheError here, not in its thread."""
     # All of its entry points call this one.
     wrap(model, "init_continuous_batching", functools.partial(_refuse, reason), changes)
 

@@ -21,7 +21,7 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary import context
 from rope_ext.rotary.probe import refuse_presses, replaced
-from rope_ext.rotary.sites import PatchTarget, RotarySite, evaluating, vocabulary_of
+from rope_ext.rotary.sites import PatchTarget, RotarySite, run, vocabulary_of
 from rope_ext.rotary.swapping import Changes, mark_hooked, wrap
 
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
@@ -51,15 +51,14 @@ class RotaryHook:
         if not self.site.called(args, kwargs):
             return None
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        inv_freq = context.cached_on_device(self, "inv_freq", positions.device)
-        used: tuple[Any, Any] = inv_freq, self.scaling
-        if (owner := self.sequences) is not None:
-            dtype = torch.float64 if self.precise else torch.float32
-            used = context.run(owner, owner.frequencies, self.site, positions, dtype)
+        if self.sequences is None:
+            inv_freq = context.cached_on_device(self, "inv_freq", positions.device)
+            return rotation(self.site, positions, inv_freq, self.scaling, self.precise, output)
+        dtype = torch.float64 if self.precise else torch.float32
+        used = self.sequences.frequencies(self.site, positions, dtype)
         return rotation(self.site, positions, *used, self.precise, output)
 
 
-@torch.no_grad()
 def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
     """Raise if another package's code ignores the output of the rotary modules.
 
@@ -68,14 +67,11 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
     there = replaced(decoder)
     if not there:
         return
-    vocabulary = vocabulary_of(decoder)
-    tokens = torch.arange(16, device="cpu") * 37 % vocabulary.num_embeddings
-    tokens = tokens.unsqueeze(0).to(vocabulary.weight.device)
+    tokens = torch.arange(16, device="cpu")[None] * 37 % vocabulary_of(decoder).num_embeddings
     reason = "it does not use the output of the rotary module"
     handles = [site.module.register_forward_hook(_spoil) for site in sites]
     try:
-        with evaluating(decoder):
-            used = bool(decoder(input_ids=tokens, use_cache=False)[0].isnan().any())
+        used = bool(run(decoder, tokens)[0].isnan().any())
     except Exception as error:
         used, reason = False, f"it cannot be run to see whether a patch does anything ({error})"
     finally:
@@ -95,31 +91,28 @@ def _spoil(module: nn.Module, args: tuple, output: Any) -> Any:
 
 
 def rotation(
-    site: RotarySite,
-    positions: Tensor,
-    inv_freq: Tensor,
-    scaling: float | Tensor,
-    precise: bool,
-    like: Any,
+    site: RotarySite, t: Tensor, inv_freq: Tensor, scaling: float | Tensor, precise: bool, like: Any
 ) -> Any:
     """Compute a rotary module's output for other frequencies or positions.
 
-    ``positions`` are ``[rows, tokens]`` or ``[axes, rows, tokens]`` and need not be integers,
+    Positions ``t`` are ``[rows, tokens]`` or ``[axes, rows, tokens]`` and need not be integers,
     ``inv_freq`` is ``[pairs]`` or ``[rows, tokens or 1, pairs]``, ``scaling`` multiplies cosine and
     sine, and ``like`` is the module's own output, for its dtype.
     """
     dtype, columns = torch.float64 if precise else torch.float32, site.columns
-    inv_freq = inv_freq.to(positions.device, dtype)
-    pair = context.cached_on_device(columns, "pair", positions.device)
-    if columns.axis is not None and positions.ndim == 3:
-        of_column = positions[columns.axis.to(positions.device)].movedim(0, -1)
+    inv_freq = inv_freq.to(t.device, dtype)
+    pair = context.cached_on_device(columns, "pair", t.device)
+    if columns.axis is not None and t.ndim == 3:
+        of_column = t[columns.axis.to(t.device)].movedim(0, -1)
         angles = of_column.to(dtype) * inv_freq[..., pair]
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
     else:
-        angles = positions.unsqueeze(-1).to(dtype) * inv_freq
+        angles = t.unsqueeze(-1).to(dtype) * inv_freq
         cos, sin = ((f(angles) * scaling)[..., pair] for f in (torch.cos, torch.sin))
     if columns.complex:
         return torch.complex(cos, sin).to(like.dtype)
+    if cos.ndim < like[0].ndim:  # axes kept separate, and all are equal
+        cos, sin = cos.expand(like[0].shape), sin.expand(like[0].shape)
     return cos.to(like[0].dtype), sin.to(like[1].dtype)
 
 
@@ -164,7 +157,8 @@ class SequenceForward(context.ForwardContext):
     # as in Started: frequencies, and lengths of documents that start here, [rows, tokens]
     packed: tuple[dict[tuple, Any], Tensor] | None = None
 
-    def _start(self, positions: Tensor) -> Started:
+    def begin(self, positions: Tensor) -> Started:
+        """Find the sequences from ``positions``, the model's position ids."""
         filled, old = self.filled, self.started
         positions = positions.amax(0) if positions.ndim == 3 else positions
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
@@ -173,7 +167,7 @@ class SequenceForward(context.ForwardContext):
         lengths = documents(positions, *read(self.mask, filled, self.tokens))
         of_row = lengths[:, -1]
         if self.traced:
-            self.require((of_row > 0).all(), RuntimeError, _EMPTY)
+            torch._assert_async((of_row > 0).all(), _EMPTY)
             self.packed = {}, lengths
             return Started(self.patch.method, of_row.cpu(), self.tokens)
         packed = ((lengths != of_row[:, None]) & (lengths > 0)).any()
@@ -196,30 +190,6 @@ class SequenceForward(context.ForwardContext):
         if bool((of_row == of_row[0]).all()):
             of_row = of_row[:1]
         return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
-
-    def frequencies(
-        self, site: RotarySite, positions: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
-
-        Rows and tokens are 1 where all are equal. The first call finds the sequences from
-        ``positions``, the model's position ids.
-        """
-        if self.started is None or not self.started.begun:
-            self.started = self._start(positions)
-        key = (site.name, site.layer_type, positions.device, dtype)
-        # If stored on a cache, later forwards of its sequences reuse them, including graphs.
-        tables = [(self.started.made, self.started.lengths[:, None])]
-        if self.packed is not None and self.packed[1].shape[1] == positions.shape[-1]:
-            tables.append(self.packed)
-        for made, lengths in tables:
-            if key not in made:
-                inv_freq, scaling = self.patch.at_lengths(site, lengths.flatten().cpu().double())
-                made[key] = (
-                    inv_freq.unflatten(0, lengths.shape).to(positions.device, dtype),
-                    scaling.view(*lengths.shape, 1).to(positions.device, dtype),
-                )
-        return tables[-1][0][key]
 
 
 def read(mask: Any, filled: int, tokens: int) -> tuple[Tensor | None, Tensor | None]:
@@ -264,7 +234,7 @@ def documents(positions: Tensor, real: Tensor | None, edges: Tensor | None) -> T
     return torch.zeros_like(positions).scatter_reduce(1, start, count, "amax").gather(1, start)
 
 
-class Sequences:
+class Sequences(context.Tracker):
     """Keeps the frequencies of every sequence fixed from its first token to its last.
 
     Continued sequences are recorded on their cache; new ones are found from positions and mask.
@@ -282,27 +252,46 @@ class Sequences:
             f"positions of each; {self.cure}, or call generate with a padded batch"
         )
         context.refuse_continuous_batching(place.model, self.unbatched, changes)
-        begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
-        end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
-        changes += [begin.remove, end.remove]
+        self.track(decoder, changes)
         wrap(place.model, "generate", self.generate, changes)
         wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
-    def frequencies(
-        self, site: RotarySite, positions: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return those of the forward in progress, whose position ids are ``positions``."""
-        forward = context.current(self)
+    @property
+    def patch(self) -> Any:
+        return self
+
+    @context.as_forward
+    def frequencies(self, site: RotarySite, t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Frequencies ``[rows, tokens, pairs]`` and scaling ``[rows, tokens, 1]``.
+
+        They are those of the forward in progress, whose position ids are ``t``. Rows and tokens are
+        1 where all are equal.
+        """
+        forward: SequenceForward | None = context.current(self)
         if forward is None:
             raise UnsupportedModelError(
                 f"a rotary module was run by itself, or again by gradient checkpointing, and "
                 f"{self.method.name} follows the sequences of whole forwards; run the whole model, "
                 f"without checkpointing, or {self.cure}"
             )
-        return forward.frequencies(site, positions, dtype)
+        if forward.started is None or not forward.started.begun:
+            forward.started = forward.begin(t)
+        key = (site.name, site.layer_type, t.device, dtype)
+        # If stored on a cache, later forwards of its sequences reuse them, including graphs.
+        tables = [(forward.started.made, forward.started.lengths[:, None])]
+        if forward.packed is not None and forward.packed[1].shape[1] == t.shape[-1]:
+            tables.append(forward.packed)
+        for made, lengths in tables:
+            if key not in made:
+                inv_freq, scaling = self._at_lengths(site, lengths.flatten().cpu().double())
+                made[key] = (
+                    inv_freq.unflatten(0, lengths.shape).to(t.device, dtype),
+                    scaling.view(*lengths.shape, 1).to(t.device, dtype),
+                )
+        return tables[-1][0][key]
 
-    def at_lengths(self, site: RotarySite, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def _at_lengths(self, site: RotarySite, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """``[lengths, pairs]`` and ``[lengths]``, float64."""
         method: Any = self.method  # dynamic methods compute frequencies and scaling by length
         inv_freq = method.inv_freq_at(site.rope, lengths)
@@ -311,17 +300,9 @@ class Sequences:
         inv_freq = torch.where(same, site.loaded.double(), inv_freq)
         return inv_freq, method.attention_scaling_at(site.rope, lengths) * site.scaling
 
-    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Decoder pre-hook: starts a forward."""
-        given = context.arguments(decoder, args, kwargs)
-        compiles = torch.compiler.is_compiling() and not context.is_exporting()
-        if not (compiles and self._trace(decoder, given)):
-            self._begin(given)
-
-    def _trace(self, decoder: nn.Module, given: dict[str, Any]) -> bool:
-        """Start a forward in tensors, and return whether they can express it."""
-        if context.is_paged(given) or context.is_sharded() or context.runs_layers_again(decoder):
-            return False
+    def trace(self, given: dict[str, Any]) -> SequenceForward | None:
+        if context.is_exporting():
+            return None
         rows, tokens = context.shape_of(given)
         cache, stored = context.cache_among(given), None
         filled = 0 if cache is None else cache.get_seq_length()
@@ -331,23 +312,21 @@ class Sequences:
         if isinstance(filled, Tensor) or filled:
             stored = getattr(cache, context.NOTE, None)
             if stored is None or stored.patch is not self.method or not stored.begun:
-                return False
+                return None
             if len(stored.lengths) not in (1, rows):
-                return False
+                return None
             if isinstance(filled, Tensor):
                 if tokens > 1:  # may be the first tokens of a cache that was reset
-                    return False
+                    return None
                 torch._assert_async(filled > 0, _FILLED)
         elif context.current(self.requests) is not None:
-            return False  # the lengths of its sequences have to be read
+            return None  # the lengths of its sequences have to be read
         forward = SequenceForward(self, rows, tokens, 0, None, True)
         forward.started, forward.mask = stored, given.get("attention_mask")
-        context.forward_context.stack.append(forward)
-        return True
+        return forward
 
     @context.run_eagerly()
-    def _begin(self, given: dict[str, Any]) -> None:
-        """Start a forward whose values can be read."""
+    def start(self, given: dict[str, Any]) -> None:
         name = self.method.name
         context.refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
         refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
@@ -398,18 +377,10 @@ class Sequences:
             )
         return stored
 
-    def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Decoder hook: records the sequences on the cache, which the decoder may have created."""
-        context.run(self, self._end, output)
-
-    def _end(self, output: Any) -> None:
-        forward: SequenceForward | None = context.current(self)
-        if forward is None:  # an error was raised before it started
-            return
-        context.forward_context.stack.remove(forward)
+    def finish(self, forward: SequenceForward, output: Any) -> None:
         if forward.started is None or output is None:
             return
-        for cache in (forward.cache, *context.caches_in(output)):
+        for cache in (forward.cache, *context.caches_in(output)):  # the decoder may create one
             if cache is not None and getattr(cache, context.NOTE, None) is not forward.started:
                 setattr(cache, context.NOTE, forward.started)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 
@@ -28,9 +28,8 @@ _REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_fre
 class Columns:
     """The column layout of a rotary module's output."""
 
-    pair: torch.Tensor  # pair index of each output column, int64, [columns]
-    # the position axis of each column, for embeddings with several axes; else None
-    axis: torch.Tensor | None
+    pair: Tensor  # pair index of each output column, int64, [columns]
+    axis: Tensor | None  # position axis of each column, for embeddings with several axes
     complex: bool  # whether the output is one complex tensor instead of cosine and sine
 
 
@@ -49,9 +48,9 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
     axes = torch.stack((positions, positions + 40, positions + 90))
     extra = {} if layer_type is None else {"layer_type": layer_type}
     columns = error = None
-    for shape, ids in (("one", positions), ("three", axes)):
+    x = torch.zeros(1, positions.shape[-1], 1, dtype=torch.float32, device="cpu")
+    for ids in (positions, axes):
         try:
-            x = torch.zeros(1, ids.shape[-1], 1, dtype=torch.float32, device="cpu")
             output = twin(x, position_ids=ids, **extra)
         except Exception as raised:
             error = raised
@@ -59,7 +58,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
         found = _read(output, ids, inv_freq, scaling)
         if found is not None and (columns is None or found.axis is not None):
             columns = found
-        elif found is None and shape == "one":
+        elif found is None and ids is positions:
             break
     if columns is None:
         reason = f" ({error})" if error else ""
@@ -73,16 +72,13 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
     return columns
 
 
-def _twin(
-    module: nn.Module, layer_type: str | None, inv_freq: torch.Tensor, scaling: float
-) -> nn.Module:
+def _twin(module: nn.Module, layer_type: str | None, inv_freq: Tensor, scaling: float) -> nn.Module:
     """Return a shallow copy on the CPU, without hooks, with other frequencies and scaling."""
     prefix = f"{layer_type}_" if layer_type else ""
     twin = copy.copy(module)
     for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate wraps forward
         twin.__dict__.pop(name, None)
-    twin._forward_hooks = OrderedDict()
-    twin._forward_pre_hooks = OrderedDict()
+    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
     own = {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
     twin._buffers = {k: inv_freq.float() if k in own else v for k, v in module._buffers.items()}
     twin.__dict__[f"{prefix}attention_scaling"] = scaling
@@ -91,9 +87,9 @@ def _twin(
     return twin
 
 
-def _read(output: Any, ids: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> Columns | None:
+def _read(output: Any, ids: Tensor, inv_freq: Tensor, scaling: float) -> Columns | None:
     """Return the layout of ``output``; None if it is not scaling * cos/sin of ids * inv_freq."""
-    is_complex = isinstance(output, torch.Tensor) and output.is_complex()
+    is_complex = isinstance(output, Tensor) and output.is_complex()
     parts = (output.real, output.imag) if is_complex else output
     if not isinstance(parts, tuple) or len(parts) != 2 or parts[0].shape != parts[1].shape:
         return None

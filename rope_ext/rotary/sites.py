@@ -36,30 +36,23 @@ class RotarySite:
     name: str  # path of the rotary module in the model
     module: nn.Module  # the rotary module
     layer_type: str | None  # layer type that it serves if the module has several sets, else None
+    prefix: str  # of the names of its buffers: that layer type and an underscore, or nothing
     rope: Rope  # the embedding that the checkpoint was trained with
-    # the checkpoint's frequencies, float32 on the CPU, [pairs]: from the buffer, or rebuilt if a
-    # cast has rounded it
-    loaded: Tensor
+    loaded: Tensor  # float32 on the CPU, [pairs]: from its buffer, or rebuilt if a cast rounded it
     scaling: float  # factor of cosine and sine in the checkpoint
     rope_type: str  # transformers' name for the checkpoint's scaling
     local: bool  # whether only sliding-window layers use it
     shared: bool  # whether layers with and without a sliding window use it
     columns: Columns  # the verified layout of the module's output
     settings: RopeSettings  # RoPE settings in the configuration when it was found
-    # latent attention layers whose softmax scale includes the checkpoint's factor
-    # (mscale_all_dim); further factors are applied there, too
+    # latent attention layers whose softmax scale has the checkpoint's factor (mscale_all_dim)
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False  # whether a cast has rounded the buffer
     # with compose="raise", the checkpoint's own rope_parameters entry with the larger factor, and
     # the resulting length in tokens. The other fields then describe the unscaled embedding
     raised: tuple[Mapping[str, Any], int] | None = None
-    # patched buffer values, float32 on the CPU, by name; empty if transformers changes the
-    # buffers itself
+    # patched buffers by name, float32 on the CPU; none if transformers changes them itself
     values: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.layer_type}_" if self.layer_type else ""
 
     @property
     def buffer(self) -> str:
@@ -86,14 +79,10 @@ class RotarySite:
         to cosine and sine, with the checkpoint's own, unless the checkpoint includes it in the
         softmax scale of its layers (:attr:`baked`), which also scales columns that do not rotate.
         """
-        on_rotation, on_softmax = self.scaling, 1.0
-        for method in methods:
-            number = method.attention_scaling(self.rope)
-            if self.baked:
-                on_softmax *= number
-            else:
-                on_rotation *= number
-        return on_rotation, on_softmax
+        numbers = [method.attention_scaling(self.rope) for method in methods]
+        if self.baked:
+            return self.scaling, math.prod(numbers, start=1.0)
+        return math.prod(numbers, start=self.scaling), 1.0
 
     def under(self, method: FrequencyMethod) -> tuple[Tensor, float]:
         """Frequencies (float64, ``[pairs]``) and scaling under ``method``."""
@@ -168,10 +157,13 @@ def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
     return cast("Any", decoder).get_input_embeddings()
 
 
-def input_device(decoder: nn.Module) -> torch.device:
-    """Return the device for token ids; the CPU if offloaded, since hooks move inputs."""
+@torch.no_grad()
+def run(decoder: nn.Module, tokens: Tensor, use_cache: bool = False) -> Any:
+    """Run ``decoder`` on token ids, ``[rows, tokens]``, in evaluation mode."""
     device = vocabulary_of(decoder).weight.device
-    return torch.device("cpu") if device.type == "meta" else device
+    tokens = tokens.to("cpu" if device.type == "meta" else device)  # if offloaded, hooks move them
+    with evaluating(decoder):
+        return decoder(input_ids=tokens, use_cache=use_cache)
 
 
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
@@ -196,11 +188,9 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     return sites
 
 
-def chosen_sites(
-    decoder: nn.Module, sites: list[RotarySite], sliding_layers: str
-) -> list[RotarySite]:
+def chosen_sites(decoder: nn.Module, sites: list[RotarySite], sliding: str) -> list[RotarySite]:
     """Return the sites to scale; raises UnsupportedModelError if all serve only windowed layers."""
-    if sliding_layers == "scale":
+    if sliding == "scale":
         return sites
     chosen = [site for site in sites if not site.local]
     if not chosen:
@@ -243,13 +233,12 @@ def _site(
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     columns = prove(decoder, module, layer_type, len(loaded))
+    length = trained_length(config) if length is None else length
     if length is None:
-        length = trained_length(config)
-        if length is None:
-            raise UnsupportedModelError(
-                f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so "
-                f"the trained length is unknown; pass original_max_position_embeddings=TOKENS"
-            )
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
+            f"trained length is unknown; pass original_max_position_embeddings=TOKENS"
+        )
     if not 2 <= length <= MOST_TOKENS:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
@@ -266,6 +255,7 @@ def _site(
         name=name,
         module=module,
         layer_type=layer_type,
+        prefix=prefix,
         rope=Rope(theta, float(base), length),
         loaded=loaded,
         scaling=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
@@ -315,8 +305,7 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> T
     """Return the frequencies that a buffer was loaded with, float32 on the CPU.
 
     They are rebuilt if the buffer is on the meta device, or was rounded by a cast to bfloat16 or
-    float16, which a cast back to float32 does not undo. Other values were set on purpose and are
-    used unchanged.
+    float16, which a cast back does not undo. Other values were set on purpose and stay.
     """
     value = module.get_buffer(name).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_ext.rotary.sites import RotarySite
 
@@ -65,6 +65,9 @@ class Hooked:
     their class, a graph compiled without the hook would be reused for them.
     """
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # copies and pickles keep the mark
+        return _rebuild, type(self).__bases__[1:], vars(self)
+
 
 def mark_hooked(module: Any, changes: Changes) -> None:
     """Replace a module's class with a subclass of the same name until ``changes`` are undone."""
@@ -76,11 +79,8 @@ def mark_hooked(module: Any, changes: Changes) -> None:
 
 @functools.cache
 def _hooked(cls: type) -> type:
-    def reduce(self: Any, protocol: int) -> tuple:  # copies and pickles keep the mark
-        return _rebuild, (cls,), self.__dict__
-
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (Hooked, cls), {**names, "__reduce_ex__": reduce})
+    return type(cls.__name__, (Hooked, cls), names)
 
 
 def _rebuild(cls: type) -> Any:
@@ -107,7 +107,7 @@ def guard_buffers(site: RotarySite, changes: Changes) -> None:
             _put(module, name, site.loaded)
 
 
-def write_buffers(site: RotarySite, inv_freq: torch.Tensor, scaling: float) -> None:
+def write_buffers(site: RotarySite, inv_freq: Tensor, scaling: float) -> None:
     """Write ``inv_freq`` (float32, CPU, ``[pairs]``) and ``scaling`` to a guarded rotary module.
 
     The values survive ``.to(dtype)``, ``.half()``, ``.to_empty()`` and pickling: they are rewritten
@@ -136,7 +136,7 @@ def grow_buffers(site: RotarySite, changes: Changes) -> None:
         module.rope_type = "dynamic"
 
 
-def _restore(site: RotarySite, buffers: dict[str, torch.Tensor]) -> None:
+def _restore(site: RotarySite, buffers: dict[str, Tensor]) -> None:
     for name, value in buffers.items():
         materialized = value.is_meta and not site.module.get_buffer(name).is_meta
         _put(site.module, name, site.loaded if materialized else value)
@@ -156,7 +156,7 @@ def _rewrite(site: RotarySite) -> None:
 
 
 @torch.no_grad()
-def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
     """Write a buffer, in place if possible, since compiled graphs keep its memory address."""
     buffer = module.get_buffer(name)
     replaced = buffer.is_meta or buffer.is_inference()

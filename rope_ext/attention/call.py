@@ -64,7 +64,6 @@ class Pairs:
         to = x.dtype if dtype is None else dtype
         first, second = self.first, self.second
         a, b = x[..., first], x[..., second]
-        wide = torch.promote_types(x.dtype, cos.dtype)
         turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
         if (
             isinstance(first, slice)
@@ -75,8 +74,8 @@ class Pairs:
             if first.start == 0 and second.stop == x.shape[-1]:
                 return torch.cat(turned, dim=-1).to(to)
             parts = x[..., : first.start], *turned, x[..., second.stop :]
-            return torch.cat([part.to(wide) for part in parts], dim=-1).to(to)
-        out = x.to(wide, copy=True)
+            return torch.cat([part.to(turned[0].dtype) for part in parts], dim=-1).to(to)
+        out = x.to(turned[0].dtype, copy=True)
         out[..., first], out[..., second] = turned
         return out.to(to)
 

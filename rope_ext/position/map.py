@@ -14,7 +14,7 @@ from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.methods.kinds import at
-from rope_ext.methods.temperature import SSMax
+from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position.layers import Layout
 from rope_ext.rotary.context import cached_on_device
 from rope_ext.rotary.sites import RotarySite
@@ -142,20 +142,22 @@ class PositionMap:
         return made
 
     @functools.cached_property
+    def _tempered(self) -> Temperature | None:
+        return self.method.tempered(self.rope)
+
+    @property
     def learned_temperature(self) -> SSMax | None:
         """The temperature, if heads learn its scale; layers apply it to their queries."""
-        made = self.method.tempered(self.rope)
-        return made if isinstance(made, SSMax) else None
+        return self._tempered if isinstance(self._tempered, SSMax) else None
 
     def temperature(self, t: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return factors of queries at positions ``t``, ``[tokens]``; None if all are 1.
 
         Excludes :attr:`learned_temperature`.
         """
-        if self.learned_temperature is not None:
+        if self._tempered is None or isinstance(self._tempered, SSMax):
             return None
-        made = self.method.query_scaling(t.double().clamp(min=0), self.rope)
-        return None if made is None else made.to(dtype)
+        return self._tempered.at(t.double().clamp(min=0)).to(dtype)
 
     @functools.cached_property
     def _rotations(self) -> dict[tuple[Layout, int | None], BandRotations]:

@@ -131,8 +131,7 @@ def _block(
     query = query[:, :, rows]
     (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
     grouped = heads // kv_heads * count
-    cast = query.device.type == "cpu" or call.growth is not None
-    to = wide(query) if cast else query.dtype
+    to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
     found, block = [], None
     encoding, given = call.scores and call.scores[0], dict(zip(names, learned, strict=True))
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
@@ -146,8 +145,6 @@ def _block(
     for band, (keys, seen) in parts:
         q = call.pairs.rotate(query, part_of(band.query, rows), to)
         k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
-        if call.growth is not None:
-            q, k = _faded(q, k, call, places, rows, keys)
         q = q.reshape(batch, kv_heads, grouped, q.shape[-1])  # no key is read twice
         # Not always contiguous: on a GPU, products are computed transposed.
         logits = _logits(q, k).reshape(batch, heads, count, k.shape[2]) * call.scale
@@ -195,26 +192,6 @@ def _block(
         some = [seen.any(-1, keepdim=True) for _, (_, seen) in parts if seen is not None]
         out = out * torch.stack(torch.broadcast_tensors(*some)).any(0)
     return out
-
-
-def _faded(
-    query: Tensor, key: Tensor, call: Call, places: Places, rows: slice, keys: slice
-) -> tuple[Tensor, Tensor]:
-    """Apply a :class:`Call`'s ``growth``, from a position close to the queries on.
-
-    It cancels in their products. Factors of distant keys, which vanish, stay normal numbers.
-    """
-    t = places.query[..., rows].double()
-    middle = (t.amin(-1, keepdim=True) + t.amax(-1, keepdim=True)) / 2
-    most = 1e35 if query.dtype == torch.float32 else 1e300
-
-    def turned(x: Tensor, t: Tensor, growth: Tensor | None) -> Tensor:
-        numbers = ((t - middle).unsqueeze(-1) * growth).exp().clamp(1 / most, most).to(x.dtype)
-        numbers = numbers if t.dim() == 1 else numbers[:, None]
-        return call.pairs.rotate(x, (numbers, torch.zeros_like(numbers)))
-
-    of_key = places.key[..., keys].double()
-    return turned(query, t, call.growth), turned(key, of_key, -call.growth)
 
 
 def _logits(query: Tensor, key: Tensor) -> Tensor:

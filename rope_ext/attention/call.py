@@ -98,8 +98,6 @@ class Call:
         sinks: one extra logit per head, ``[heads]``, which is in the softmax but has no value.
         bias: added to the logits by distance, after the soft cap: ``[heads, distances]``, from
             distance 0 on, finite, float32 or better; larger distances use the last entry.
-        growth: growth of the logarithm of a query's pairs, and decrease of that of a key's, per
-            token: float64, ``[pairs]``, 0 or less, so that logits fall with the distance.
         scores: an encoding whose ``logits`` take the place of the logits after the soft cap, and
             the parameters that it is given.
     """
@@ -111,7 +109,6 @@ class Call:
     softcap: float | None = None
     sinks: Tensor | None = None
     bias: Tensor | None = None
-    growth: Tensor | None = None
     scores: tuple[Any, Mapping[str, Tensor]] | None = None
 
 

@@ -93,7 +93,7 @@ def chosen(
         if why is None:
             return kernel, None
         refused[kernel] = why
-    said = card is not None and call.scores is None and call.growth is None
+    said = card is not None and call.scores is None
     return "reference", "; ".join(map(": ".join, refused.items())) if said else None
 
 
@@ -101,7 +101,7 @@ def refusal(
     kernel: str, query: Tensor, value: Tensor, call: Call, card: cards.Card | None
 ) -> str | None:
     """Return why ``"flash"`` or ``"flex"`` does not support a call; None if it does."""
-    if call.scores is not None or call.growth is not None:
+    if call.scores is not None:
         return "the encoding makes the logits itself"
     if kernel == "flash":
         return flash.refusal(query, value, call, card)

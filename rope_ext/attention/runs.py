@@ -3,6 +3,7 @@
 This reads positions, which is not possible in a graph.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -67,3 +68,13 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
         )
         for (begin, stop, start), of_run in found.items()
     ]
+
+
+def within(found: list[Run], reach: int | None) -> Iterator[Run]:
+    """Split runs so that each has at most ``reach`` queries."""
+    for run in found:
+        begin, end = run.queries.start, run.queries.stop
+        for first in range(begin, end, reach or end - begin):
+            last = min(first + (reach or end - begin), end)
+            keys = slice(run.keys.start, run.keys.stop - (end - last))
+            yield run._replace(keys=keys, queries=slice(first, last))

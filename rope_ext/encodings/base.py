@@ -155,7 +155,10 @@ class Encoding(PositionMethod):
         return None
 
     def growth(self, pairs: int) -> Tensor | None:
-        """``growth`` of :class:`rope_ext.attention.call.Call`, ``[pairs]``; None: no growth."""
+        """Growth of the logarithm of a query, and decrease of that of a key, per token.
+
+        Float64, ``[pairs]``, 0 or less, so that logits fall with the distance. None: no growth.
+        """
         return None
 
     def initial(self, heads: Heads) -> dict[str, Tensor]:

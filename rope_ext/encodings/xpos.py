@@ -26,7 +26,7 @@ class XPos(Encoding):
     name = "xpos"
     summary = "RoPE whose pairs decay with the distance; needs training"
 
-    gamma: Annotated[float, Number(minimum=1e-3, maximum=1e3)] = 0.4
+    gamma: Annotated[float, Number(above=0, maximum=1e3)] = 0.4
     scale_base: Annotated[float, Number(minimum=16)] = 512.0
 
     def bands(self) -> tuple[Band, ...]:

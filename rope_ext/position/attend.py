@@ -102,8 +102,7 @@ def _attend(
     layout = None if layer is None or layer.window is not None else layer.layout
     pairs = _NO_PAIRS if layout is None else layout.pairs
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    growth = None if layout is None else layer.map.growth(layout.site, query.device)
-    call = Call((), pairs, scale, softcap=softcap, sinks=s_aux, growth=growth)
+    call = Call((), pairs, scale, softcap=softcap, sinks=s_aux)
     asked = Asked(module, layer, query, key, value, call, attention_mask, dropout, kwargs)
     forward = None if layer is None else current(layer.map)
     if forward is not None and forward.traced:

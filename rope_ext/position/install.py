@@ -137,10 +137,9 @@ class Installed(context.Tracker):
             device = getattr(layout.site.module, layout.site.buffer).device
             if device.type != "meta":  # copied there now, since graphs cannot cache a copy
                 position_map.inv_freq(layout.site, device)
-                position_map.growth(layout.site, device)
                 context.cached_on_device(layout.site.columns, "pair", device)
-                for table in (by for _, *both in layer.rotations for by in both):
-                    context.cached_on_device(table, "inv_freq", device)
+                for rotations in (by for _, *both in layer.rotations for by in both):
+                    context.cached_on_device(rotations, rotations.cached, device)
 
     def unbatched(self) -> str:
         """Error message for continuous batching, with the alternative."""

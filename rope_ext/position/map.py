@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,9 @@ from rope_ext.position.layers import Layout
 from rope_ext.rotary.context import cached_on_device
 from rope_ext.rotary.sites import RotarySite
 
+Origin = int | Tensor
+"""A position close to the queries: one for all rows, or one per row, ``[rows, 1]``."""
+
 
 class RotationTable:
     """Cosines and sines of ``to(t) - stored(t)`` for t = 0, 1, 2, ..., computed once on demand.
@@ -27,13 +31,15 @@ class RotationTable:
     ``inv_freq``, ``[pairs]``.
     """
 
+    cached = "inv_freq"  # of which each device keeps a copy
+
     def __init__(self, to: Map, stored: Map, inv_freq: Tensor) -> None:
         self.to, self.stored, self.inv_freq = to, stored, inv_freq
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
 
-    def at(self, t: Tensor, dtype: torch.dtype) -> Rotation:
+    def at(self, t: Tensor, dtype: torch.dtype, origin: Origin = 0) -> Rotation:
         """For any positions, ``[tokens, pairs]``."""
         if self.idle:
             return None
@@ -42,7 +48,9 @@ class RotationTable:
         angles = by.to(self.inv_freq.dtype) * cached_on_device(self, "inv_freq", t.device)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def between(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> Rotation:
+    def between(
+        self, first: int, last: int, device: torch.device, dtype: torch.dtype, origin: Origin = 0
+    ) -> Rotation:
         """For the positions from ``first`` to ``last - 1``; one row if all are equal."""
         if self.idle:
             return None
@@ -58,7 +66,45 @@ class RotationTable:
         return made[0][first:last], made[1][first:last]
 
 
-BandRotations = list[tuple[Geometry, RotationTable, RotationTable]]
+class Decay:
+    """Factors ``exp(growth (t - origin))`` instead of cosines: pairs are scaled, not rotated.
+
+    ``growth`` is that of the logarithm per token, ``[pairs]``. Queries and keys have opposite ones,
+    so the origin cancels in their products. It must be close to the queries: then the factors of
+    queries and of the keys they see are at most :attr:`MOST`, representable in any dtype, and those
+    of distant keys vanish. In float64 queries may be :attr:`MOST_REACHES` times as far apart.
+    """
+
+    cached = "growth"
+    idle = False
+    MOST = 16.0
+    MOST_REACHES = 250
+    _LEAST = 1e-26  # negligible times MOST, and not a subnormal number
+
+    def __init__(self, growth: Tensor) -> None:
+        self.growth = growth
+
+    @classmethod
+    def reach(cls, growth: Tensor) -> int:
+        """Maximum distance in tokens between queries that share an origin in their middle."""
+        return max(1, math.floor(2 * math.log(cls.MOST) / float(growth.abs().max())))
+
+    def at(self, t: Tensor, dtype: torch.dtype, origin: Origin = 0) -> tuple[Tensor, Tensor]:
+        """For any positions, ``[tokens, pairs]``."""
+        growth = cached_on_device(self, "growth", t.device)
+        numbers = ((t - origin).double().unsqueeze(-1) * growth).exp()
+        if dtype != torch.float64:  # keys after the last query: no query sees them
+            numbers = numbers.clamp(self._LEAST, 2 * self.MOST).to(dtype)
+        return numbers, torch.zeros_like(numbers)
+
+    def between(
+        self, first: int, last: int, device: torch.device, dtype: torch.dtype, origin: Origin = 0
+    ) -> tuple[Tensor, Tensor]:
+        """For the positions from ``first`` to ``last - 1``."""
+        return self.at(torch.arange(first, last, device=device), dtype, origin)
+
+
+BandRotations = list[tuple[Geometry, RotationTable | Decay, RotationTable | Decay]]
 """For each band: its visible keys, and the rotations of queries and keys."""
 
 
@@ -104,22 +150,13 @@ class PositionMap:
 
     @functools.cached_property
     def _constants(self) -> dict[RotarySite, SimpleNamespace]:
-        return {
-            site: SimpleNamespace(inv_freq=x, growth=self.encoding.growth(len(x)))
-            for site, (x, _) in self.frequencies.items()
-        }
+        return {site: SimpleNamespace(inv_freq=x) for site, (x, _) in self.frequencies.items()}
 
     @functools.cached_property
     def reach(self) -> int | None:
-        """Largest distance of queries in tokens at which ``growth`` fits float32; None: none."""
+        """Maximum distance in tokens between queries that are rotated together; None: no limit."""
         growth = self.encoding.growth(1)
-        return None if growth is None else int(80 / -float(growth))
-
-    def growth(self, site: RotarySite, device: torch.device) -> Tensor | None:
-        """:attr:`rope_ext.attention.call.Call.growth`, cached on the device."""
-        if self._constants[site].growth is None:
-            return None
-        return cached_on_device(self._constants[site], "growth", device)
+        return None if growth is None else Decay.reach(growth)
 
     def rotations(self, layout: Layout, window: int | None = None) -> BandRotations:
         """Return each band's geometry and the rotations of queries and keys.
@@ -130,10 +167,14 @@ class PositionMap:
         if made:
             return made
         inv_freq = self.frequencies[layout.site][0]
+        growth = self.encoding.growth(len(inv_freq))
         inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
         if window is not None:
             idle = RotationTable(0, 0, inv_freq)
             made.append((Distance(0, window), idle, idle))
+        elif growth is not None:
+            of_query, of_key = Decay(growth), Decay(-growth)
+            made += [(band.geometry, of_query, of_key) for band in self.bands]
         else:
             for band in self.bands:
                 both = band.query, band.key

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from rope_ext.attention import bands as plain
 from rope_ext.attention import decode, dispatch
 from rope_ext.attention.call import Call, Places, RotatedBand, Rotation, each_table, part_of, wide
-from rope_ext.attention.runs import BACK, Run, goes_back
+from rope_ext.attention.runs import BACK, Run, goes_back, within
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import Distance
 from rope_ext.position import learned
 from rope_ext.position.forward import FEW, PositionForward, in_cache, once
 from rope_ext.position.layers import Layout
-from rope_ext.position.map import BandRotations, PositionMap, RotationTable
+from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.rotary import context
 
@@ -41,7 +41,7 @@ BEYOND = (
 
 def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward | None:
     """Create the forward for these arguments in tensors; None if tensors cannot express it."""
-    encoding = position_map.encoding
+    encoding, reach = position_map.encoding, position_map.reach
     if encoding.computes_positions() or encoding.entered or position_map.include_sliding:
         return None
     if context.forward_context.look is not None or given.get("output_attentions"):
@@ -63,9 +63,9 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
             return None
         if count > FEW and torch.is_grad_enabled():
             return None
-    if position_map.reach is not None or encoding.scored():
+    if reach is not None or encoding.scored():
         regular = False  # kernels for many queries do not support these as tensors
-        if count > FEW:
+        if count > min(FEW, reach or FEW):
             return None
     forward.regular, forward.exported = regular, context.is_exporting()
     if padding is not None:
@@ -166,8 +166,8 @@ class Step:
         whole: bool = False,
     ) -> None:
         self.forward, self.rotations, self.offset = forward, layer.rotations, offset
-        self.tempered = layer.window is None
-        self.few = not forward.regular and forward.tokens <= FEW
+        self.tempered, reach = layer.window is None, forward.map.reach
+        self.few = not forward.regular and forward.tokens <= min(FEW, reach or FEW)
         self.made: dict[Any, Any] = {}
         if mask is None:
             return
@@ -200,12 +200,13 @@ class Step:
         return plain.attend(dense.query, dense.key, value, dense.call, dense.places)
 
     def _in_runs(self, dtype: torch.dtype) -> list[tuple[Run, list[RotatedBand]]]:
-        """Return the runs with their bands."""
+        """Return the runs with their bands, split where queries have to be rotated together."""
         if ("runs", dtype) not in self.made:
-            made, given = [], (self.forward.device, dtype)
-            for run in self.runs or []:
+            reach, made = self.forward.map.reach, []
+            for run in within(self.runs or [], reach):
                 end = run.start + run.keys.stop - run.keys.start
                 begin = end - (run.queries.stop - run.queries.start)
+                given = self.forward.device, dtype, (begin + end - 1) // 2 if reach else 0
                 bands = [
                     RotatedBand(x, q.between(begin, end, *given), k.between(run.start, end, *given))
                     for x, q, k in self.rotations
@@ -234,10 +235,11 @@ class Step:
         apart = forward.distances if forward.begins else forward.tokens
         if reach is not None and apart > reach:
             query, key, dtype = query.double(), key.double(), torch.float64
-            if apart > 15 * reach:  # factors up to e^600
+            if apart > Decay.MOST_REACHES * reach:
                 raise UnsupportedModelError(
                     f"positions of one forward lie {apart} tokens apart, too far for the decay of "
-                    f"{forward.map.named}; give it position ids that are at most {15 * reach} apart"
+                    f"{forward.map.named}; give it position ids that are at most "
+                    f"{Decay.MOST_REACHES * reach} apart"
                 )
         call = replace(call, bands=self._bands(dtype, apart=True))
         return Dense(self._scaled(query), key, call, self._places())
@@ -249,7 +251,7 @@ class Step:
             return False
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
-        if call.scores is not None or forward.apart or call.growth is not None:
+        if call.scores is not None or forward.apart or forward.map.reach is not None:
             return False
         if forward.begins:  # positions may jump, but the kernel treats them as slots
             return False
@@ -276,15 +278,17 @@ class Step:
             self.made["ranges"] = decode.ranges_of(*given)
         return self.made["ranges"]
 
-    def _at(self, by: RotationTable, t: Tensor, dtype: torch.dtype) -> Rotation:
+    def _at(
+        self, by: RotationTable | Decay, t: Tensor, dtype: torch.dtype, origin: Any = 0
+    ) -> Rotation:
         """Return the rotation of tokens at ``t``, ``[rows or 1, tokens, pairs]``."""
         counted = not self.forward.begins and self.forward.shown is None  # and less than the room
-        if by.idle or self.forward.traced or not counted:
-            return by.at(t, dtype)
+        if by.idle or self.forward.traced or isinstance(by, Decay) or not counted:
+            return by.at(t, dtype, origin)
         made = by.between(0, self.forward.room, t.device, dtype)
         return each_table(made, lambda x: x.expand(*t.shape, -1) if len(x) == 1 else x[t.clamp(0)])
 
-    def _everywhere(self, by: RotationTable) -> Rotation:
+    def _everywhere(self, by: RotationTable | Decay) -> Rotation:
         """Return the rotation of all positions below the room, float32, ``[room, pairs]``."""
         room, device = self.forward.room, self.forward.device
         if self.forward.traced:
@@ -309,11 +313,13 @@ class Step:
         ``apart``: add a dimension for heads, or drop that of rows if all rows are equal.
         """
         if (name := ("bands", dtype, apart)) not in self.made:
-            query, key = self.forward.query, self.forward.key[:, self.offset :]
+            query, key, middle = self.forward.query, self.forward.key[:, self.offset :], 0
+            if self.forward.map.reach is not None and apart:
+                middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2
             flat: list[Tensor] = []
             for _, *both in self.rotations:
                 for by, t in zip(both, (query, key), strict=True):
-                    flat += self._at(by, t, dtype) or ()
+                    flat += self._at(by, t, dtype, middle) or ()
             if apart:
                 flat = [x[0] if len(x) == 1 else x[:, None] for x in once(flat)]
             elif self.forward.regular:

@@ -55,15 +55,17 @@ def away(model: PreTrainedModel, ids: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_cached_decoding_equals_recomputation_under_every_patch(
     name: str,
     dtype: torch.dtype,
     load: Callable[[str, torch.dtype], PreTrainedModel],
     ids: torch.Tensor,
 ) -> None:
+    # Not in float32, whose rounding a drawn bias amplifies at some lengths tenfold, at others not.
     model = load(name, dtype)
     unpatched, found = away(model, ids), {}
+    bound = 1e-9 if dtype == torch.float64 else 3 * unpatched
     assert math.isfinite(unpatched)
     for method, options in PATCHES.items():
         options = {"original_max_position_embeddings": LENGTH, **options}
@@ -71,5 +73,5 @@ def test_cached_decoding_equals_recomputation_under_every_patch(
         with rope_ext.patched(model, method, **options):
             assert current_patch(model) is not None
             found[method] = away(model, ids)
-    apart = {method: one for method, one in found.items() if not one <= 3 * unpatched}
+    apart = {method: one for method, one in found.items() if not one <= bound}
     assert apart == {}

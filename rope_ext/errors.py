@@ -119,8 +119,11 @@ def optional(package: str, needs: str, extra: str, kind: type[RopeExtError] = Me
     """Import an optional package; raise an error of this kind that says how to install it."""
     try:
         return importlib.import_module(package)
-    except ImportError:
-        raise kind(f'{needs} {package}; install it with: pip install "{extra}"') from None
+    except ImportError as error:
+        there = getattr(error, "name", None) != package
+        broken = f" (it is broken: {first_line(error)})" if there else ""
+        cure = f'install it with: pip install "{extra}"'
+        raise kind(f"{needs} {package}{broken}; {cure}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

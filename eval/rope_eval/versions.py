@@ -14,7 +14,7 @@ from rope_eval.cases import digest
 from rope_ext.version import __version__
 
 PACKAGES = (rope_ext, rope_eval)
-SHOWS = ("advice", "engines", "plots", "reports", "command", "cli.py", "__main__.py")
+SHOWS = ("advice", "engines", "plots", "reports", "command", "cli.py", "__main__.py", "progress.py")
 """Folders and files of both packages that never change outcomes; all others may."""
 
 

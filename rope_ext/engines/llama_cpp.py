@@ -5,7 +5,6 @@ each family follow its ``conversion/*.py`` and ``src/models/*.cpp``. Writing fil
 small models, needs ``gguf``; names of their fields and tensors are in ``gguf.json``.
 """
 
-import dataclasses
 import json
 import math
 import shlex
@@ -91,7 +90,9 @@ def planned(state: Patch, in_file: bool) -> Plan:
     site, scaling = state.scaled[0], base.Scaling.from_patch(state)
     # Not those of the configuration: transformers may build the same from a table only.
     parameters = not_none(state.frequencies).rope_parameters(site.rope)
-    kind = "longrope" if site.scaled else parameters["rope_type"]
+    kind, divisors = "longrope" if site.scaled else parameters["rope_type"], scaling.divisors
+    if kind == "longrope" and not site.scaled and max(divisors) <= min(divisors) * (1 + 1e-6):
+        kind, parameters = "linear", {"factor": divisors[0]}  # tables are read by few
     multiplier, length = scaling.scaling, scaling.rope.length
     keys: dict[str, Any] = {  # No flag, since the unpatched file has it; other files may not.
         f"{architecture}.rope.freq_base": float(scaling.rope.base),
@@ -133,7 +134,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
                 f"architectures only"
             )
     elif reads:
-        table = scaling.divisors
+        table = divisors
     else:
         raise Refusal(
             f"it reads tables of frequencies for the architectures "
@@ -221,12 +222,9 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     elif file is not None:
         source, output, notes = file, f"{Path(file).stem}-long.gguf", ()
     method, site = state.record.method, state.scaled[0]
-    defaults = {f.name: f.default for f in dataclasses.fields(method)}
-    options = {
-        name: value.name if isinstance(value, Method) else value
-        for name, value in method.options().items()
-        if name != "factor" and value != defaults[name]
-    }
+    changed = method.changed() | {"factor": None}
+    del changed["factor"]
+    options = {k: x.name if isinstance(x, Method) else x for k, x in changed.items()}
     again = build_method(method.name, factor=method.factor, **options)
     # Otherwise only the saved patch describes it.
     if saved is None and again == method and not site.scaled and site.raised is None:
@@ -281,7 +279,9 @@ class GGUFFile:
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
         output, gguf = Path(output), _gguf()
-        if not may_replace(output, _MARK) or (output.exists() and output.samefile(self.path)):
+        if output.exists() and output.samefile(self.path):
+            raise ExportError(f"{output} is the input file; give --output another name")
+        if not may_replace(output, _MARK):
             raise ExportError(f"{output} exists and would be lost; give --output another name")
         prefix = f"{self.architecture}.rope.scaling."
         own = ("general.architecture", _MARK, *made.keys)  # set by the writer

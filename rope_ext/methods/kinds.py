@@ -79,7 +79,10 @@ class Method(Checked):
     def check(self, length: int | None = None) -> None:
         """Raise an OptionError if nothing is extended; ``length``: trained length, if known."""
         # A factor may be too close to 1 for a single token.
-        idle = self.factor <= 1 if length is None else reach(self.factor, length) <= length
+        reached = self.factor
+        if length is not None:
+            reached = self.target_length(Rope.geometric(1e4, 2, length)) / length
+        idle = reached <= 1
         if idle and not self.allows_factor_one:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "

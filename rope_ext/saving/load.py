@@ -192,6 +192,8 @@ def _load(
 def _class(config: PreTrainedConfig, name: str | None) -> Any:
     """Return the saved class, or the one with this name; if unknown, a causal LM."""
     names = [name] if name else config.architectures or [_CAUSAL]
+    if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"architectures={names!r} is not a list of names")
     cls: Any = getattr(transformers, names[0], None)
     known = name in _TASKS.values()
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
@@ -318,10 +320,10 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     again = "write it again from the patched model with rope_ext.save_sidecar"
     with hub.loading("record", path, RecordError, again):
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        parts = data["before"], data["after"]
-        for part in parts:
-            same(part, part)  # raises if these are no frequencies
-        return Sidecar(Record.from_json(data, path), *parts)
+        record, parts = Record.from_json(data, path), (data["before"], data["after"])
+        if not all(same(part, part) for part in parts):
+            raise ValueError("frequencies that are not numbers")
+        return Sidecar(record, *parts)
 
 
 def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
@@ -341,7 +343,12 @@ def read_adapter(path: str) -> dict[str, Any]:
     """Read ``adapter_config.json``, and the class of the base, which PEFT sets without a task."""
     with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        return saved | (saved.get("auto_mapping") or {})
+        saved |= saved.get("auto_mapping") or {}
+        names = ("base_model_name_or_path", "revision", "base_model_class", "task_type")
+        for name in map(saved.get, names):
+            if not isinstance(name, (str, type(None))):
+                raise ValueError(f"{name!r} is not a name")
+        return saved
 
 
 def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any) -> Any:

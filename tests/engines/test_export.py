@@ -205,6 +205,11 @@ def test_a_checkpoint_that_scales_by_itself(tmp_path) -> None:
     made = rope_ext.export(model, "llama.cpp")
     assert made.command.startswith("rope-ext gguf FOLDER MODEL.gguf --output MODEL-long.gguf && ")
     assert f"vllm serve {tmp_path} " in rope_ext.export(model, "vllm").command
+    rope_ext.patch(built("qwen2"), "pi", factor=2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    rope_ext.patch(model, "pi", factor=4, compose=True).save_pretrained(tmp_path)
+    flags = rope_ext.export(tmp_path, "llama.cpp").settings["flags"]
+    assert flags["--rope-scale"] == 8  # saved as a table of equal factors
 
 
 def test_command_line(tmp_path) -> None:

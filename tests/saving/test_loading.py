@@ -94,6 +94,10 @@ def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, folders, ki
     assert str(folder) in str(error.value) and "give a folder" in str(error.value)
     with pytest.raises(rope_ext.AdapterError, match=r"base model .* cannot be loaded.*base="):
         rope_ext.from_pretrained(folders / "adapter", base=folder)
+    if kind == "other sizes":
+        edit(folder / "config.json", architectures="AModel")
+        with pytest.raises(rope_ext.LoadError, match="'AModel' is not a list of names"):
+            rope_ext.from_pretrained(folder)
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -144,7 +148,8 @@ def test_a_sidecar_that_cannot_be_written_or_read_says_so(tmp_path, folders, mon
     assert (tmp_path / "rope_ext.json").read_text() == before
     rope_ext.patch(model, "rerope", factor=4, replace=True)
     shutil.copytree(folders / "adapter", tmp_path / "adapter")
-    for text in ("[" * 99999, "\udcff".join("{}")):
+    infinite = before.replace('"attention_scaling": 1.0', '"attention_scaling": NaN')
+    for text in ("[" * 99999, "\udcff".join("{}"), infinite):
         path = tmp_path / "adapter" / "rope_ext.json"
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(rope_ext.RecordError, match="cannot load the record"):

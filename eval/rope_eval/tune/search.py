@@ -34,8 +34,6 @@ from rope_ext.methods import NTK, PI, FrequencyMethod, LongRoPE, LongRoPE2, MrRo
 from rope_ext.methods.kinds import FACTORS
 from rope_ext.patching import patched
 
-START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
-"""LongRoPE's candidate numbers of start tokens."""
 _STEPS = 100  # numbers are searched in hundredths
 _BEYOND = 1.25  # from 1 to this many times the factor
 _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, if there is a critical pair

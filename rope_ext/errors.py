@@ -120,8 +120,8 @@ def optional(package: str, needs: str, extra: str, kind: type[RopeExtError] = Me
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        there = getattr(error, "name", None) != package
-        broken = f" (it is broken: {first_line(error)})" if there else ""
+        missing = package.startswith(error.name or " ")
+        broken = "" if missing else f" (which fails: {first_line(error)})"
         cure = f'install it with: pip install "{extra}"'
         raise kind(f"{needs} {package}{broken}; {cure}") from None
 

@@ -122,7 +122,7 @@ def memory(
     from rope_ext.advice import memory
 
     options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
-    tokens = None if chunk is None else parse_length(chunk)
+    tokens = None if chunk is None else parse_length(chunk, "--chunk")
     print(memory.memory(model, parse_length(length), chunk=tokens, **options))
 
 

@@ -268,7 +268,7 @@ class GGUFFile:
         own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
         length, heads = own.get("context_length"), own.get("attention.head_count")
         dim = own.get("rope.dimension_count") or own.get("attention.key_length")
-        if dim is None and isinstance(heads, int):
+        if dim is None and isinstance(heads, int) and heads:
             dim = own.get("embedding_length", 0) // heads
         if not (length and dim):
             raise ExportError(f"{path} is not a language model: head or context keys are missing")

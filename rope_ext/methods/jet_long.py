@@ -43,7 +43,7 @@ class JetLong(PositionMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kept is not None and self.kept != "yarn":
+        if self.kept is not None and str(self.kept) != "yarn":
             valid = '"yarn", or a list of numbers from 0 to 1, one per pair'
             self.require_list("kept", Numbers(valid, 0, 1))
 

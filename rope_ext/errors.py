@@ -120,7 +120,7 @@ def optional(package: str, needs: str, extra: str, kind: type[RopeExtError] = Me
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        missing = package.startswith(error.name or " ")
+        missing = error.name in (package, package.partition(".")[0])
         broken = "" if missing else f" (which fails: {first_line(error)})"
         cure = f'install it with: pip install "{extra}"'
         raise kind(f"{needs} {package}{broken}; {cure}") from None

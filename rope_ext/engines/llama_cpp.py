@@ -92,7 +92,7 @@ def planned(state: Patch, in_file: bool) -> Plan:
     parameters = not_none(state.frequencies).rope_parameters(site.rope)
     kind, divisors = "longrope" if site.scaled else parameters["rope_type"], scaling.divisors
     if kind == "longrope" and not site.scaled and max(divisors) <= min(divisors) * (1 + 1e-6):
-        kind, parameters = "linear", {"factor": divisors[0]}  # tables are read by few
+        kind, parameters = "linear", {"factor": divisors[0]}  # few architectures read tables
     multiplier, length = scaling.scaling, scaling.rope.length
     keys: dict[str, Any] = {  # No flag, since the unpatched file has it; other files may not.
         f"{architecture}.rope.freq_base": float(scaling.rope.base),
@@ -222,8 +222,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     elif file is not None:
         source, output, notes = file, f"{Path(file).stem}-long.gguf", ()
     method, site = state.record.method, state.scaled[0]
-    changed = method.changed() | {"factor": None}
-    del changed["factor"]
+    changed = {name: value for name, value in method.changed().items() if name != "factor"}
     options = {k: x.name if isinstance(x, Method) else x for k, x in changed.items()}
     again = build_method(method.name, factor=method.factor, **options)
     # Otherwise only the saved patch describes it.

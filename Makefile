@@ -33,18 +33,18 @@ DEMO = compare --model checkpoints/$1 $(HELD_OUT_$1) --factor 8 --lengths 512,40
 	--methods yarn,dynamic_yarn,rerope --windows 4 --trials 1 --output runs/demo/$1 --resume
 
 demo: $(VENV)/evaluators ## a pretrained model that breaks beyond its length, and the cure
-	$(BIN)/python -m eval.demo
+	$(BIN)/python -m lab.demo
 
 demo-tiny: $(CHECKPOINTS:%=demo-%) ## three methods on the shipped checkpoints, in minutes
 $(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/evaluators
 	$(BIN)/rope-ext $(call DEMO,$*)
 
 evidence: $(VENV)/evaluators ## every method on two pretrained models: hours on a CPU, minutes on a GPU
-	$(BIN)/python -m eval.evidence smollm2
-	$(BIN)/python -m eval.evidence gemma3
+	$(BIN)/python -m lab.evidence smollm2
+	$(BIN)/python -m lab.evidence gemma3
 
 evidence-pages: $(VENV)/evaluators ## put docs/evidence/*.jsonl into the pages and into recommend
-	$(BIN)/python -m eval.evidence pages
+	$(BIN)/python -m lab.evidence pages
 
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
 REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume

@@ -39,7 +39,7 @@ from rope_eval.reports.summary import difference
 from rope_eval.settings import Settings
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.advice.fitting import supported
+from rope_eval.tune.fitting import supported
 from rope_ext.command.arguments import parse_lengths
 from rope_ext.command.method_options import ADAPTER
 from rope_ext.command.terminal import stoppable

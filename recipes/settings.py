@@ -25,7 +25,7 @@ from recipes.checks import missing, not_installed, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
-from rope_ext.advice.fitting import can_fit, supported
+from rope_eval.tune.fitting import can_fit, supported
 from rope_ext.command.arguments import read_json
 from rope_ext.config.record import method_to_json
 from rope_ext.encodings import Encoding, InputEncoding

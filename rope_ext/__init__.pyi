@@ -10,7 +10,7 @@ from rope_ext.advice.describe import (
     PairDiagnosis as PairDiagnosis, SiteDiagnosis as SiteDiagnosis, describe as describe,
     diagnose as diagnose, methods as methods
 )
-from rope_ext.advice.fitting import fit as fit
+from rope_eval.tune.fitting import fit as fit
 from rope_ext.advice.recommend import Recommendation as Recommendation, recommend as recommend
 from rope_ext.encodings import (
     ALiBi as ALiBi, CoPE as CoPE, DAPE as DAPE, DeBERTa as DeBERTa, DroPE as DroPE,

@@ -1,17 +1,30 @@
-"""Evaluation commands, which ``rope_ext.cli`` adds to its own."""
+"""Commands that measure, which ``rope_ext.cli`` adds to its own."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from rope_eval.options import command_options, read_options
 from rope_eval.tune.options import CalibrationOptions, Loading, SearchOptions
 from rope_ext.command.arguments import command_words, parse_length, parse_options, split
-from rope_ext.command.cli_arguments import Compose, Model, ModelCommand, Option, Target, command
+from rope_ext.command.cli_arguments import (
+    RUN_HERE,
+    Asked,
+    Compose,
+    Model,
+    ModelCommand,
+    Option,
+    Target,
+    command,
+)
 from rope_ext.command.terminal import stoppable, tell, tell_next, unused
+from rope_ext.errors import OptionError, RopeExtError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -121,6 +134,106 @@ def calibrate(
         else:
             words = command_words("recommend", model, length=tokens, calibration=output)
         tell_next(words)
+
+
+@command(app)
+def verify(
+    asked: Asked,
+    engine: Literal["llama.cpp", "mlx", "transformers", "vllm", "sglang"] | None = None,
+    flags: str | None = None,
+    as_saved: bool = False,
+    write: Path | None = None,
+    url: str | None = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", "--served-as", help="Model name on the server."),
+    ] = None,
+    length: str | None = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest RMS difference of log-probabilities that counts as rounding error. "
+            "Default: 0.002; with --url, three times that of transformers in bfloat16.",
+            min=1e-9,
+        ),
+    ] = None,
+    factor_error: Annotated[
+        float,
+        typer.Option(help="Smallest relative error of the factor to detect.", min=1e-6, max=1),
+    ] = 0.01,
+    json: Path | None = None,
+) -> None:
+    """Run a miniature model in an engine and check that it applies the patch.
+
+    The miniature has the rotary embedding of the model, patched with --method or as saved.
+
+    Exit codes: 0, the engine applies the patch; 1, it does not; 2, it could not be run; 3, the
+    results are inconclusive, or no prompt is longer than the trained length.
+
+    Options:
+        engine: Engine to run: llama.cpp (default), mlx or transformers; with --write and --url,
+            the one that serves.
+        flags: llama-server flags for an unscaled file, instead of those from `export`.
+        as_saved: mlx: load the saved directory without the file from `export`.
+        write: Write the unpatched miniature to this directory and print commands to serve it.
+        url: URL of a server that runs the written miniature, http://HOST:PORT.
+        length: Length of the longest prompt in tokens. Default: 2k, or beyond the trained length
+            if that is at most 8k.
+        json: Write all results to this JSON file.
+    """
+    import tempfile
+
+    import rope_ext
+    from rope_eval.run import verifying
+    from rope_ext.saving.checkpoints import load_config
+
+    longest = None if length is None else parse_length(length)
+    server, engine = engine, engine or "llama.cpp"
+    if longest is not None and longest < 2:
+        raise OptionError(f"--length {length} is not valid; it must be at least 2")
+    if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
+        raise OptionError(
+            f"--url {url!r} must be http://HOST:PORT, without --write, whose folder it serves"
+        )
+    if url is None and write is None and engine not in RUN_HERE:
+        raise OptionError(
+            f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
+            f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
+        )
+    method, arguments = asked.build(), asked.arguments()
+    miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
+    if write is not None:
+        commands, refusals = verifying.write(miniature, write)
+        tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
+        print("\n".join(commands.values()))
+        for refusal in refusals:
+            tell(f"note: {refusal}", "yellow")
+        for name in [server] if server in commands else list(commands)[:1]:
+            address = f"http://localhost:{verifying.SERVERS[str(name)]}"
+            tell_next(asked.words("verify", engine=name, url=address, length=length))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if url is None:
+            tolerance = tolerance or verifying.TOLERANCE
+            given = "" if as_saved else flags
+            run, where = verifying.in_process(miniature, engine, Path(folder), given), engine
+        else:
+            run, where = verifying.endpoint(url, served_model_name), url
+        found = verifying.verify(miniature, run, where, longest, tolerance, factor_error)
+    print(found)
+    for note in found.notes:
+        tell(f"note: {note}", "yellow")
+    if json is not None:
+        json.write_text(found.to_json(), encoding="utf-8")
+    if found.passed:
+        served = "serve the model with the same options"
+        if server or url is None:
+            with suppress(RopeExtError):  # the model may not be extended
+                made = rope_ext.export(asked.patched(), engine)
+                words = shlex.join(asked.words("export", engine=engine, output="FOLDER"))
+                served = f"use it: {words if made.files else made.command}"
+        tell(f"done: {served}")
+    sys.exit(found.exit_code)
 
 
 @command(app)

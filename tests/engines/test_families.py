@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_ext.engines import llama_cpp, verifying
+from rope_eval.run import verifying
+from rope_eval.run.verifying import Miniature, in_process, verify
+from rope_ext.engines import llama_cpp
 from rope_ext.engines.base import ENGINES, miniatures
-from rope_ext.engines.verifying import Miniature, in_process, verify
 from tests.families.zoo import LENGTH, tiny_config
 
 METHODS = {"default": "ntk", "linear": "pi", "yarn": "yarn", "llama3": "llama3"}

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.run import verifying
 from rope_ext.cli import app
-from rope_ext.engines import llama_cpp, verifying
+from rope_ext.engines import llama_cpp
 from rope_ext.patching import current_patch
 from tests.families.zoo import tiny_model
 from tests.helpers.engines import FLAGS, TABLES, TOLERANCE, VOCABULARY, built, expected, prompts

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.run import verifying
+from rope_eval.run.verifying import Miniature
 from rope_ext.cli import app
-from rope_ext.engines import verifying
-from rope_ext.engines.verifying import Miniature
 from tests.helpers import openai_server
 
 CONFIG = {

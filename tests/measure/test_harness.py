@@ -121,7 +121,7 @@ def test_a_missing_harness_is_told(task: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_harness_by_its_own_command_line_runs_a_method(task: Path) -> None:
     pytest.importorskip("lm_eval")
     page = SHIPPED.parents[1] / "docs" / "engines" / "beside.md"
-    command = re.search(r"\$ python (-m rope_ext.lm_eval .*)", page.read_text(encoding="utf-8"))[1]
+    command = re.search(r"\$ python (-m rope_eval.lm_eval .*)", page.read_text(encoding="utf-8"))[1]
     names = {"TASK": "early_passkey", "FOLDER": str(task)}
     words = [names.get(word, word) for word in command.split()]
     words += ["--limit", "1", "--device", "cpu", "--output_path", str(task / "out")]
@@ -143,7 +143,7 @@ def test_the_harness_by_its_own_command_line_runs_a_method(task: Path) -> None:
 @pytest.fixture(scope="module")
 def lm() -> Any:
     pytest.importorskip("lm_eval")
-    from rope_ext.lm_eval import PatchedLM
+    from rope_eval.lm_eval import PatchedLM
 
     return functools.partial(PatchedLM, device="cpu", dtype="float32")
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import rope_ext
+from rope_eval import sliding
 from rope_eval.cases import Case, Outcome, loss, share_found
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
@@ -337,3 +338,11 @@ def test_sentences() -> None:
     assert sentences(text) == ["One is here.", "Two!", "No", "Three e.g.", "1.5 of it?", "Four"]
     assert len(sentences(python_documentation())) > 1000
     assert len(library_words()) > 2000 and all(word.isalpha() for word in library_words())
+
+
+def test_sliding_layers_in_blocks_equal_those_under_a_mask(monkeypatch: Any) -> None:
+    model, rows = tiny_model("gemma3_text", sliding_window=12), [[*range(3, 90)], [*range(40, 70)]]
+    want, _ = score(model, rows, 20)
+    monkeypatch.setattr(sliding, "BLOCK", 8)
+    monkeypatch.setitem(sliding.FUNCTIONS, "sdpa", sliding.attend)
+    torch.testing.assert_close(score(model, rows, 20)[0], want)

@@ -21,6 +21,7 @@ from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free
 from rope_eval.run.served import Served
 from rope_eval.settings import UNPATCHED, Settings
+from rope_eval.sliding import in_blocks
 from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
 from rope_ext.command.terminal import tell
@@ -114,6 +115,7 @@ def _measure(
             runner = Served(name, settings)
         else:
             how = (settings.dtype, ranks.device, settings.attn, settings.adapter)
+            in_blocks()
             runner = Runner(models.load_model(name, *how), name, settings)
         for system in systems:  # report methods that cannot be applied before measuring
             if _refused(plan, runner, system):

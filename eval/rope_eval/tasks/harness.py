@@ -4,7 +4,7 @@
 
 At each length the harness gets a window of that many tokens, the same for every method, and leaves
 out the beginning of a prompt that is longer. A task counts by its first metric that is a mean of
-values from 0 to 1. For its other metrics there is ``python -m rope_ext.lm_eval``.
+values from 0 to 1. For its other metrics there is ``python -m rope_eval.lm_eval``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _mean(name: str, task: Any) -> str:
     metric = next((metric for metric, how in task.aggregation().items() if how is mean), None)
     if metric is None:
         raise OptionError(
-            f"no metric of the task {name} is a mean; measure it with python -m rope_ext.lm_eval"
+            f"no metric of the task {name} is a mean; measure it with python -m rope_eval.lm_eval"
         )
     return metric
 
@@ -167,7 +167,7 @@ def outcomes(
             if not 0 <= value <= 1:
                 raise MeasureError(
                     f"{task.metric} of {task.name} is {value:g}, not within 0 and 1; measure it "
-                    f"with python -m rope_ext.lm_eval"
+                    f"with python -m rope_eval.lm_eval"
                 )
             prompt = sample["prompt_hash"][:16]
             key = digest(system.identity, task.name, length, number, prompt)

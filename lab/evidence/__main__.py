@@ -1,8 +1,8 @@
 r"""Measure every method on two pretrained checkpoints, without fine-tuning.
 
-    python -m eval.evidence smollm2 --minutes 60
-    python -m eval.evidence gemma3 --device cuda
-    python -m eval.evidence pages  # put docs/evidence/*.jsonl into the pages and into recommend
+    python -m lab.evidence smollm2 --minutes 60
+    python -m lab.evidence gemma3 --device cuda
+    python -m lab.evidence pages  # put docs/evidence/*.jsonl into the pages and into recommend
 
 SmolLM2-135M-Instruct (trained on 8192 tokens) at up to 4 times its length, Gemma 3 270M (32768) at
 up to 2 times: losses by position on eight manuals, passkeys of three digits, and a word hidden in a
@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_eval.evidence import pages, questions
-from rope_eval.evidence.measure import Measurement
-from rope_eval.evidence.sliding import in_blocks
+from lab.evidence import pages, questions
+from lab.evidence.measure import Measurement
+from rope_eval.sliding import in_blocks
 from rope_ext.apply import gguf_source
 from rope_ext.methods import all_methods
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prepare", action="store_true", help="only download")
     args = parser.parse_args(arguments)
     if args.checkpoint == "pages":
-        pages.write(Path(__file__).parents[1])
+        pages.write(Path(__file__).parents[2])
         return
     chosen = CHECKPOINTS[args.checkpoint]
     until = time.monotonic() + 60 * args.minutes

@@ -1,6 +1,6 @@
 r"""Show how a pretrained model fails beyond its trained length, and the line that fixes it.
 
-    python -m eval.demo
+    python -m lab.demo
 
 SmolLM2-135M-Instruct, trained on 8192 tokens, reads a manual of 12288 tokens in which a pass key is
 hidden, and has to repeat it: unpatched, and with each method. One forward each yields the
@@ -22,8 +22,8 @@ from transformers.utils import logging
 
 import rope_ext
 from checkpoints import pretrained
+from lab.evidence.questions import MANUALS, hide
 from rope_eval.data.prompts import Frame
-from rope_eval.evidence.questions import MANUALS, hide
 from rope_eval.forward import score
 from rope_eval.plots import style
 from rope_eval.tasks.passkey import ASK, LEAD, NEEDLE

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_eval.evidence.measure import BUCKET, VARIANTS, depends_on_length
-from rope_eval.evidence.questions import TASKS
+from lab.evidence.measure import BUCKET, VARIANTS, depends_on_length
+from lab.evidence.questions import TASKS
 from rope_eval.folder import read_lines
 from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval

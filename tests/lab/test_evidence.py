@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 import rope_ext
-from rope_eval.evidence import pages
-from rope_eval.evidence.measure import BUCKET, Measurement
-from rope_eval.evidence.questions import Prompt, Questions
+from lab.evidence import pages
+from lab.evidence.measure import BUCKET, Measurement
+from lab.evidence.questions import Prompt, Questions
 from rope_eval.reports.intervals import MIN_DOCUMENTS
 from rope_eval.reports.recommendation import Recommendation, Scores
 from rope_ext.methods import method_class
@@ -51,9 +51,9 @@ def test_every_cell_is_measured_once_and_resumed(
     model: PreTrainedModel, questions: Questions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "cells.jsonl"
-    monkeypatch.setattr("rope_eval.evidence.measure.VARIANTS", (("rerope", {"window": 0.25}),))
+    monkeypatch.setattr("lab.evidence.measure.VARIANTS", (("rerope", {"window": 0.25}),))
     chosen = [method_class(name) for name in ("yarn", "rerope", "dynamic_yarn")]
-    monkeypatch.setattr("rope_eval.evidence.measure.all_methods", lambda: chosen)
+    monkeypatch.setattr("lab.evidence.measure.all_methods", lambda: chosen)
     assert not measured(model, questions, output, seconds=-1)
     assert lines(output) == []
     assert measured(model, questions, output, seconds=1e9)
@@ -82,8 +82,8 @@ def test_every_cell_is_measured_once_and_resumed(
 def test_losses_are_those_of_the_model_by_position(
     model: PreTrainedModel, questions: Questions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rope_eval.evidence.measure.all_methods", lambda: [])
-    monkeypatch.setattr("rope_eval.evidence.measure.VARIANTS", ())
+    monkeypatch.setattr("lab.evidence.measure.all_methods", lambda: [])
+    monkeypatch.setattr("lab.evidence.measure.VARIANTS", ())
     output = tmp_path / "cells.jsonl"
     measured(model, questions, output, seconds=1e9)
     line = next(x for x in lines(output) if (x["document"], x["length"]) == ("b", 2 * TRAINED))

@@ -1,6 +1,6 @@
 r"""Runs lm-evaluation-harness with an additional model type, ``rope_ext``.
 
-    python -m rope_ext.lm_eval --model rope_ext \
+    python -m rope_eval.lm_eval --model rope_ext \
         --model_args pretrained=checkpoints/tiny-512,method=yarn,factor=4 --tasks ruler_vt
 
 Packages cannot register models for the command ``lm_eval``, so this module starts it; all of its

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_eval.evidence.questions import TASKS, Questions
+from lab.evidence.questions import TASKS, Questions
 from rope_eval.folder import Log, read_lines, to_line
 from rope_eval.forward import LOGITS, score
 from rope_eval.versions import versions

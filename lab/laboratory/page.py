@@ -379,13 +379,14 @@ def _published(results: Results) -> Section:
         held = hold(published, results.measures.get(published.measure, {}))
         if held is None:
             continue
+        ours, sentences = held
         told = published.told or {name: f"{v:g}" for name, v in published.values.items()}
         rows = tuple(
-            Row((Cell(name), Cell(told[name]), Cell(_number(published.measure, held.ours[name]))))
-            for name in held.ours
+            Row((Cell(name), Cell(told[name]), Cell(_number(published.measure, mean))))
+            for name, mean in ours.items()
         )
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
-        tables.append(Table(published.source, header, rows, held.sentences))
+        tables.append(Table(published.source, header, rows, tuple(sentences)))
     sentences = [
         "Published results with other models and data, compared with the same encodings here. "
         "Where the two disagree, model size, data and training length differ, too."

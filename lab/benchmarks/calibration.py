@@ -87,16 +87,13 @@ class Unseen:
 
     def under(self, method: Method) -> Measured:
         """Loss of every document, and whether each prompt is found."""
-
-        def advance(rows: int) -> None: ...
-
         with rope_ext.patched(self.model, method), torch.no_grad():
-            far = losses_at_end(self.model, self.rows.windows, self.length // 4, advance)
+            far = losses_at_end(self.model, self.rows.windows, self.length // 4, lambda rows: None)
             inside = []
             for pieces in self.inside:
-                losses = losses_at_end(self.model, pieces, len(pieces[0]) - 1, advance)
+                losses = losses_at_end(self.model, pieces, len(pieces[0]) - 1, lambda rows: None)
                 inside.append(mean(losses))
-            answers = losses_of_answers(self.model, self.prompts, advance)
+            answers = losses_of_answers(self.model, self.prompts, lambda rows: None)
         found = [hit for _, hit in answers]
         return {"inside": self._means(inside), "far": self._means(far), "found": found}
 

@@ -54,6 +54,8 @@ SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, 
 SHARES |= {"decode": 20, "lora": 10, "methods": 20}
 """Share of the time for each part, per cent; later parts get the unused time."""
 KERNELS = ("cudnn", "flash", "flex")
+SHAPES = ((128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1))
+"""Columns of queries and keys, columns of values, and queries for each key head."""
 TILINGS = ({}, {"SIZE_ROTATED": 32}, {"SIZE_ROTATED": 64}, {"SIZE": 128}, {"num_warps": 2})
 TILINGS = (*TILINGS, {"num_stages": 2}, {"num_stages": 4})
 """Other tiles to try in the decoding kernel."""
@@ -138,9 +140,7 @@ class Run:
 def exact(run: Run) -> None:
     """Compare outputs and gradients with the dense form in float64, and with its error in half."""
     n, window = (48, 16) if run.small else (700, 256)
-    shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
-    if run.small:
-        shapes = [(16, 16, 4), (24, 16, 1)]
+    shapes = [(16, 16, 4), (24, 16, 1)] if run.small else SHAPES
     cases = [
         {"columns": shape, "queries": queries, "variant": "rerope"}
         for queries in (n, 1)
@@ -234,12 +234,11 @@ def decoding(run: Run) -> None:
         run.tell("decode", skipped="it needs Triton and a GPU of capability 8.0 or later")
         return
     n, window = (48, 16) if run.small else (700, 256)
-    shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
-    cases = [{"columns": shape, "queries": 1, "variant": "rerope"} for shape in shapes]
+    cases = [{"columns": shape, "queries": 1, "variant": "rerope"} for shape in SHAPES]
     for variant in ("rerope", "dual_chunk", "self_extend", "string"):
-        cases.append({"columns": shapes[0], "queries": 3, "variant": variant})
+        cases.append({"columns": SHAPES[0], "queries": 3, "variant": variant})
     cases.append({"columns": (128, 128, 7), "queries": 16, "variant": "rerope"})
-    cases.append({"columns": shapes[0], "queries": 1, "variant": "rerope", "softcap": 5.0})
+    cases.append({"columns": SHAPES[0], "queries": 1, "variant": "rerope", "softcap": 5.0})
     for case in cases[:: 5 if run.small else 1]:
         check = functools.partial(_exact, run, "decode", n + 37, window, backward=False, **case)
         run.attempt("decode", {"what": "exact", **case}, check)
@@ -737,9 +736,8 @@ PARTS = {
 
 def device_facts(device: str) -> dict[str, Any]:
     """Describe the device."""
-    packages = ("torch", "transformers", "triton")
     facts: dict[str, Any] = {"device": device}
-    for name in packages:
+    for name in ("torch", "transformers", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[name] = metadata.version(name)
     if device == "cuda":
@@ -770,12 +768,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cpu" and not args.small:
         parser.error("a CPU has nothing to be measured here; add --small to test the command")
     if args.device == "cuda" and not torch.cuda.is_available():
-        print(
-            f"no GPU here (torch {torch.__version__}): run this where there is one, or test it "
-            f"by --device cpu --small",
-            file=sys.stderr,
+        parser.error(
+            f"torch {torch.__version__} finds no GPU; test the command by --device cpu --small"
         )
-        return 1
     kernels = KERNELS
     if args.device == "cpu":
         kernels = ("flash",)  # the only one

@@ -8,9 +8,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -90,25 +90,6 @@ class Measured(NamedTuple):
         return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-Key = TypeVar("Key", bound=Hashable)
-
-
-def in_turns(
-    runs: Mapping[Key, Callable[[], object]], rounds: int, device: str = "cpu"
-) -> dict[Key, list[float]]:
-    """Seconds of every run in every round, after a warm-up.
-
-    Runs alternate, so that other load on the machine affects all of them.
-    """
-    seconds: dict[Key, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(seconds_of(run, device))
-    return seconds
-
-
 def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Measured]:
     """Compare every variant with the native one, round by round."""
     found = {}
@@ -123,8 +104,17 @@ def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Measured]:
 def ratios(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[str, Measured]:
-    """Run the variants alternately, and compare each with the native one."""
-    return compared(in_turns(runs, rounds, device))
+    """Time every run in every round, after a warm-up, and compare with the native one.
+
+    Runs alternate, so that other load on the machine affects all of them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(seconds_of(run, device))
+    return compared(seconds)
 
 
 def machine() -> dict[str, Any]:

@@ -87,29 +87,20 @@ def train(model: nn.Module, ids: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def finished(run: Callable[[], None], device: torch.device) -> None:
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(
     models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int
 ) -> dict[str, dict[str, Measured]]:
     """``{task: {variant: measured}}`` on ids ``[rows, tokens]``; variants alternate."""
-    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    runs: dict[str, dict[str, Callable[[], None]]]
+    runs = {"prefill": {}, "decode": {}, "training step": {}}
     for variant, patched in models.items():
         cache = DynamicCache(config=patched.config)
         with torch.inference_mode():
             patched(ids, past_key_values=cache, logits_to_keep=1)
-        runs["prefill", variant] = partial(prefill, patched, ids)
-        runs["decode", variant] = partial(decode, patched, ids, cache)
-        runs["training step", variant] = partial(train, patched, ids)
-    runs = {key: partial(finished, run, ids.device) for key, run in runs.items()}
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for (task, variant), values in measuring.in_turns(runs, rounds).items():
-        seconds.setdefault(task, {})[variant] = values
-    return {task: measuring.compared(values) for task, values in seconds.items()}
+        runs["prefill"][variant] = partial(prefill, patched, ids)
+        runs["decode"][variant] = partial(decode, patched, ids, cache)
+        runs["training step"][variant] = partial(train, patched, ids)
+    return {task: measuring.ratios(of, rounds, ids.device.type) for task, of in runs.items()}
 
 
 def measure_attention(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,12 +161,7 @@ def _notes(results: Results) -> list[str]:
     seeds = len(results.seeds)
     if seeds < 3:
         notes.append(f"Intervals need three seeds; this run has {seeds}.")
-    counts = {
-        (cell.subject, cell.name): sum(
-            (c.subject, c.name) == (cell.subject, cell.name) for c in results.cells
-        )
-        for cell in results.cells
-    }
+    counts = Counter((cell.subject, cell.name) for cell in results.cells)
     short = sorted(f"{name} ({subject})" for (subject, name), n in counts.items() if n < seeds)
     if short:
         notes.append(f"Fewer seeds are finished for {', '.join(short)}.")

@@ -371,16 +371,12 @@ def ids_of(run: Run, rows: int, length: int, padded: bool = False) -> dict[str, 
 def never_dense() -> Iterator[None]:
     """Fail if FlexAttention falls back to its dense form."""
     higher_order = importlib.import_module("torch._higher_order_ops.flex_attention")
-    before = higher_order.math_attention
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("FlexAttention ran unfused, on all logits at once")
 
-    higher_order.math_attention = refuse
-    try:
+    with mock.patch.object(higher_order, "math_attention", refuse):
         yield
-    finally:
-        higher_order.math_attention = before
 
 
 def graphs(run: Run) -> None:

@@ -396,7 +396,8 @@ def _table(
     by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
 ) -> Table:
     """Means over seeds, each with its difference from RoPE."""
-    rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in _names(by)]
+    names = dict.fromkeys(name for table in by.values() for name in table)
+    rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in names]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
     return Table(title, header, tuple(rows), ("Bold: the 95 % interval excludes zero.",))
 
@@ -410,10 +411,6 @@ def compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
         found = found.within(-(mean - found.mean), 1 - (mean - found.mean))
     told = _signed(measure, found)
     return Cell(_number(measure, mean), bool(found and found.clear and told != _SAME), told)
-
-
-def _names(by: Mapping[Any, Mapping[str, BySeed]]) -> list[str]:
-    return list(dict.fromkeys(name for table in by.values() for name in table))
 
 
 def _means(by: Mapping[str, BySeed]) -> dict[str, float]:

@@ -190,11 +190,8 @@ def measured(run: Run, metric: str) -> dict[int, float]:
     else:
         rows = [row for row in data["summary"] if row["system"] == system]
         values = {row["length"]: row["value"] for row in rows}
-    return {length: _in_unit(value, metric) for length, value in values.items()}
-
-
-def _in_unit(value: float, metric: str) -> float:
-    return {"loss": math.log, "rate": lambda share: 100 * share}.get(metric, float)(value)
+    in_unit = {"loss": math.log, "rate": lambda share: 100 * share}.get(metric, float)
+    return {length: in_unit(value) for length, value in values.items()}
 
 
 def agrees(table: Table, cell: Cell, value: float) -> bool:

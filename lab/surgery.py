@@ -35,7 +35,7 @@ from rope_eval.data.text import python_library, read_texts
 from rope_eval.evaluate import evaluate
 from rope_eval.folder import lock, replace_file
 from rope_eval.reports.report import Report
-from rope_eval.reports.summary import difference
+from rope_eval.reports.summary import difference, shown, signed
 from rope_eval.settings import Settings
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
@@ -46,31 +46,21 @@ from rope_ext.command.terminal import stoppable
 from rope_ext.errors import Mistakes, OptionError, RopeExtError
 
 LENGTH = 512  # trained length of both checkpoints
-TEMPERATURES = (0.1, 0.2, 0.4)  # values of c for DroPE
 _RANK = "64"  # rank of LoRA on all linear layers: a new encoding needs more than an extension
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _CONSECUTIVE = ("--pose_chunks", "0", "--positions", "consecutive")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint to operate on.
-
-    Args:
-        config: recipe with the data and the optimizer for all operations.
-        held_out: evaluation text; default: the Python standard library.
-    """
-
-    config: str
-    held_out: tuple[str, ...] = ()
-
-
-CHECKPOINTS = {
-    "tiny-512": Checkpoint("recipes/tiny_512_yarn_pose.yaml"),
-    "tiny-bytes-512": Checkpoint(
-        "recipes/tiny_bytes_512_yarn_pose.yaml", ("checkpoints/tiny-bytes-512/held_out.jsonl",)
-    ),
+HELD_OUT: dict[str, tuple[str, ...]] = {
+    "tiny-512": (),
+    "tiny-bytes-512": ("checkpoints/tiny-bytes-512/held_out.jsonl",),
 }
+"""Evaluation text of each checkpoint; default: the Python standard library."""
+
+
+def recipe_of(checkpoint: str) -> str:
+    """The recipe with the data and the optimizer of a checkpoint."""
+    return f"recipes/{checkpoint.replace('-', '_')}_yarn_pose.yaml"
 
 
 @dataclass(frozen=True)
@@ -78,35 +68,32 @@ class Operation:
     """An operation, as settings of recipes/finetune.py.
 
     Args:
-        words: command-line arguments.
         method: method in the sidecar of the adapter.
-        trained_rows: train on rows of the trained length; otherwise on half as many, twice as long.
+        words: further command-line arguments.
+        trained_rows: train on rows of the trained length; otherwise with PoSE on half as many,
+            twice as long.
         temperatures: values of ``c`` to choose from for DroPE.
     """
 
-    words: tuple[str, ...]
     method: str
+    words: tuple[str, ...] = ()
     trained_rows: bool = True
     temperatures: tuple[float, ...] = ()
 
 
+DEFAULT = ("yarn", "drope", "alibi", "every_4th")
 OPERATIONS = {
-    "yarn": Operation(("--method", "yarn"), "yarn", trained_rows=False),
-    "drope": Operation(("--method", "nope", *_CONSECUTIVE), "nope", temperatures=TEMPERATURES),
-    "alibi": Operation(("--method", "alibi", *_CONSECUTIVE), "alibi"),
-    "every_4th": Operation(("--method", "nope", "--layers", "every 4th", *_CONSECUTIVE), "nope"),
+    "yarn": Operation("yarn", trained_rows=False),
+    "drope": Operation("nope", temperatures=(0.1, 0.2, 0.4)),
+    "alibi": Operation("alibi"),
+    "every_4th": Operation("nope", ("--layers", "every 4th")),
+    "swan": Operation("swan"),
+    "swan_last": Operation("swan", ("--method_options", '{"start": 3}')),
+    **{name: Operation(name) for name in supported()},
+    **{f"{name}_fitted": Operation(name, ("--init", "model")) for name in supported()},
+    "repo": Operation("repo"),
+    "repo_shifted": Operation("repo", ("--method_options", '{"positions": "shifted"}')),
 }
-DEFAULT = tuple(OPERATIONS)  # operations that run by default
-_SWAN = ("--method", "swan", *_CONSECUTIVE)
-OPERATIONS["swan"] = Operation(_SWAN, "swan")
-OPERATIONS["swan_last"] = Operation((*_SWAN, "--method_options", '{"start": 3}'), "swan")
-for _name in supported():
-    OPERATIONS[_name] = Operation(("--method", _name, *_CONSECUTIVE), _name)
-    _fitted = (*OPERATIONS[_name].words, "--init", "model")
-    OPERATIONS[f"{_name}_fitted"] = Operation(_fitted, _name)
-OPERATIONS["repo"] = Operation(("--method", "repo", *_CONSECUTIVE), "repo")
-_shifted = ("--method_options", '{"positions": "shifted"}')
-OPERATIONS["repo_shifted"] = Operation((*OPERATIONS["repo"].words, *_shifted), "repo")
 BASELINE = "yarn"
 
 
@@ -165,7 +152,8 @@ class Bench:
         words += ["--per_device_train_batch_size", str(self.batch * self.length // length)]
         words += ["--lora_r", _RANK, "--lora_alpha", _RANK, "--lora_target", *_LINEAR]
         words += ["--retrieval_share", "0"]  # text only, the same for all operations
-        words += ["--output_dir", str(run), *made.words, *self.more]
+        words += ["--output_dir", str(run), "--method", made.method, *made.words]
+        words += [*(_CONSECUTIVE if made.trained_rows else ()), *self.more]
         words += [] if steps else ["--learning_rate", "0"]
         if any(run.glob("checkpoint-*")):
             words += ["--resume_from_checkpoint", "true"]
@@ -240,41 +228,32 @@ def table(readings: Sequence[Reading], bench: Bench) -> str:
     """Perplexity and passkeys by length with 95 % intervals, and differences to YaRN.
 
     Differences are paired, beyond the trained length: relative for perplexity, in points for
-    passkeys.
+    passkeys, both in per cent.
     """
     base = next(r for r in readings if r.name == f"{BASELINE}, {bench.steps} steps")
     lines = [f"# {bench.name}: RoPE removed, {bench.steps} steps", ""]
-    for task, form in (("perplexity", "{:.2f}"), ("passkey", "{:.0%}")):
+    for task, kind in (("perplexity", "loss"), ("passkey", "rate")):
         header = [task, *map(str, bench.lengths), f"beyond {bench.length}, relative to {base.name}"]
         lines += [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
         unpatched = Reading("unpatched", base.report, base.report.plan.systems[0].name)
         for reading in (unpatched, *readings):
-            cells = [reading.name]
-            for length in bench.lengths:
-                found = reading.report.estimates[task, reading.system, length]
-                cells.append(_estimate(found, form))
-            cells.append("" if reading is base else _against(reading, base, bench, task))
+            found = (reading.report.estimates[task, reading.system, n] for n in bench.lengths)
+            cells = [reading.name, *(shown(one, kind) for one in found)]
+            cells.append("" if reading is base else _against(reading, base, bench, task, kind))
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += [reading.note for reading in readings if reading.note]
     return "\n".join(lines) + "\n"
 
 
-def _against(reading: Reading, base: Reading, bench: Bench, task: str) -> str:
+def _against(reading: Reading, base: Reading, bench: Bench, task: str, kind: str) -> str:
     beyond = [n for n in bench.lengths if n > bench.length]
     pair = [
         [o for n in beyond for o in each.report.places[task, each.system, n]]
         for each in (reading, base)
     ]
-    kind = "rate" if task == "passkey" else "loss"
     found = difference(*pair, kind)
-    return "" if found is None else _estimate(found, "{:+.0%}")
-
-
-def _estimate(found: Any, form: str) -> str:
-    if found.low is None:
-        return f"{form.format(found.value)} ({found.note})"
-    return f"{form.format(found.value)} ({form.format(found.low)} to {form.format(found.high)})"
+    return "" if found is None else signed(found)
 
 
 def operate(bench: Bench, names: Sequence[str]) -> str:
@@ -297,26 +276,6 @@ def operate(bench: Bench, names: Sequence[str]) -> str:
     return text
 
 
-def bench_of(args: argparse.Namespace, made: Checkpoint, more: Sequence[str]) -> Bench:
-    lengths = parse_lengths(args.lengths)
-    return Bench(
-        name=args.name,
-        model=f"checkpoints/{args.name}",
-        config=made.config,
-        output=args.output or Path("runs/surgery") / args.name,
-        steps=args.steps,
-        # YaRN trains on rows of twice the trained length.
-        factor=float(max(4, math.ceil(max(lengths) / LENGTH))),
-        lengths=lengths,
-        windows=args.windows,
-        trials=args.trials,
-        length=LENGTH,
-        batch=8,
-        text=made.held_out,
-        more=tuple(more),
-    )
-
-
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m lab.surgery",
@@ -324,7 +283,7 @@ def main(given: Sequence[str] | None = None) -> None:
         epilog="Other settings, such as --learning_rate 1e-3, go to recipes/finetune.py.",
     )
     add = parser.add_argument
-    add("name", choices=CHECKPOINTS)
+    add("name", choices=HELD_OUT)
     add("--only", default=",".join(DEFAULT), help="comma-separated operations; yarn always runs")
     add("--steps", type=int, default=120)
     add("--lengths", default="512,1k,2k,4k")
@@ -342,7 +301,24 @@ def main(given: Sequence[str] | None = None) -> None:
     with mistakes.collected():
         parse_lengths(args.lengths)
     mistakes.report()
-    print(operate(bench_of(args, CHECKPOINTS[args.name], more), names))
+    lengths = parse_lengths(args.lengths)
+    bench = Bench(
+        name=args.name,
+        model=f"checkpoints/{args.name}",
+        config=recipe_of(args.name),
+        output=args.output or Path("runs/surgery") / args.name,
+        steps=args.steps,
+        # YaRN trains on rows of twice the trained length.
+        factor=float(max(4, math.ceil(max(lengths) / LENGTH))),
+        lengths=lengths,
+        windows=args.windows,
+        trials=args.trials,
+        length=LENGTH,
+        batch=8,
+        text=HELD_OUT[args.name],
+        more=tuple(more),
+    )
+    print(operate(bench, names))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,4 @@
-"""Measures the time of attention in bands, relative to RoPE with torch's causal attention.
-
-    python -m lab.benchmarks.attention --lengths 4096,8192,16384 --window 1024
-
-Variants alternate, so that other load on the machine affects all of them; a ratio is the median
-over rounds of variant / native within one round. "dense" computes both logit matrices and selects,
-like the published code of ReRoPE. Peak memory is measured in a fresh process for each variant and
-length.
-"""
+"""Attention in bands, and RoPE with torch's causal attention: calls for the benchmarks to time."""
 
 from __future__ import annotations
 
@@ -16,18 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from lab.benchmarks import measuring
-from lab.benchmarks.measuring import (
-    COLUMNS,
-    NATIVE,
-    Attend,
-    Measured,
-    prefill,
-    ratios,
-    show,
-    tensors,
-)
-from rope_ext.attention import bands as plain
+from lab.benchmarks.measuring import COLUMNS, NATIVE, Measured, ratios, tensors
 from rope_ext.attention import decode as decode_kernel
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand, Rotation, each_table
@@ -36,8 +17,6 @@ from rope_ext.methods.geometry import ChunkGap, Distance
 HEADS = 8
 LAYERS = 16
 """Layers of a decoding step, each with its own keys; what they share is computed once."""
-DENSE_MOST = 4096
-"""Longest text for which the dense form fits into memory, tokens."""
 
 
 def halves(columns: int) -> Pairs:
@@ -144,23 +123,12 @@ def attend(
         own = [table[-queries:] for table in tables]
         cached = tables if queries > 1 else None  # a cache holds rotated keys
         return functools.partial(native, query, key, value, own, cached)
-    of_method = "rerope" if variant == "dense" else variant
-    asked = bands(of_method, queries, keys, window, columns, query.device)
+    asked = bands(variant, queries, keys, window, columns, query.device)
     call = Call(asked, halves(columns), columns**-0.5)
     if kernel == "decode":
         ranges = ranges_of(call, queries, keys, query.device)
         return functools.partial(decode_kernel.attend, query, key, value, call, ranges)
-    if variant == "dense":
-        return functools.partial(plain.attend, query, key, value, call)
     return functools.partial(attention.attend, query, key, value, call, kernel)
-
-
-def variants(length: int, window: int, dtype: torch.dtype) -> dict[str, Attend]:
-    dense = ("dense",) if length <= DENSE_MOST and dtype == torch.float32 else ()
-    return {
-        variant: functools.partial(attend, variant, window=window)
-        for variant in (NATIVE, *VARIANTS, *dense)
-    }
 
 
 def step(
@@ -187,65 +155,3 @@ def decode(
     cached = [tuple(first), *(tuple(x.clone() for x in first) for _ in range(LAYERS - 1))]
     with torch.inference_mode():
         return ratios({v: step(v, query, cached, window) for v in (NATIVE, *VARIANTS)}, rounds)
-
-
-def main() -> None:
-    given = measuring.parser(
-        __doc__.splitlines()[0], "4096,8192,16384", "forward,backward,decode,memory", rounds=7
-    )
-    given.add_argument("--window", type=int, default=1024, help="tokens")
-    given.add_argument("--dtypes", default="float32,bfloat16")
-    args = given.parse_args()
-    lengths = [int(length) for length in args.lengths.split(",")]
-    if args.peak:
-        run = functools.partial(attend, args.peak, window=args.window)
-        print(measuring.peak(run, HEADS, lengths[0]))
-        return
-    parts = args.parts.split(",")
-    from rich.console import Console  # the GPU benchmark runs without rich
-
-    console = Console()
-    where = f"torch {torch.__version__}, {torch.get_num_threads()} threads, window {args.window}"
-    for name in args.dtypes.split(","):
-        dtype = getattr(torch, name)
-        for part in ("forward", "backward"):
-            if part in parts:
-                title = part if part == "forward" else "forward and backward"
-                columns = {
-                    f"{length} tokens": prefill(
-                        variants(length, args.window, dtype),
-                        HEADS,
-                        length,
-                        dtype,
-                        part == "backward",
-                        args.rounds,
-                    )
-                    for length in lengths
-                }
-                show(console, f"{title}, {name}, {HEADS} heads of 64; {where}", columns)
-        if "decode" in parts:
-            columns = {
-                f"{keys} keys, {HEADS}:{kv} heads": decode(
-                    keys, kv, args.window, dtype, 5 * args.rounds
-                )
-                for keys in lengths
-                for kv in (8, 2)
-            }
-            show(console, f"one decoding step, {name}; {where}", columns)
-    if "memory" in parts:
-        window = ("--window", str(args.window))
-        peaks = {
-            variant: [
-                measuring.peak_of_fresh_process(
-                    "lab.benchmarks.attention", variant, length, *window
-                )
-                for length in lengths
-            ]
-            for variant in (NATIVE, *VARIANTS)
-        }
-        title = f"peak MiB of a training step, float32; {where}"
-        measuring.show_peaks(console, title, lengths, peaks)
-
-
-if __name__ == "__main__":
-    main()

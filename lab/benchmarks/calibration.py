@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from rope_ext.methods import Method
 BOX = Path(__file__).parents[2] / "checkpoints"
 CHECKPOINTS = ("tiny-512", "tiny-bytes-512")
 METHODS = ("yarn", "llama3", "ntk", "self_extend", "rerope")
-SEARCH, YARN = "search", "yarn"
+SEARCH = "search"
 COST = 0.02
 SEED = 1  # calibrations and searches use 0
 
@@ -87,16 +87,13 @@ class Unseen:
 
     def under(self, method: Method) -> Measured:
         """Loss of every document, and whether each prompt is found."""
-
-        def advance(rows: int) -> None: ...
-
         with rope_ext.patched(self.model, method), torch.no_grad():
-            far = losses_at_end(self.model, self.rows.windows, self.length // 4, advance)
+            far = losses_at_end(self.model, self.rows.windows, self.length // 4, lambda rows: None)
             inside = []
             for pieces in self.inside:
-                losses = losses_at_end(self.model, pieces, len(pieces[0]) - 1, advance)
+                losses = losses_at_end(self.model, pieces, len(pieces[0]) - 1, lambda rows: None)
                 inside.append(mean(losses))
-            answers = losses_of_answers(self.model, self.prompts, advance)
+            answers = losses_of_answers(self.model, self.prompts, lambda rows: None)
         found = [hit for _, hit in answers]
         return {"inside": self._means(inside), "far": self._means(far), "found": found}
 
@@ -128,7 +125,7 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
     tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
     seen, other = texts_of(checkpoint)
     length, began = parse_length(args.length), time.monotonic()
-    method = YARN if name == SEARCH else name
+    method = "yarn" if name == SEARCH else name
     found = rope_ext.calibrate(
         model,
         tokenizer,
@@ -195,16 +192,6 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
-def parser_of(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser with the arguments shared by benchmarks of methods on checkpoints."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--checkpoints", default=",".join(CHECKPOINTS))
-    parser.add_argument("--methods", default=",".join(methods))
-    parser.add_argument("--length", default="2k")
-    return parser
-
-
 def run(
     args: argparse.Namespace,
     cell_of: Callable[[str, str], Mapping[str, Any]],
@@ -224,7 +211,11 @@ def run(
 
 
 def main() -> None:
-    parser = parser_of(__doc__.splitlines()[0], (*METHODS, SEARCH))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--checkpoints", default=",".join(CHECKPOINTS))
+    parser.add_argument("--methods", default=",".join((*METHODS, SEARCH)))
+    parser.add_argument("--length", default="2k")
     parser.add_argument("--options", default="", help="method options to tune; default: all")
     parser.add_argument("--windows", type=int, default=24, help="unseen text windows")
     parser.add_argument("--prompts", type=int, default=32, help="unseen prompts")

@@ -70,31 +70,24 @@ def measure(
         models = {NATIVE: of.build(kv_heads, dtype)}
         for variant, given in variants.items():
             models[variant] = rope_ext.patch(of_same_weights(models[NATIVE]), **given)
-        for how, make in (("eager", _eager), ("compiled", partial(_compiled, of.backend))):
+        for how, backend in (("eager", ""), ("compiled", of.backend)):
             column = f"{how}, {kv_heads} key heads"
             tell(f"decoding: {column}, {rounds} rounds")
             # One graph for each model, all from the same code.
             with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
-                runs = {name: make(model, ids, rounds) for name, model in models.items()}
+                runs = {name: _steps(one, ids, rounds, backend) for name, one in models.items()}
                 yield {column: ratios(runs, rounds)}
             torch._dynamo.reset()
 
 
-def _eager(model: nn.Module, ids: torch.Tensor, rounds: int) -> Callable[[], None]:
-    return _steps(model, model, ids, DynamicCache(config=model.config))
-
-
-def _compiled(backend: str, model: nn.Module, ids: torch.Tensor, rounds: int) -> Callable[[], None]:
-    room = ids.shape[1] + STEPS * (rounds + 1)
-    step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
-    return _steps(model, step, ids, StaticCache(config=model.config, max_cache_len=room))
-
-
 @torch.inference_mode()
-def _steps(
-    model: nn.Module, step: Callable[..., Any], ids: torch.Tensor, cache: Cache
-) -> Callable[[], None]:
-    """Return a function that decodes :data:`STEPS` tokens with ``step`` after the prompt."""
+def _steps(model: nn.Module, ids: torch.Tensor, rounds: int, backend: str) -> Callable[[], None]:
+    """A function that decodes :data:`STEPS` tokens after the prompt; compiled with a backend."""
+    step, cache = model, DynamicCache(config=model.config)
+    if backend:
+        step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        room = ids.shape[1] + STEPS * (rounds + 1)
+        cache = StaticCache(config=model.config, max_cache_len=room)
     model(ids, past_key_values=cache, logits_to_keep=1)
     return partial(_run, step, ids[:, :1].clone(), cache)
 

@@ -4,38 +4,43 @@
 
 ``matrix`` is the usual way to add a bias: a ``[1, heads, tokens, tokens]`` tensor as the mask of
 torch's attention (about 8 GiB at 16384 tokens). Variants alternate, as in
-:mod:`benchmarks.attention`; peak memory is measured in a fresh process for each variant and length.
+:mod:`benchmarks.speed`; peak memory is measured in a fresh process for each variant and length.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 from lab.benchmarks import measuring
-from lab.benchmarks.measuring import NATIVE, Attend, prefill, show
+from lab.benchmarks.measuring import NATIVE, Attend, prefill
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
+from rope_ext.command.arguments import parse_lengths, split
 from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import all_encodings, build_method
 from rope_ext.methods.geometry import Distance
 from rope_ext.position.learned import DistanceBias
 
+HEADS = 4
+TITLES = {
+    "forward": "Forward: time relative to torch's attention (lower to upper quartile)",
+    "backward": "Forward and backward, likewise",
+    "memory": "Peak MiB of a training step",
+}
 MATRIX = "matrix (alibi)"
 BLOCKS = ("dape", "cope")
 """Encodings with logits computed in blocks, which takes several times as long."""
 BLOCKS_MOST = 8192
 """Longest text for which they are measured, tokens."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
-
-
-def bias_of(name: str, heads: int) -> DistanceBias:
-    torch.manual_seed(0)
-    return DistanceBias(build_method(name), Heads(heads, 64, 64), torch.nn.Module())
 
 
 def attend(
@@ -46,8 +51,9 @@ def attend(
     plain = functools.partial(F.scaled_dot_product_attention, query, key, value, scale=scale)
     if variant == NATIVE:
         return functools.partial(plain, is_causal=True)
-    name = "alibi" if variant == MATRIX else variant
-    bias = bias_of(name, heads)
+    torch.manual_seed(0)
+    encoding = build_method("alibi" if variant == MATRIX else variant)
+    bias = DistanceBias(encoding, Heads(heads, 64, 64), torch.nn.Module())
     make = functools.partial(bias, tokens, query.device, torch.float32)
     if variant == MATRIX:
 
@@ -78,44 +84,31 @@ def variants(length: int) -> dict[str, Attend]:
     return {name: functools.partial(attend, name) for name in names}
 
 
+def measured(part: str, length: int, rounds: int) -> Mapping[str, Any]:
+    """A column of a table, by variant."""
+    if part != "memory":
+        return prefill(variants(length), HEADS, length, torch.float32, part == "backward", rounds)
+    command = [sys.executable, "-m", "lab.benchmarks.encodings", "--lengths", str(length), "--peak"]
+    return {name: float(subprocess.check_output([*command, name])) for name in variants(length)}
+
+
 def main() -> None:
-    given = measuring.parser(
-        __doc__.splitlines()[0], "2048,4096,8192,16384", "forward,backward,memory", rounds=5
-    )
-    given.add_argument("--heads", type=int, default=4)
-    args = given.parse_args()
-    lengths = [int(length) for length in args.lengths.split(",")]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--lengths", default="2048,4096,8192,16384", help="comma-separated lengths in tokens")
+    add("--parts", default="forward,backward,memory")
+    add("--rounds", type=int, default=5)
+    add("--peak", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    lengths = parse_lengths(args.lengths)
     if args.peak:
-        print(measuring.peak(functools.partial(attend, args.peak), args.heads, lengths[0]))
+        print(measuring.peak(functools.partial(attend, args.peak), HEADS, lengths[0]))
         return
-    console, parts = Console(), args.parts.split(",")
-    where = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
-    for part in ("forward", "backward"):
-        if part in parts:
-            title = part if part == "forward" else "forward and backward"
-            columns = {
-                f"{length} tokens": prefill(
-                    variants(length),
-                    args.heads,
-                    length,
-                    torch.float32,
-                    part == "backward",
-                    args.rounds,
-                )
-                for length in lengths
-            }
-            show(console, f"{title}, float32, {args.heads} heads of 64; {where}", columns)
-    if "memory" in parts:
-        heads = ("--heads", str(args.heads))
-        peaks = {
-            variant: [
-                measuring.peak_of_fresh_process("lab.benchmarks.encodings", variant, length, *heads)
-                for length in lengths
-            ]
-            for variant in variants(0)
-        }
-        title = f"peak MiB of a training step, float32; {where}"
-        measuring.show_peaks(console, title, lengths, peaks)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {HEADS} heads, float32")
+    for part in split(args.parts):
+        columns = {f"{n} tokens": measured(part, n, args.rounds) for n in lengths}
+        text = "{:.0f}".format if part == "memory" else str
+        print(f"\n{TITLES[part]}\n\n{measuring.markdown(columns, text)}")
 
 
 if __name__ == "__main__":

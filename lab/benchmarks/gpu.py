@@ -54,6 +54,8 @@ SHARES = {"exact": 20, "paths": 15, "graphs": 10, "syncs": 10, "attention": 20, 
 SHARES |= {"decode": 20, "lora": 10, "methods": 20}
 """Share of the time for each part, per cent; later parts get the unused time."""
 KERNELS = ("cudnn", "flash", "flex")
+SHAPES = ((128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1))
+"""Columns of queries and keys, columns of values, and queries for each key head."""
 TILINGS = ({}, {"SIZE_ROTATED": 32}, {"SIZE_ROTATED": 64}, {"SIZE": 128}, {"num_warps": 2})
 TILINGS = (*TILINGS, {"num_stages": 2}, {"num_stages": 4})
 """Other tiles to try in the decoding kernel."""
@@ -138,9 +140,7 @@ class Run:
 def exact(run: Run) -> None:
     """Compare outputs and gradients with the dense form in float64, and with its error in half."""
     n, window = (48, 16) if run.small else (700, 256)
-    shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
-    if run.small:
-        shapes = [(16, 16, 4), (24, 16, 1)]
+    shapes = [(16, 16, 4), (24, 16, 1)] if run.small else SHAPES
     cases = [
         {"columns": shape, "queries": queries, "variant": "rerope"}
         for queries in (n, 1)
@@ -234,12 +234,11 @@ def decoding(run: Run) -> None:
         run.tell("decode", skipped="it needs Triton and a GPU of capability 8.0 or later")
         return
     n, window = (48, 16) if run.small else (700, 256)
-    shapes = [(128, 128, 4), (64, 64, 1), (256, 256, 1), (80, 80, 7), (96, 96, 4), (192, 128, 1)]
-    cases = [{"columns": shape, "queries": 1, "variant": "rerope"} for shape in shapes]
+    cases = [{"columns": shape, "queries": 1, "variant": "rerope"} for shape in SHAPES]
     for variant in ("rerope", "dual_chunk", "self_extend", "string"):
-        cases.append({"columns": shapes[0], "queries": 3, "variant": variant})
+        cases.append({"columns": SHAPES[0], "queries": 3, "variant": variant})
     cases.append({"columns": (128, 128, 7), "queries": 16, "variant": "rerope"})
-    cases.append({"columns": shapes[0], "queries": 1, "variant": "rerope", "softcap": 5.0})
+    cases.append({"columns": SHAPES[0], "queries": 1, "variant": "rerope", "softcap": 5.0})
     for case in cases[:: 5 if run.small else 1]:
         check = functools.partial(_exact, run, "decode", n + 37, window, backward=False, **case)
         run.attempt("decode", {"what": "exact", **case}, check)
@@ -372,16 +371,12 @@ def ids_of(run: Run, rows: int, length: int, padded: bool = False) -> dict[str, 
 def never_dense() -> Iterator[None]:
     """Fail if FlexAttention falls back to its dense form."""
     higher_order = importlib.import_module("torch._higher_order_ops.flex_attention")
-    before = higher_order.math_attention
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("FlexAttention ran unfused, on all logits at once")
 
-    higher_order.math_attention = refuse
-    try:
+    with mock.patch.object(higher_order, "math_attention", refuse):
         yield
-    finally:
-        higher_order.math_attention = before
 
 
 def graphs(run: Run) -> None:
@@ -435,7 +430,8 @@ def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
         warnings.simplefilter("always")
         model(**batch, past_key_values=cache)
         for _ in range(3):
-            batch = {"input_ids": batch["input_ids"][:, -1:], "attention_mask": _longer(batch)}
+            mask = F.pad(batch["attention_mask"], (0, 1), value=1)
+            batch = {"input_ids": batch["input_ids"][:, -1:], "attention_mask": mask}
             torch.cuda.set_sync_debug_mode("warn")
             before = len(seen)
             try:
@@ -444,10 +440,6 @@ def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
                 torch.cuda.set_sync_debug_mode("default")
             counts.append(sum("synchroniz" in str(one.message) for one in seen[before:]))
     return {"ok": True, "syncs_per_step": counts[-1]}
-
-
-def _longer(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return F.pad(batch["attention_mask"], (0, 1), value=1)
 
 
 def _no_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
@@ -691,11 +683,8 @@ def _method(
         for there, here in zip(*(model.parameters() for model in models), strict=True):
             here.copy_(there)
     found = _apart(_answers(models[0], batch), _answers(models[1], batch, "cpu"))
-    return {"ok": all(map(_close, found, own)), "error": found, "error_unpatched": own}
-
-
-def _close(error: float, own: float) -> bool:
-    return error <= 2 * own + 1e-4
+    ok = all(error <= 2 * least + 1e-4 for error, least in zip(found, own, strict=True))
+    return {"ok": ok, "error": found, "error_unpatched": own}
 
 
 def _answers(
@@ -743,9 +732,8 @@ PARTS = {
 
 def device_facts(device: str) -> dict[str, Any]:
     """Describe the device."""
-    packages = ("torch", "transformers", "triton")
     facts: dict[str, Any] = {"device": device}
-    for name in packages:
+    for name in ("torch", "transformers", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[name] = metadata.version(name)
     if device == "cuda":
@@ -767,7 +755,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=8.5, help="time budget in minutes for all parts"
     )
-    parser.add_argument("--kernels", default=",".join(KERNELS), help="comma-separated kernels")
     parser.add_argument("--output", type=Path, help="also write the results to this file")
     args = parser.parse_args(arguments)
     parts = args.parts.split(",")
@@ -777,13 +764,10 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cpu" and not args.small:
         parser.error("a CPU has nothing to be measured here; add --small to test the command")
     if args.device == "cuda" and not torch.cuda.is_available():
-        print(
-            f"no GPU here (torch {torch.__version__}): run this where there is one, or test it "
-            f"by --device cpu --small",
-            file=sys.stderr,
+        parser.error(
+            f"torch {torch.__version__} finds no GPU; test the command by --device cpu --small"
         )
-        return 1
-    kernels = tuple(args.kernels.split(","))
+    kernels = KERNELS
     if args.device == "cpu":
         kernels = ("flash",)  # the only one
         if os.environ.get("TRITON_INTERPRET") == "1":  # of a Triton that is imported later

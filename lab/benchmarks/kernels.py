@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from lab.benchmarks.measuring import markdown
 from lab.benchmarks.mocked_gpu import mocked
 from rope_ext.attention import cards as estimates
 from rope_ext.attention import flex
@@ -140,29 +141,26 @@ def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
     """Largest number of bytes by kind, with the estimate for its tiles in brackets, in Markdown."""
-    cells: dict[tuple[str, str, str], dict[str, tuple[int, int] | str]] = {}
+    columns: dict[str, dict[str, tuple[int, int] | str]] = {}
     for line in lines:
-        card = line["card"]
+        cells = columns.setdefault(line["card"], {})
+        heads = f"{line['dtype']} {line['heads']}"
         if "kernels" not in line:
             phase = "backward" if line["phase"] == TRAIN else line["phase"]
-            rows = cells.setdefault((line["dtype"], line["heads"], phase), {})
-            rows[card] = "refused" if "refused" in line else "failed"
+            cells[f"{heads} {phase}"] = "refused" if "refused" in line else "failed"
             continue
         for kernel in filter(of_attention, line["kernels"]):
-            phase = "backward" if "BLOCK_N1" in kernel else line["phase"].split(" ")[0]
-            rows = cells.setdefault((line["dtype"], line["heads"], phase), {})
-            found = kernel["shared"], estimate(line, kernel) or 0
-            before = rows.get(card, (0, 0))
-            rows[card] = before if isinstance(before, str) else max(before, found)
-    columns = sorted({card for row in cells.values() for card in row})
-    made = [f"| Heads | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for key, row in cells.items():
-        shown = [
-            x if isinstance(x, str) else f"{x[0]:,}" + (f" ({x[1]:,})" if x[1] else "")
-            for x in (row.get(card, "") for card in columns)
-        ]
-        made.append(f"| {' '.join(key)} | {' | '.join(shown)} |")
-    return "\n".join(made)
+            name = f"{heads} {'backward' if 'BLOCK_N1' in kernel else PREFILL}"
+            before = cells.get(name, (0, 0))
+            if not isinstance(before, str):
+                cells[name] = max(before, (kernel["shared"], estimate(line, kernel) or 0))
+
+    def text(cell: tuple[int, int] | str) -> str:
+        if isinstance(cell, str):
+            return cell
+        return f"{cell[0]:,}" + (f" ({cell[1]:,})" if cell[1] else "")
+
+    return markdown(dict(sorted(columns.items())), text)
 
 
 def of_attention(kernel: dict[str, Any]) -> bool:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 COLUMNS = 64
 """Columns of every head."""
@@ -96,30 +90,11 @@ class Measured(NamedTuple):
         return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-Key = TypeVar("Key", bound=Hashable)
-
-
-def in_turns(
-    runs: Mapping[Key, Callable[[], object]], rounds: int, device: str = "cpu"
-) -> dict[Key, list[float]]:
-    """Seconds of every run in every round, after a warm-up.
-
-    Runs alternate, so that other load on the machine affects all of them.
-    """
-    seconds: dict[Key, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(seconds_of(run, device))
-    return seconds
-
-
-def compared(seconds: Mapping[str, Sequence[float]], native: str = NATIVE) -> dict[str, Measured]:
-    """Compare every variant with ``native``, round by round."""
+def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Measured]:
+    """Compare every variant with the native one, round by round."""
     found = {}
     for variant, values in seconds.items():
-        of_round = [v / n for v, n in zip(values, seconds[native], strict=True)]
+        of_round = [v / n for v, n in zip(values, seconds[NATIVE], strict=True)]
         quarters = statistics.quantiles(of_round, n=4, method="inclusive") if of_round[1:] else []
         low, ratio, high = quarters or of_round * 3
         found[variant] = Measured(statistics.median(values), ratio, low, high)
@@ -129,8 +104,17 @@ def compared(seconds: Mapping[str, Sequence[float]], native: str = NATIVE) -> di
 def ratios(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu"
 ) -> dict[str, Measured]:
-    """Run the variants alternately, and compare each with the native one."""
-    return compared(in_turns(runs, rounds, device))
+    """Time every run in every round, after a warm-up, and compare with the native one.
+
+    Runs alternate, so that other load on the machine affects all of them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(seconds_of(run, device))
+    return compared(seconds)
 
 
 def machine() -> dict[str, Any]:
@@ -182,46 +166,10 @@ def peak(attend: Attend, heads: int, length: int) -> float:
     return resident("VmHWM") - before
 
 
-def peak_of_fresh_process(module: str, variant: str, length: int, *options: str) -> float:
-    command = [sys.executable, "-m", module, "--peak", variant, "--lengths", str(length), *options]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def show(console: Console, title: str, columns: dict[str, dict[str, Measured]]) -> None:
-    from rich.table import Table  # the GPU benchmark runs without rich
-
-    table = Table(title=title)
-    table.add_column("")
-    for column in columns:
-        table.add_column(column)
-    for variant in dict.fromkeys(name for cells in columns.values() for name in cells):
-        cells = (cells.get(variant) for cells in columns.values())
-        table.add_row(
-            variant,
-            *("" if c is None else f"{c.seconds * 1e3:.1f} ms, {c.ratio:.2f}x" for c in cells),
-        )
-    console.print(table)
-
-
-def show_peaks(
-    console: Console, title: str, lengths: Sequence[int], peaks: dict[str, list[float]]
-) -> None:
-    """Print one row per variant, with MiB at each length."""
-    from rich.table import Table  # the GPU benchmark runs without rich
-
-    table = Table(title=title)
-    for column in ("", *(f"{length} tokens" for length in lengths)):
-        table.add_column(column)
-    for variant, found in peaks.items():
-        table.add_row(variant, *(f"{mib:.0f}" for mib in found))
-    console.print(table)
-
-
-def parser(description: str, lengths: str, parts: str, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--lengths", default=lengths, help="comma-separated lengths in tokens")
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument("--parts", default=parts)
-    made.add_argument("--peak", help=argparse.SUPPRESS)
-    return made
+def markdown(columns: Mapping[str, Mapping[str, Any]], text: Callable[[Any], str] = str) -> str:
+    """A table in Markdown, with a row for each variant in any of the columns."""
+    lines = [("", *columns), ("---",) * (1 + len(columns))]
+    for name in dict.fromkeys(name for cells in columns.values() for name in cells):
+        found = (cells.get(name) for cells in columns.values())
+        lines.append((f"`{name}`", *("" if cell is None else text(cell) for cell in found)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

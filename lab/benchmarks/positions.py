@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
 from lab.benchmarks.calibration import BOX, CHECKPOINTS, SEED, Measured, Unseen, run, texts_of
-from lab.surgery import CHECKPOINTS as RECIPES
+from lab.surgery import recipe_of
 from recipes import finetune
 from recipes.checks import at_least, out_of_range
 from rope_eval.reports.calibration import mean
@@ -60,7 +60,7 @@ def words_of(
 ) -> list[str]:
     """The command line of recipes/finetune.py for one training run."""
     positions, method, length = SCHEMES[name]
-    words = ["--config", RECIPES[checkpoint].config, "--method", method, "--factor", str(FACTOR)]
+    words = ["--config", recipe_of(checkpoint), "--method", method, "--factor", str(FACTOR)]
     words += ["--positions", positions, "--pose_chunks", "0", "--length", str(length)]
     words += ["--per_device_train_batch_size", str(TOKENS // length), "--retrieval_share", "0"]
     words += ["--max_steps", str(steps), "--learning_rate", str(rate), "--seed", str(seed)]

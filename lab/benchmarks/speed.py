@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from transformers import DynamicCache
 
@@ -31,9 +30,8 @@ from lab.benchmarks import attention, decoding, measuring
 from lab.benchmarks.measuring import NATIVE, Measured
 from rope_eval.cases import dump, require_positive
 from rope_eval.folder import Folder
-from rope_eval.settings import batch_size
 from rope_eval.versions import versions
-from rope_ext.command.arguments import parse_length, parse_lengths, parse_options, split
+from rope_ext.command.arguments import parse_length, parse_lengths, split
 from rope_ext.command.method_options import checked_methods
 from rope_ext.command.terminal import clean_errors, quiet, stoppable, tell
 from rope_ext.errors import OptionError
@@ -63,11 +61,12 @@ KINDS = {
 }
 
 
-def kind(method: Any) -> str:
-    """Kind of a method, one of ``KINDS``."""
-    if method.is_dynamic:
+def kind(method: str, precise: bool | None = None, **options: Any) -> str:
+    """One of ``KINDS``, for keyword arguments of ``rope_ext.patch``."""
+    built: Any = build_method(method, **options)
+    if built.is_dynamic:
         return "dynamic"
-    return "encoding" if method.kind == "rotation" else method.kind
+    return "encoding" if built.kind == "rotation" else built.kind
 
 
 @torch.inference_mode()
@@ -88,29 +87,20 @@ def train(model: nn.Module, ids: torch.Tensor) -> None:
     model.zero_grad()
 
 
-def finished(run: Callable[[], None], device: torch.device) -> None:
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(
     models: Mapping[str, nn.Module], ids: torch.Tensor, rounds: int
 ) -> dict[str, dict[str, Measured]]:
     """``{task: {variant: measured}}`` on ids ``[rows, tokens]``; variants alternate."""
-    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    runs: dict[str, dict[str, Callable[[], None]]]
+    runs = {"prefill": {}, "decode": {}, "training step": {}}
     for variant, patched in models.items():
         cache = DynamicCache(config=patched.config)
         with torch.inference_mode():
             patched(ids, past_key_values=cache, logits_to_keep=1)
-        runs["prefill", variant] = partial(prefill, patched, ids)
-        runs["decode", variant] = partial(decode, patched, ids, cache)
-        runs["training step", variant] = partial(train, patched, ids)
-    runs = {key: partial(finished, run, ids.device) for key, run in runs.items()}
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for (task, variant), values in measuring.in_turns(runs, rounds).items():
-        seconds.setdefault(task, {})[variant] = values
-    return {task: measuring.compared(values) for task, values in seconds.items()}
+        runs["prefill"][variant] = partial(prefill, patched, ids)
+        runs["decode"][variant] = partial(decode, patched, ids, cache)
+        runs["training step"][variant] = partial(train, patched, ids)
+    return {task: measuring.ratios(of, rounds, ids.device.type) for task, of in runs.items()}
 
 
 def measure_attention(
@@ -133,12 +123,12 @@ def measure_attention(
         yield {column: attention.decode(max(lengths), kv_heads, window, dtype, 5 * rounds)}
 
 
-def patch_seconds(model: nn.Module, rounds: int, given: Mapping[str, Any]) -> float:
+def patch_seconds(model: nn.Module, rounds: int, factor: float) -> float:
     """Median seconds of ``rope_ext.patch`` with YaRN."""
     values = []
     for _ in range(rounds):
         start = time.perf_counter()
-        rope_ext.patch(model, "yarn", **given)
+        rope_ext.patch(model, "yarn", factor=factor)
         values.append(time.perf_counter() - start)
         rope_ext.unpatch(model)
     return statistics.median(values)
@@ -154,22 +144,16 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         args.lengths, args.attention_lengths, args.window, args.rounds = "64", "128", 32, 2
     names = split(args.method)
     variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
-    if names or args.option:
-        own = parse_options(args.option, names)
-        methods = checked_methods(names, args.factor, own)
+    if names:
+        methods = checked_methods(names, args.factor, {})
         variants = {method: {"method": method, **more} for method, more in methods.items()}
-    kinds = {variant: kind(_built(**more)) for variant, more in variants.items()}
-    rows, lengths = batch_size(args.batch_size) or 1, parse_lengths(args.lengths)
-    parts = split(args.parts)
+    kinds = {variant: kind(**more) for variant, more in variants.items()}
+    lengths, parts = parse_lengths(args.lengths), split(args.parts)
     if not parts or set(parts) - set(PARTS):
         raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
     of_attention = parse_lengths(args.attention_lengths)
-    require_positive(
-        batch_size=rows,
-        rounds=args.rounds,
-        length=min(*lengths, *of_attention),
-        window=args.window,
-    )
+    shortest = min(*lengths, *of_attention)
+    require_positive(rounds=args.rounds, length=shortest, window=args.window)
     where, on_cpu = measuring.machine(), models.resolve_device(args.device) == "cpu"
     dtypes = [args.dtype]
     if args.dtype == "auto" and on_cpu:
@@ -177,11 +161,9 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     made: dict[str, Any] = {
         "machine": where,
         "model": args.model,
-        "batch_size": rows,
         "rounds": args.rounds,
         "window": args.window,
         "small": args.small,
-        "seed": args.seed,
         "variants": variants,
         "kinds": kinds,
         "models": {},
@@ -189,20 +171,19 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "attention": {},
         "versions": versions(),
     }
-    given = {}
     for dtype in dtypes if "models" in parts else ():
-        model = models.load_model(args.model, dtype, args.device, args.attn)
+        model = models.load_model(args.model, dtype, args.device)
         patched = {NATIVE: model}
         for variant, more in variants.items():
-            patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **{**given, **more})
-        generator = torch.Generator().manual_seed(args.seed)
+            patched[variant] = rope_ext.patch(measuring.of_same_weights(model), **more)
+        generator = torch.Generator().manual_seed(0)
         shown = made["models"][f"{str(model.dtype).removeprefix('torch.')} on {model.device}"] = {}
         for length in lengths:
-            ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+            ids = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
             tell(f"models: {len(patched)} variants, {length} tokens, {args.rounds} rounds")
             shown[length] = _plain(measure(patched, ids.to(model.device), args.rounds))
             yield made
-        made["patch_seconds"] = patch_seconds(model, 20, {"factor": args.factor, **given})
+        made["patch_seconds"] = patch_seconds(model, 20, args.factor)
         yield made
         del model, patched  # before the next ones are made
     exact_dtypes = ["float32" if dtype == "auto" else dtype for dtype in dtypes]
@@ -221,11 +202,6 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield made
 
 
-def _built(method: str, precise: bool | None = None, **options: Any) -> Any:
-    """The method that ``rope_ext.patch`` builds from these keyword arguments."""
-    return build_method(method, **options)
-
-
 def _plain(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, dict[str, float]]]:
     return {
         task: {variant: cell._asdict() for variant, cell in cells.items()}
@@ -235,12 +211,11 @@ def _plain(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, d
 
 def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, Measured]]]]:
     """Title and columns of every table, one per kind and dtype."""
-    rows = f"{data['batch_size']} x " if data["batch_size"] > 1 else ""
     for dtype, lengths in data["models"].items():
         for one, words in KINDS.items():
             chosen = [variant for variant, its in data["kinds"].items() if its == one]
             columns = {
-                f"{task}, {rows}{length}": {v: Measured(**cells[v]) for v in chosen}
+                f"{task}, {length}": {v: Measured(**cells[v]) for v in chosen}
                 for length, tasks in lengths.items()
                 for task, cells in tasks.items()
             }
@@ -259,37 +234,20 @@ def tables(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, dict[str, M
             yield f"{title}, {dtype}", columns
 
 
-def headline(data: Mapping[str, Any]) -> str:
-    """One line that describes the machine."""
+def page(data: Mapping[str, Any]) -> str:
+    """The machine and all tables in Markdown, for the documentation."""
     known = data["machine"]
     units = "with" if known["bfloat16"] else "without"
-    return (
+    lines = [
         f"{known['processor']}, {known['cores']} cores, {known['threads']} threads, {units} "
         f"bfloat16 units; torch {known['torch']}, transformers {known['transformers']}; "
-        f"{data['rounds']} rounds"
-    )
-
-
-def page(data: Mapping[str, Any]) -> str:
-    """All tables in Markdown, for the documentation."""
-    lines = [f"{headline(data)}. Ratios: the median, with the lower and upper quartile."]
-    for title, columns in tables(data):
-        lines += ["", f"**{title[:1].upper()}{title[1:]}**", "", f"| | {' | '.join(columns)} |"]
-        lines.append("| --- " * (1 + len(columns)) + "|")
-        for variant in next(iter(columns.values())):
-            cells = (str(cells[variant]) for cells in columns.values())
-            lines.append(f"| `{variant}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def show(data: Mapping[str, Any]) -> None:
-    """Print the machine, and every table with seconds."""
-    console = Console()
-    console.print(headline(data))
-    for title, columns in tables(data):
-        measuring.show(console, title, columns)
+        f"{data['rounds']} rounds. Ratios: the median, with the lower and upper quartile."
+    ]
     if "patch_seconds" in data:
-        console.print(f"rope_ext.patch itself: {data['patch_seconds'] * 1e3:.1f} ms")
+        lines += ["", f"`rope_ext.patch` itself: {data['patch_seconds'] * 1e3:.1f} ms."]
+    for title, columns in tables(data):
+        lines += ["", f"**{title[:1].upper()}{title[1:]}**", "", measuring.markdown(columns)]
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -300,7 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", default=MODEL, help="directory or Hub ID")
     add("--method", default="", help="comma-separated names; default: one of each kind")
-    add("--option", action="append", help="METHOD.NAME=VALUE")
     add("--factor", type=float, default=4.0)
     add("--lengths", default="2k", help="comma-separated lengths in tokens, such as 2k,8k")
     add("--attention-lengths", default="8k,16k", help="the same, for attention alone")
@@ -309,10 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--parts", default=",".join(PARTS), help="comma-separated, from %(default)s")
     add("--small", action="store_true", help="few tokens and rounds, to test the command")
     add("--dtype", default="auto")
-    add("--attn", help="attention implementation")
     add("--device", default="auto")
-    add("--batch-size", default="auto")
-    add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/speed"), help="directory for the results")
     args = parser.parse_args(arguments)
     with clean_errors(), stoppable("run the same command to measure again"):
@@ -322,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for data in evaluate(args):
                 pages = {"speed.json": dump(data), "speed.md": page(data)}
                 folder.write({name: text.encode() for name, text in pages.items()})
-        show(data)
+        print(page(data))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from lab.laboratory.training import Subject, Training
 from recipes.checks import POSITIVE, at_least, out_of_range
 from rope_eval.folder import Folder
 from rope_eval.run.runner import Ranks
+from rope_ext.command.arguments import split
 from rope_ext.command.terminal import stoppable
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
 
@@ -60,14 +61,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--encodings",
-        type=_names,
+        type=split,
         help="comma-separated; default: all in `rope-ext methods`; others, with linear attention "
         "or from scratch only: " + ", ".join(ASKED),
     )
     add("--seeds", type=int, default=3, help="number of seeds; intervals need three")
-    add(
-        "--tasks", type=_names, default=[TEXT, *TASKS], help="comma-separated; default: %(default)s"
-    )
+    add("--tasks", type=split, default=[TEXT, *TASKS], help="comma-separated; default: %(default)s")
     add("--steps", type=int, default=Text.steps, help="training steps on text")
     add("--problem-steps", type=int, default=Tasks.steps, help="training steps on problems")
     add(
@@ -113,10 +112,6 @@ def _unsuitable(args: argparse.Namespace) -> Iterator[str]:
             )
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def subjects_of(args: argparse.Namespace) -> dict[str, Subject]:
     found: dict[str, Subject] = {}
     if TEXT in args.tasks:
@@ -157,7 +152,9 @@ def main(given: list[str] | None = None) -> int:
             name: replace(subject, steps=math.ceil(args.choosing_share * subject.steps))
             for name, subject in subjects.items()
         }
-        training = Training(size, args.learning_rate, _device(ranks.device))
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(found if ranks.device == "auto" else ranks.device)
+        training = Training(size, args.learning_rate, device)
 
         def choose(cell: Cell, tell: Tell) -> dict[str, Any]:
             return training.choose_rates(shorter[cell.chooses_for], cell.name, tell)
@@ -215,12 +212,6 @@ def work(
             continue
         log.append(ranks.rank, cell, record)
     return failed
-
-
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def write_page(log: Log) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
+from lab.laboratory.scratch.base import rotate
 from rope_ext.encodings.alibi import slopes
 from rope_ext.methods.rope import geometric
 
@@ -59,7 +60,7 @@ def attention(
     query, key = _phi(query), _phi(key)
     below = _sums(query, key, torch.ones_like(value[..., :1]), slope, chunk)
     if angles is not None:
-        query, key = _rotated(query, angles), _rotated(key, angles)
+        query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
     return _sums(query, key, value, slope, chunk) / below
 
 
@@ -80,7 +81,7 @@ def step(
     below = key if state is None else key + _decayed(state.keys, slope, 1)
     total = (query * below).sum(-1, keepdim=True)
     if angles is not None:
-        query, key = _rotated(query, angles), _rotated(key, angles)
+        query, key = (rotate(x, angles.cos(), angles.sin()) for x in (query, key))
     products = key[..., :, None] * value[..., None, :]
     if state is not None:
         products = products + _decayed(state.products, slope, 2)
@@ -121,13 +122,6 @@ def _forward(
 
 def _phi(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.elu(x) + 1
-
-
-def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of columns that are half the columns apart, as transformers does."""
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def _decayed(past: torch.Tensor, slope: torch.Tensor | None, dims: int) -> torch.Tensor:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lab.laboratory.rates import SEED
-from rope_eval.folder import writing
+from rope_eval.folder import Log as JsonLines
+from rope_eval.folder import read_lines, to_line
 from rope_ext.errors import MeasureError
 
 _MARK = {"program": "rope_ext", "log": "laboratory", "format": 3}
@@ -50,80 +49,41 @@ class Log:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self.settings = folder, dict(settings)
 
-    def files(self) -> list[Path]:
-        """Log files of all processes.
+    def read(self) -> dict[Cell, dict[str, Any]]:
+        """Read the finished cells; a truncated last line is ignored.
 
         Raises:
-            MeasureError: one was not written by this program, or has other settings.
+            MeasureError: a log was not written by this program, or has other settings.
         """
-        found = sorted(self.folder.glob("laboratory*.jsonl"))
-        for path in found:
-            self._check(path)
-        return found
-
-    def read(self) -> dict[Cell, dict[str, Any]]:
-        """Read the finished cells; a truncated last line is ignored."""
         cells = {}
-        for path in self.files():
-            for line in path.read_text(encoding="utf-8").splitlines()[1:]:
-                try:
-                    record = json.loads(line)
-                    cells[Cell(**record.pop("cell"))] = record
-                except (ValueError, KeyError, TypeError):
-                    continue
+        for path in sorted(self.folder.glob("laboratory*.jsonl")):
+            first, *records = [*read_lines(path)] or [{}]
+            there = first.pop("settings", None)
+            if first != _MARK or there is None:
+                raise MeasureError(
+                    f"{path} is not a log of this program; move it away, or give another --output"
+                )
+            changed = ", ".join(
+                f"{name}: {there.get(name)!r}, now {now!r}"
+                for name, now in self.settings.items()
+                if there.get(name) != now
+            )
+            if changed:
+                raise MeasureError(
+                    f"{path} was begun with other settings ({changed}); give those, or another "
+                    f"--output"
+                )
+            cells |= {Cell(**record.pop("cell")): record for record in records}
         return cells
 
     def append(self, rank: int, cell: Cell, record: Mapping[str, Any]) -> None:
-        """Append a cell durably to the file of a process.
+        """Append a cell to the file of a process.
 
         Raises:
             MeasureError: it cannot be written.
         """
-        name = f"laboratory.{rank}.jsonl" if rank else "laboratory.jsonl"
-        path = self.folder / name
-        with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lines = [] if path.exists() else [_MARK | {"settings": self.settings}]
-            lines.append({"cell": vars(cell)} | dict(record))
-            with path.open("ab+") as file:
-                file.seek(max(0, file.tell() - 1))
-                cut_off = file.read() not in (b"", b"\n")
-                text = "".join(json.dumps(line) + "\n" for line in lines)
-                file.write(b"\n" * cut_off + text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-
-    def _check(self, path: Path) -> None:
-        try:
-            with path.open(encoding="utf-8") as file:
-                first = json.loads(file.readline())
-            there = first.pop("settings")
-        except (OSError, ValueError, KeyError, AttributeError):
-            first, there = None, {}
-        if first != _MARK:
-            raise MeasureError(
-                f"{path} is not a log of this program; move it away, or give another --output"
-            )
-        changed = [name for name in self.settings if there.get(name) != self.settings[name]]
-        if changed:
-            told = _told(changed, self.settings, there)
-            raise MeasureError(
-                f"{path} was begun with other settings ({told}); give those, or another --output"
-            )
-
-
-def settings_of(folder: Path) -> dict[str, Any] | None:
-    """The settings of the log in a folder; None if there is no log."""
-    for path in sorted(folder.glob("laboratory*.jsonl")):
-        try:
-            with path.open(encoding="utf-8") as file:
-                first = json.loads(file.readline())
-            if {name: first.get(name) for name in _MARK} == _MARK:
-                return first["settings"]
-        except (OSError, ValueError, AttributeError, KeyError):
-            continue
-    return None
-
-
-def _told(names: Iterable[str], now: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}: {there.get(name)!r}, now {now[name]!r}" for name in names)
+        path = self.folder / (f"laboratory.{rank}.jsonl" if rank else "laboratory.jsonl")
+        header = to_line(_MARK | {"settings": self.settings})
+        log = JsonLines(path, header, "make room, or give another --output")
+        log.open()
+        log.add(to_line({"cell": vars(cell)} | dict(record)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,12 +161,7 @@ def _notes(results: Results) -> list[str]:
     seeds = len(results.seeds)
     if seeds < 3:
         notes.append(f"Intervals need three seeds; this run has {seeds}.")
-    counts = {
-        (cell.subject, cell.name): sum(
-            (c.subject, c.name) == (cell.subject, cell.name) for c in results.cells
-        )
-        for cell in results.cells
-    }
+    counts = Counter((cell.subject, cell.name) for cell in results.cells)
     short = sorted(f"{name} ({subject})" for (subject, name), n in counts.items() if n < seeds)
     if short:
         notes.append(f"Fewer seeds are finished for {', '.join(short)}.")
@@ -379,13 +375,14 @@ def _published(results: Results) -> Section:
         held = hold(published, results.measures.get(published.measure, {}))
         if held is None:
             continue
+        ours, sentences = held
         told = published.told or {name: f"{v:g}" for name, v in published.values.items()}
         rows = tuple(
-            Row((Cell(name), Cell(told[name]), Cell(_number(published.measure, held.ours[name]))))
-            for name in held.ours
+            Row((Cell(name), Cell(told[name]), Cell(_number(published.measure, mean))))
+            for name, mean in ours.items()
         )
         header = ("encoding", "published", f"here: {_title(results, published.measure)}")
-        tables.append(Table(published.source, header, rows, held.sentences))
+        tables.append(Table(published.source, header, rows, tuple(sentences)))
     sentences = [
         "Published results with other models and data, compared with the same encodings here. "
         "Where the two disagree, model size, data and training length differ, too."
@@ -399,7 +396,8 @@ def _table(
     by: Mapping[Any, Mapping[str, BySeed]], measure: str, unit: str, title: str = ""
 ) -> Table:
     """Means over seeds, each with its difference from RoPE."""
-    rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in _names(by)]
+    names = dict.fromkeys(name for table in by.values() for name in table)
+    rows = [Row((Cell(n), *(compared(measure, by[k], n) for k in by))) for n in names]
     header = ("encoding", *(f"{k} {unit}".strip() for k in by))
     return Table(title, header, tuple(rows), ("Bold: the 95 % interval excludes zero.",))
 
@@ -413,10 +411,6 @@ def compared(measure: str, by: Mapping[str, BySeed], name: str) -> Cell:
         found = found.within(-(mean - found.mean), 1 - (mean - found.mean))
     told = _signed(measure, found)
     return Cell(_number(measure, mean), bool(found and found.clear and told != _SAME), told)
-
-
-def _names(by: Mapping[Any, Mapping[str, BySeed]]) -> list[str]:
-    return list(dict.fromkeys(name for table in by.values() for name in table))
 
 
 def _means(by: Mapping[str, BySeed]) -> dict[str, float]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from lab.laboratory.paired import Difference, difference, rank_correlation
+from scipy.stats import kendalltau
+
+from lab.laboratory.paired import Difference, difference
+from lab.laboratory.results import LONGER
 
 BySeed = Mapping[int, float]
 
@@ -215,42 +219,28 @@ PUBLISHED = (
         rising=True,
     ),
 )
-RISING = {"problems longer than trained"}
-"""Our measures for which higher values are better."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A published ranking compared with our numbers.
-
-    Args:
-        published: the ranking.
-        ours: means by name, for encodings in both.
-        sentences: conclusions.
-    """
-
-    published: Published
-    ours: Mapping[str, float]
-    sentences: tuple[str, ...]
-
-
-def hold(published: Published, measured: Mapping[str, BySeed]) -> Held | None:
-    """Compare a ranking with our numbers; None if fewer than two encodings are in both.
+def hold(
+    published: Published, measured: Mapping[str, BySeed]
+) -> tuple[dict[str, float], list[str]] | None:
+    """Compare a ranking with our numbers.
 
     Args:
         published: the ranking.
         measured: our values by name and seed.
+
+    Returns:
+        Our means by name, and conclusions; None if fewer than two encodings are in both.
     """
     names = [name for name in published.values if measured.get(name)]
     if len(names) < 2:
         return None
     ours = {name: sum(measured[name].values()) / len(measured[name]) for name in names}
     direction = 1 if published.rising else -1
-    own = 1 if published.measure in RISING else -1
-    tau = rank_correlation(
-        [direction * published.values[name] for name in names],
-        [own * ours[name] for name in names],
-    )
+    own = 1 if published.measure == LONGER else -1
+    ranked = [(direction * published.values[name], own * ours[name]) for name in names]
+    tau = kendalltau(*zip(*ranked, strict=True)).statistic
     same, other, open_ = 0, [], []
     for one, two in combinations(names, 2):
         theirs = direction * (published.values[one] - published.values[two])
@@ -268,13 +258,13 @@ def hold(published: Published, measured: Mapping[str, BySeed]) -> Held | None:
     sentences = [
         f"Of {total} {'pair' if total == 1 else 'pairs'}: {same} as published, {len(other)} "
         f"reversed, {len(open_)} without a clear difference here"
-        + ("." if tau is None else f"; rank correlation (Kendall) {tau:+.2f}.")
+        + (f"; rank correlation (Kendall) {tau:+.2f}." if math.isfinite(tau) else ".")
     ]
     if other:
-        sentences.append(f"Reversed, with an interval that excludes zero: {_list(other)}.")
+        sentences.append(f"Reversed, with an interval that excludes zero: {'; '.join(other)}.")
     if open_:
-        sentences.append(f"No clear difference: {_list(open_)}.")
-    return Held(published, ours, tuple(sentences))
+        sentences.append(f"No clear difference: {'; '.join(open_)}.")
+    return ours, sentences
 
 
 def _interval(found: Difference | None) -> str:
@@ -284,7 +274,3 @@ def _interval(found: Difference | None) -> str:
         seeds = "one seed" if found.pairs == 1 else f"{found.pairs} seeds"
         return f" (difference {found.mean:+.3g}, {seeds})"
     return f" (difference {found.mean:+.3g}, {found.low:+.3g} to {found.high:+.3g})"
-
-
-def _list(parts: list[str]) -> str:
-    return "; ".join(parts)

@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from lab.laboratory.log import Cell
 from lab.laboratory.model import ROPE
 from lab.laboratory.tasks import MOST
@@ -203,7 +205,4 @@ def first_below(curve: Sequence[Sequence[float]], loss: float) -> float | None:
 
 def _at(curve: Sequence[Sequence[float]], step: float) -> float:
     """The loss of a curve at a step, interpolated."""
-    for (before, one), (after, other) in pairwise(curve):
-        if before <= step <= after:
-            return one + (other - one) * (step - before) / (after - before)
-    return curve[0][1]
+    return float(np.interp(step, *zip(*curve, strict=True)))

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,19 +27,16 @@ _TOGETHER = 4
 _LETTERS = np.arange(ord("a"), ord("z") + 1)
 
 
-def _copy(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]:
-    letters = rng.choice(_LETTERS, items).tolist()
-    return letters, letters
+Problem = Callable[[np.random.Generator, int], tuple[list[int], list[int]]]
+"""Draws a problem of so many items: what is given, and the answer."""
 
 
-def _reverse(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]:
-    letters = rng.choice(_LETTERS, items).tolist()
-    return letters, letters[::-1]
+def _letters(answer: Callable[[list[int]], list[int]]) -> Problem:
+    def drawn(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]:
+        letters = rng.choice(_LETTERS, items).tolist()
+        return letters, answer(letters)
 
-
-def _sorting(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]:
-    letters = rng.choice(_LETTERS, items).tolist()
-    return letters, sorted(letters)
+    return drawn
 
 
 def _parity(rng: np.random.Generator, items: int) -> tuple[list[int], list[int]]:
@@ -57,11 +54,11 @@ def _addition(rng: np.random.Generator, items: int) -> tuple[list[int], list[int
     return [*text[0], ord("+"), *text[1]], text[2]
 
 
-TASKS = {
-    "copy": _copy,
-    "reverse": _reverse,
+TASKS: dict[str, Problem] = {
+    "copy": _letters(list),
+    "reverse": _letters(lambda letters: letters[::-1]),
     "addition": _addition,
-    "sorting": _sorting,
+    "sorting": _letters(sorted),
     "parity": _parity,
 }
 

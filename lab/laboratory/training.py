@@ -71,11 +71,8 @@ class Training:
             RopeExtError: the model does not support the encoding.
         """
 
-        def silent(text: str) -> None:
-            pass
-
         def loss(rates: Rates) -> float:
-            model, _ = self.train(subject, name, SEED, rates, silent)
+            model, _ = self.train(subject, name, SEED, rates, lambda text: None)
             with torch.no_grad():
                 found = weighted_loss(model(input_ids=ids).logits, ids, weights).item()
             tell(f"{rates}, loss {found:.3f}")
@@ -117,7 +114,12 @@ class Training:
             started = clock()
 
             def update(ids: torch.Tensor = ids, weights: torch.Tensor = weights) -> float:
-                return train_step(model, optimizer, ids, weights)
+                loss = weighted_loss(model(input_ids=ids).logits, ids, weights)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.item()
 
             if step == 1:  # the first step also allocates states and tables
                 loss, peak = peak_of(update, self.device)
@@ -152,21 +154,6 @@ def _own(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _clock(device: torch.device) -> Callable[[], float]:
     """CPU time if there is no GPU, which other programs do not affect."""
     return time.perf_counter if device.type == "cuda" else time.process_time
-
-
-def train_step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-) -> float:
-    """One training step; returns the loss per scored token, nats."""
-    loss = weighted_loss(model(input_ids=ids).logits, ids, weights)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def peak_of(function: Callable[[], float], device: torch.device) -> tuple[float, int]:

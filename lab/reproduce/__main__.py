@@ -16,7 +16,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +117,9 @@ def read(name: str) -> Table:
         near = nearest(name, names())
         raise OptionError(f"there is no table {name!r}{near or ';'} tables: {', '.join(names())}")
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    known = {one.name for one in fields(Cell)}
-    cells = tuple(
-        Cell(**{k: tuple(v) if k == "options" else v for k, v in cell.items() if k in known})
-        for cell in data.pop("cells")
-    )
+    cells = [cell | {"options": tuple(cell.get("options", ()))} for cell in data.pop("cells")]
     data["arguments"] = tuple(map(str, data.get("arguments", ())))
-    return Table(**data, cells=cells, name=name)
+    return Table(**data, cells=tuple(Cell(**cell) for cell in cells), name=name)
 
 
 def names() -> list[str]:
@@ -194,11 +190,8 @@ def measured(run: Run, metric: str) -> dict[int, float]:
     else:
         rows = [row for row in data["summary"] if row["system"] == system]
         values = {row["length"]: row["value"] for row in rows}
-    return {length: _in_unit(value, metric) for length, value in values.items()}
-
-
-def _in_unit(value: float, metric: str) -> float:
-    return {"loss": math.log, "rate": lambda share: 100 * share}.get(metric, float)(value)
+    in_unit = {"loss": math.log, "rate": lambda share: 100 * share}.get(metric, float)
+    return {length: in_unit(value) for length, value in values.items()}
 
 
 def agrees(table: Table, cell: Cell, value: float) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rope_ext
-from lab.benchmarks import measuring, speed, windows
+from lab.benchmarks import measuring, speed
 from lab.benchmarks.measuring import Measured, compared
 from tests.helpers.models import tiny_llama
 
@@ -64,12 +64,3 @@ def test_one_command_measures_everything(
             ratio, low, high = map(float, re.findall(r"[0-9.]+", cell))
             assert 0 < low <= ratio <= high, title
     assert page.count("| `rerope` |") == 3 * dtypes  # in two models, and alone
-
-
-def test_a_window_in_most_layers_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    windows.main(["--small", "--rounds", "1"])
-    rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
-    mib = {row[1].strip(): float(row[2]) for row in rows if len(row) == 8}
-    assert mib["nope, every 4th layer"] == mib["native"]
-    # Of five layers, two keep all tokens; the others keep a window and 64 tokens to go back by.
-    assert 0.4 < mib["swan"] / mib["native"] < 0.5

@@ -14,6 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, StableLmForCausalLM
 
+from rope_ext.methods.rope import geometric
+
 _NAME = "laboratory_scratch"
 _ROWS = 256
 """Number of queries whose logits are computed at once."""
@@ -32,12 +34,15 @@ class Shape(NamedTuple):
 class Positions(torch.nn.Module):
     """The attention of one layer; its parameters are what the encoding learns.
 
-    Subclasses override :meth:`turns`, :meth:`rotated` or :meth:`forward`, whichever is enough.
+    As it is, this is RoPE, with frequencies ``theta`` in radians per token, ``[pairs]``. Subclasses
+    override :meth:`turns`, :meth:`rotated` or :meth:`forward`, whichever is enough.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
+        self.register_buffer("theta", theta)
 
     def prepare(self, attention: torch.nn.Module, initial: float) -> None:
         """Replace projections of the layer, if the encoding needs others.
@@ -54,7 +59,8 @@ class Positions(torch.nn.Module):
             inputs: see :meth:`forward`.
             t: likewise.
         """
-        raise NotImplementedError
+        angle = t[:, None, :, None] * self.theta
+        return angle.cos(), angle.sin()
 
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor

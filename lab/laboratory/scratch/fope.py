@@ -7,7 +7,6 @@ import math
 import torch
 
 from lab.laboratory.scratch.base import Positions, Shape
-from rope_ext.methods.rope import geometric
 
 _GAIN = 0.3
 """Of the random coefficients: the smallest of the released ones (60 million parameters)."""
@@ -28,13 +27,11 @@ class FoPE(Positions):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        theta = geometric(shape.base, shape.columns)
-        theta = theta[theta >= 2 * math.pi / shape.length].to(torch.get_default_dtype())
+        self.theta = theta = self.theta[self.theta >= 2 * math.pi / shape.length]
         count = min(len(theta), shape.columns // 4)
         own = torch.zeros(len(theta), count)
         for place, frequency in enumerate(range(0, len(theta), math.ceil(len(theta) / count))):
             own[frequency, place] = 1
-        self.register_buffer("theta", theta)
         for name in ("of_cos", "of_sin"):
             drawn = torch.empty(shape.heads, len(theta), count)
             self.register_buffer(name, own + torch.nn.init.xavier_normal_(drawn, gain=_GAIN))

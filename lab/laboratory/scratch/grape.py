@@ -7,7 +7,6 @@ from torch.nn.functional import logsigmoid, rms_norm
 
 from lab.laboratory.scratch.base import Positions, Shape, attend, rotate
 from rope_ext.encodings.alibi import slopes
-from rope_ext.methods.rope import geometric
 
 _COLUMNS = 8
 """Of a probe for each head, as in the released configurations."""
@@ -22,8 +21,7 @@ class GrapeM(Positions):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
-        self.log_theta = torch.nn.Parameter(theta.log())
+        self.log_theta = torch.nn.Parameter(self.theta.log())
 
     def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = t[:, None, :, None] * self.log_theta.exp()

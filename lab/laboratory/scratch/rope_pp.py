@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lab.laboratory.scratch.base import Positions, Shape, rotate
+from lab.laboratory.scratch.base import Positions, rotate
 from rope_ext.errors import OptionError
-from rope_ext.methods.rope import geometric
 
 
 class RopePP(Positions):
@@ -18,15 +17,6 @@ class RopePP(Positions):
 
     Liu et al. 2025, arXiv 2512.07525; the authors' ``imag1`` (EH) and ``imag2`` (EC).
     """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
-        self.register_buffer("theta", theta)
-
-    def turns(self, inputs: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angle = t[:, None, :, None] * self.theta
-        return angle.cos(), angle.sin()
 
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor, t: torch.Tensor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from lab.laboratory.scratch.base import Positions, Shape
-from rope_ext.methods.rope import geometric
 
 _RANK, _TOKENS = 16, 4
 """Released defaults: rank of the projection, tokens of the convolution."""
@@ -27,8 +26,6 @@ class SelectiveRoPE(Positions):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         heads, pairs = shape.heads, shape.columns // 2
-        theta = geometric(shape.base, shape.columns).to(torch.get_default_dtype())
-        self.register_buffer("theta", theta)
         self.down = torch.nn.Linear(shape.width, _RANK, bias=False)
         self.up = torch.nn.Linear(_RANK, heads * pairs, bias=False)
         columns = heads * pairs

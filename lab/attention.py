@@ -24,18 +24,7 @@ from transformers import PreTrainedModel
 
 import rope_ext
 from rope_eval.data.prompts import Frame
-from rope_eval.plots.style import (
-    MARK,
-    TITLE,
-    UNPATCHED_STYLE,
-    bare,
-    figure_of,
-    legend_below,
-    mark_trained,
-    require_png,
-    style_of,
-    ticker,
-)
+from rope_eval.plots import style
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import parse_length, split
 from rope_ext.command.terminal import clean_errors
@@ -148,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, required=True, help="the .png file")
     args = parser.parse_args(arguments)
-    require_png(args.output)
+    style.require_png(args.output)
     tokenizer = checkpoints.load_tokenizer(args.model)
     model = checkpoints.load_model(args.model, device=args.device)
     trained = first_site(model).rope.length
@@ -163,13 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             lines[name] = by_distance(model, text.at(length), edges)
     inner = edges[: edges.index(trained) + 1] if trained < length else edges
     within = by_distance(model, text.at(inner[-1]), inner)
-    figure = figure_of(9.5, 4.8)
+    figure = style.figure_of(9.5, 4.8)
     axes = figure.subplots()
     draw(axes, lines, within, trained)
     name = Path(args.model).name
-    axes.set_title(f"{name}: attention of the last {QUERIES} of {length} tokens", **TITLE)
-    legend_below(figure, axes)
-    figure.savefig(args.output, dpi=130, metadata={"Software": MARK})
+    axes.set_title(f"{name}: attention of the last {QUERIES} of {length} tokens", **style.TITLE)
+    style.legend_below(figure, axes)
+    figure.savefig(args.output, dpi=130, metadata={"Software": style.MARK})
     print(f"wrote {args.output}")
 
 
@@ -183,8 +172,8 @@ def draw(axes: Any, lines: dict[str, Shares], within: Shares, trained: int) -> N
         if trained < edges[-1]:
             beyond = found.shares[:, edges.index(trained) :].sum(1).mean()
             label += f", {beyond:.0%} beyond {trained}"
-        style = style_of(place - 1) if place else UNPATCHED_STYLE
-        axes.plot(places, found.shares.mean(0).tolist(), label=label, **style)
+        look = style.style_of(place - 1) if place else style.UNPATCHED_STYLE
+        axes.plot(places, found.shares.mean(0).tolist(), label=label, **look)
     values = within.shares.mean(0).tolist()
     axes.plot(places[: len(values)], values, label=f"unpatched at {within.edges[-1]} tokens",
               color="#333333", linestyle=":", zorder=1)  # fmt: skip
@@ -194,9 +183,9 @@ def draw(axes: Any, lines: dict[str, Shares], within: Shares, trained: int) -> N
     axes.set_ylabel("share of attention between two ticks,\nmean over layers and heads")
     axes.set_xticks(borders, [str(edge) for edge in edges], rotation=45)
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(ticker().PercentFormatter(1, decimals=0))
-    bare(axes)
-    mark_trained(axes, [trained], edges[-1])
+    axes.yaxis.set_major_formatter(style.ticker().PercentFormatter(1, decimals=0))
+    style.bare(axes)
+    style.mark_trained(axes, [trained], edges[-1])
 
 
 if __name__ == "__main__":

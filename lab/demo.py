@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import timeit
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -91,11 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def seconds_of_products(dtype: torch.dtype) -> float:
     """Return the time of matrix products with this dtype on this machine."""
     one = torch.ones(1024, 1024, dtype=dtype)
-    one @ one
-    start = time.perf_counter()
-    for _ in range(4):
-        one @ one
-    return time.perf_counter() - start
+    return min(timeit.repeat(lambda: one @ one, number=4, repeat=2))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from checkpoints.pretrained import gemma3, smollm2
 from lab.evidence import pages, questions
 from lab.evidence.measure import Measurement
 from rope_eval.sliding import in_blocks
@@ -34,11 +35,12 @@ class Checkpoint(NamedTuple):
     trained: int
     lengths: tuple[int, ...]
     trials: int
+    weights: Callable[[], Path]
 
 
 CHECKPOINTS = {
-    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, (8192, 12288, 16384, 32768), 4),
-    "gemma3": Checkpoint("gemma-3-270m", 32768, (32768, 65536), 2),
+    "smollm2": Checkpoint("SmolLM2-135M-Instruct", 8192, (8192, 12288, 16384, 32768), 4, smollm2),
+    "gemma3": Checkpoint("gemma-3-270m", 32768, (32768, 65536), 2, gemma3),
 }
 
 
@@ -47,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", choices=[*CHECKPOINTS, "pages"])
-    parser.add_argument("--model", type=Path, help="GGUF file or directory; default: downloaded")
     parser.add_argument("--output", type=Path, help="JSON lines, appended to")
     names = ["unpatched", *(cls.name for cls in all_methods())]
     parser.add_argument("--methods", nargs="+", default=[], choices=names, metavar="METHOD")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after that")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no cell after that; 0: only download"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--prepare", action="store_true", help="only download")
     args = parser.parse_args(arguments)
     if args.checkpoint == "pages":
         pages.write(Path(__file__).parents[2])
@@ -61,10 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = CHECKPOINTS[args.checkpoint]
     until = time.monotonic() + 60 * args.minutes
     folder = Path("runs/evidence")
-    folder_of, weights = gguf_source.split(args.model or _downloaded(args.checkpoint))
+    folder_of, weights = gguf_source.split(chosen.weights())
     texts = [manual.read(folder / "manuals") for manual in questions.MANUALS]
-    if args.prepare:
-        return
     tokenizer = AutoTokenizer.from_pretrained(folder_of, **weights)
     read = questions.Questions.made(tokenizer, chosen.lengths, chosen.trials, texts)
     in_blocks()
@@ -74,12 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = (chosen.name, model, read, chosen.trained, output, until, args.methods)
     finished = Measurement(*measured).run()
     print(f"{output}: {'nothing is left to measure' if finished else 'run it again to go on'}")
-
-
-def _downloaded(checkpoint: str) -> Path:
-    from checkpoints import pretrained
-
-    return pretrained.smollm2() if checkpoint == "smollm2" else pretrained.gemma3()
 
 
 if __name__ == "__main__":

@@ -102,10 +102,9 @@ class Measurement:
                 self.lines[_cell(line).key] = line
         weight = next(self.model.parameters())
         cuda = weight.device.type == "cuda"
-        common = {"model": self.name, "seed": 0}
-        common |= {"dtype": str(weight.dtype).removeprefix("torch.")}
-        common |= {"device": torch.cuda.get_device_name(weight.device) if cuda else "cpu"}
-        common |= versions()
+        device = torch.cuda.get_device_name(weight.device) if cuda else "cpu"
+        dtype = str(weight.dtype).removeprefix("torch.")
+        common = {"model": self.name, "seed": 0, "dtype": dtype, "device": device, **versions()}
         refused: set[tuple[str, str]] = set()
 
         def keep(cell: Cell, found: Mapping[str, Any]) -> None:
@@ -122,7 +121,8 @@ class Measurement:
                 return False
             try:
                 with self._patched(method, options):
-                    self._warm_up(cells[0].length)
+                    ids = next(iter(self.questions.documents.values()))
+                    score(self.model, [ids[: cells[0].length // 8]], 1)  # a warm-up
                     for cell in cells:
                         if time.monotonic() > self.until:
                             return False
@@ -209,22 +209,16 @@ class Measurement:
             and length <= self.trained * options.get("factor", 64)
         ]
 
-    def _warm_up(self, length: int) -> None:
-        ids = next(iter(self.questions.documents.values()))[: length // 8]
-        score(self.model, [ids], 1)
-
     def _measure(self, cell: Cell) -> dict[str, Any]:
         cuda = next(self.model.parameters()).is_cuda
         if cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         found = self._loss(cell, cuda) if cell.document is not None else self._answers(cell)
         if cuda:
             torch.cuda.synchronize()
         seconds = round(time.perf_counter() - start, 4)
-        peak = torch.cuda.max_memory_allocated() if cuda else None
-        return {**found, "seconds": seconds, "peak_bytes": peak}
+        return {**found, "seconds": seconds}
 
     def _loss(self, cell: Cell, cuda: bool) -> dict[str, Any]:
         ids = self.questions.documents[str(cell.document)][: cell.length]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lab.evidence.measure import BUCKET, VARIANTS, depends_on_length
@@ -104,13 +105,13 @@ class Evidence:
             part = line["losses"][begin // BUCKET : last // BUCKET]
             # The shortest forward that reaches this far: each document once.
             if line["document"] not in found or line["length"] == last:
-                found[line["document"]] = sum(part) / len(part)
+                found[line["document"]] = fmean(part)
         return found
 
     def perplexity(self, method: str, span: str, **more: Any) -> str:
         """Perplexity over documents; empty where it was not measured."""
         found = self.losses(method, span, **more)
-        return f"{math.exp(sum(found.values()) / len(found)):.3g}" if found else ""
+        return f"{math.exp(_mean(found)):.3g}" if found else ""
 
     def change(self, one: Mapping[str, float], other: Mapping[str, float]) -> str:
         """Change of perplexity from ``other`` to ``one`` on the same documents, percent."""
@@ -118,7 +119,7 @@ class Evidence:
         if not gaps:
             return ""
         ends = mean_interval(gaps)
-        shown = f"{_percent(sum(gaps) / len(gaps))} %"
+        shown = f"{_percent(fmean(gaps))} %"
         return shown if ends is None else f"{shown} [{_percent(ends[0])}, {_percent(ends[1])}]"
 
     def prompts(
@@ -254,10 +255,10 @@ def summary(evidence: Evidence) -> dict[str, Any]:
     unpatched = evidence.losses("unpatched", span)
     for name in evidence.complete():
         inside, far = evidence.losses(name, span), evidence.losses(name, "2x")
-        gaps = [inside[document] - unpatched[document] for document in inside]
         methods[name] = {}
-        if gaps:
-            methods[name]["within"] = _percent(sum(gaps) / len(gaps))
+        if inside:
+            gap = fmean(inside[document] - unpatched[document] for document in inside)
+            methods[name]["within"] = _percent(gap)
         if far:
             mean = _mean(far)
             methods[name] |= {"loss": round(mean, 4), "perplexity": float(f"{math.exp(mean):.3g}")}
@@ -328,7 +329,7 @@ def write(root: Path) -> None:
 
 
 def _mean(found: Mapping[str, float]) -> float:
-    return sum(found.values()) / len(found) if found else math.inf
+    return fmean(found.values()) if found else math.inf
 
 
 def _percent(gap: float) -> str:

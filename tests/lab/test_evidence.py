@@ -21,7 +21,7 @@ from rope_eval.reports.intervals import MIN_DOCUMENTS
 from rope_eval.reports.recommendation import Recommendation, Scores
 from rope_ext.methods import method_class
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRAINED = 1024  # two buckets; the checkpoint need not agree
 
 

@@ -47,7 +47,7 @@ evidence-pages: $(VENV)/evaluators ## put docs/evidence/*.jsonl into the pages a
 	$(BIN)/python -m lab.evidence pages
 
 TUNE := $(BIN)/accelerate launch --config_file recipes/accelerate/single.yaml recipes/finetune.py
-REPORT := $(BIN)/python -m eval.report --tasks perplexity,passkey --windows 12 --resume
+REPORT := $(BIN)/python -m rope_ext eval --tasks perplexity,passkey --windows 12 --resume
 
 finetune: $(CHECKPOINTS:%=finetune-%) ## train the shipped ones for 4096 tokens, measure, merge
 finetune-tiny-bytes-512: runs/django/train.jsonl

@@ -184,7 +184,7 @@ def verify(
     import tempfile
 
     import rope_ext
-    from rope_eval.run import verifying
+    from rope_eval.engines import verifying
     from rope_ext.saving.checkpoints import load_config
 
     longest = None if length is None else parse_length(length)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import rope_ext
-from rope_eval.run import verifying
-from rope_eval.run.verifying import Miniature, in_process, verify
+from rope_eval.engines import verifying
+from rope_eval.engines.verifying import Miniature, in_process, verify
 from rope_ext.engines import llama_cpp
 from rope_ext.engines.base import ENGINES, miniatures
 from tests.families.zoo import LENGTH, tiny_config

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_eval.run import verifying
+from rope_eval.engines import verifying
 from rope_ext.cli import app
 from rope_ext.engines import llama_cpp
 from rope_ext.patching import current_patch

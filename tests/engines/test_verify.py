@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_eval.run import verifying
-from rope_eval.run.verifying import Miniature
+from rope_eval.engines import verifying
+from rope_eval.engines.verifying import Miniature
 from rope_ext.cli import app
 from tests.helpers import openai_server
 

@@ -281,7 +281,7 @@ class Numbers(Task):
 def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    from rope_eval.run import verifying
+    from rope_eval.engines import verifying
     from rope_ext.engines import llama_cpp
     from tests.helpers.engines import built
     from tests.helpers.models import LENGTH

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
-from rope_eval.run import llama_server
+from rope_eval.engines import llama_server
 from rope_ext.engines import export
 from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS

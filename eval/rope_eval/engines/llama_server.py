@@ -1,6 +1,6 @@
 """Runs the llama.cpp server in the ``xllamacpp`` package with a llama-server command line.
 
-``python -m rope_eval.run.llama_server --model MODEL.gguf ...`` prints the server's address and
+``python -m rope_eval.engines.llama_server --model MODEL.gguf ...`` prints the server's address and
 serves until stdin closes. llama.cpp's own parser reads the command line.
 """
 

@@ -1,0 +1,1 @@
+"""Runs other engines, to verify what they compute."""

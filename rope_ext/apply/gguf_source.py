@@ -9,19 +9,18 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import struct
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig
 
 from rope_ext.config.record import patch_call
-from rope_ext.errors import LoadError, RopeExtError, first_line
+from rope_ext.errors import LoadError, RopeExtError, first_line, optional
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import unwrap
@@ -32,9 +31,6 @@ TABLE = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _IN_FORCE = ("gpt-oss", "gemma4")
 """Architectures for which transformers reads the scaling."""
-_NUMBERS = {n: struct.Struct(f"<{c}") for n, c in enumerate("BbHhIif?__Qqd") if c != "_"}
-_UINT32, _FLOAT, _STRING, _ARRAY, _UINT64 = 4, 6, 8, 9, 10
-_FLOAT32 = 0  # type of a tensor
 _STILL = 1e29  # a pair with a larger divisor does not rotate
 _logger = logging.getLogger("rope_ext")
 
@@ -127,7 +123,12 @@ def scaling_notes(config: Any) -> tuple[str, ...]:
 
 def read_scaling(path: str | Path) -> FileScaling | None:
     """Read the scaling of a GGUF file that transformers ignores; None if there is none."""
-    keys, tables = read(path)
+    return _scaling(str(path), os.stat(path).st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _scaling(path: str, changed: int) -> FileScaling | None:
+    _, keys, tables = read(path)
     prefix = f"{keys.get('general.architecture')}."
     rope = prefix + "rope.scaling."
     own = {name.removeprefix(rope): v for name, v in keys.items() if name.startswith(rope)}
@@ -185,45 +186,23 @@ def _of_table(
     return LongRoPE(factor=factor, long_factor=table, attention_factor=multiplier), trained
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Read the keys and frequency tables of a GGUF file; raises LoadError if it cannot be read.
+def read(path: str | Path) -> tuple[Any, dict[str, Any], dict[str, list[float]]]:
+    """Open a GGUF file; raises LoadError if it cannot be read.
 
-    The ``gguf`` library takes ten seconds to parse a vocabulary of 262144 tokens.
+    Returns the library's reader, the keys besides those of the tokenizer, and frequency tables.
     """
+    gguf = optional("gguf", "GGUF files need", "gguf", LoadError)
     try:
-        with open(path, "rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ValueError("it does not begin with GGUF")
-            number, long = partial(_value, file, _UINT32), partial(_value, file, _UINT64)
-            if number() > 0xFFFF:  # its version
-                raise ValueError("it is big-endian; convert it to little-endian")
-            tensors, count = long(), long()
-            keys = {_value(file, _STRING): _value(file, number()) for _ in range(count)}
-            places = {}
-            for _ in range(tensors):
-                name, shape = _value(file, _STRING), [long() for _ in range(number())]
-                places[name] = shape, number(), long()
-            alignment = keys.get("general.alignment", 32)
-            start, tables = -(-file.tell() // alignment) * alignment, {}
-            for name in {TABLE, LONG, SHORT} & places.keys():
-                (size,), kind, offset = places[name]
-                if kind == _FLOAT32:
-                    file.seek(start + offset)
-                    tables[name] = [_value(file, _FLOAT) for _ in range(size)]
-    except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
+        reader = gguf.GGUFReader(path)
+        if reader.endianess == gguf.GGUFEndian.BIG:
+            raise ValueError("it is big-endian; convert it to little-endian")
+        fields = [field for field in reader.fields.values() if "tokenizer." not in field.name]
+        keys = {field.name: field.contents() for field in fields}
+        tables = {x.name: x.data.tolist() for x in reader.tensors if x.name in (TABLE, LONG, SHORT)}
+    except Exception as error:  # of many kinds, where the file is cut or no GGUF file
         raise LoadError(f"cannot read {path} as a GGUF file ({first_line(error)})") from error
     if keys.get("split.count", 1) > 1:
         raise LoadError(
             f"{path} is one of several parts; join them first (llama-gguf-split --merge)"
         )
-    return keys, tables
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    """Read the next value of a file, of GGUF's type ``kind``."""
-    if kind == _STRING:
-        return file.read(_value(file, _UINT64)).decode(errors="replace")
-    if kind == _ARRAY:
-        kind, count = _value(file, _UINT32), _value(file, _UINT64)
-        return [_value(file, kind) for _ in range(count)]
-    return _NUMBERS[kind].unpack(file.read(_NUMBERS[kind].size))[0]
+    return reader, keys, tables

@@ -254,14 +254,11 @@ class GGUFFile:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a file's header, without the weights."""
-        path, gguf = Path(path), _gguf()
         try:
-            keys, tables = gguf_source.read(path)
-            reader = gguf.GGUFReader(path)
-        except (LoadError, OSError, ValueError, IndexError) as error:
-            said = error if isinstance(error, LoadError) else f"cannot read {path} ({error})"
+            reader, keys, tables = gguf_source.read(path)
+        except LoadError as error:
             raise ExportError(
-                f"{said}; give a GGUF file as written by convert_hf_to_gguf.py"
+                f"{error}; give a GGUF file as written by convert_hf_to_gguf.py"
             ) from error
         architecture = keys.get("general.architecture", "")
         own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
@@ -273,7 +270,7 @@ class GGUFFile:
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = own.get("rope.freq_base", 10000.0)
         scaled = TABLE in tables or own.get("rope.scaling.type", "none") != "none"
-        return cls(path, architecture, base, dim, length, scaled, reader)
+        return cls(Path(path), architecture, base, dim, length, scaled, reader)
 
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""

@@ -240,10 +240,6 @@ def is_nested(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, dict) for value in parameters.values())
 
 
-def model_name(state: Patch) -> str:
-    return getattr(state.model.config, "_name_or_path", "") or "MODEL"
-
-
 def folder_of(saved: Saved | None) -> str:
     return saved.name if saved is not None and saved.name else "FOLDER"
 

@@ -91,7 +91,7 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
 def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
     fields, notes = overrides(state, server.name), base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
-    name, config = base.model_name(state), text_config(state.decoder)
+    name, config = state.model.config.name_or_path or "MODEL", text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
         notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)

@@ -215,8 +215,8 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
     source, output = "MODEL.gguf", "MODEL-long.gguf"
-    notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}",)
-    file = gguf_source.file_of(state.model.config)
+    file, name = gguf_source.file_of(state.model.config), state.model.config.name_or_path
+    notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {name or 'MODEL'}",)
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
     elif file is not None:

@@ -245,7 +245,7 @@ def _site(
         )
     settings = rope_settings(config, layer_type)
     bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in METHODS
-    base = _base(decoder, settings.base, loaded)
+    base = _base(decoder, settings.parameters.get("rope_theta"), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
     if not torch.allclose(theta, loaded.double(), rtol=ROUNDING, atol=0):
         theta = loaded.double()  # already scaled, or not a geometric sequence

@@ -222,9 +222,9 @@ class PositionMethod(Method):
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands of a :meth:`resolved` method that cover all keys a query attends to.
 
-        Keys are cached with the rotation of the last band.
+        Keys are cached with the rotation of the last band. By default, positions stay as trained.
         """
-        raise NotImplementedError
+        return (Band(Distance(0, None), identity, identity),)
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
         query = torch.full_like(distance, length - 1)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,15 +34,13 @@ STOP = "rope_ext: extended by rope_parameters, which this program does not read"
 
 _THETA, _SCALING = OLDER
 _ALL = ("default", "linear", "yarn", "llama3", "longrope")
-READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe"), _ALL),
-        **dict.fromkeys(("granite", "granitemoe", "smollm3", "seed_oss", "dots1"), _ALL),
-        **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("default", "linear", "llama3")),
-        **dict.fromkeys(("mixtral", "qwen2_moe", "starcoder2", "cohere", "gemma"), ("default",)),
-        **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
-    }
-)
+READ: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe"), _ALL),
+    **dict.fromkeys(("granite", "granitemoe", "smollm3", "seed_oss", "dots1"), _ALL),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("default", "linear", "llama3")),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "starcoder2", "cohere", "gemma"), ("default",)),
+    **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
+}
 """For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
 # Fields of a scaled entry besides its base; composing replaces all of them.

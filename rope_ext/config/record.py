@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from typing_extensions import Self
@@ -31,7 +30,7 @@ FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
 OLDER = ("rope_theta", "rope_scaling")
 """Fields that transformers read before version 5, and that other programs still read."""
 
-ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
+ARGUMENTS: Mapping[str, Any] = Options().recorded()
 """The keyword arguments of ``patch`` that a record stores, with their defaults."""
 
 

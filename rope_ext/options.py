@@ -138,9 +138,8 @@ def _bias(given: Any) -> Encoding:
     """Resolve ``bias`` to an encoding that adds to the logits by distance."""
     adding = [cls for cls in all_encodings() if issubclass(cls, Encoding) and cls.adds()]
     names = ", ".join(repr(cls.name) for cls in adding)
-    named = method_class(given) if isinstance(given, str) else type(given)
-    cls = next((one for one in adding if one is named), None)
-    if cls is None:
+    cls: Any = method_class(given) if isinstance(given, str) else type(given)
+    if cls not in adding:
         raise OptionError(
             f"bias={given!r} is not valid; it must add to the logits by distance: one of {names}, "
             f"or an object such as rope_ext.T5(num_buckets=16)"

@@ -1,7 +1,5 @@
 """Makes ``import rope_ext`` raise if torch or transformers is missing or too old."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 

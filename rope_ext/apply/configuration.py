@@ -4,8 +4,6 @@ If plain transformers can rebuild a patch, its fields are found by trial: a cand
 only if transformers builds the patched frequencies from a saved and reloaded copy of it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -14,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, 
 from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
-from rope_ext.rotary.sites import PatchTarget, RotarySite, text_config
+from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, text_config
 from rope_ext.rotary.swapping import ABSENT, Changes, restore
 
 Entries = dict[RotarySite, dict[str, Any]]
@@ -37,15 +34,13 @@ STOP = "rope_ext: extended by rope_parameters, which this program does not read"
 
 _THETA, _SCALING = OLDER
 _ALL = ("default", "linear", "yarn", "llama3", "longrope")
-READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe"), _ALL),
-        **dict.fromkeys(("granite", "granitemoe", "smollm3", "seed_oss", "dots1"), _ALL),
-        **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("default", "linear", "llama3")),
-        **dict.fromkeys(("mixtral", "qwen2_moe", "starcoder2", "cohere", "gemma"), ("default",)),
-        **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
-    }
-)
+READ: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmoe"), _ALL),
+    **dict.fromkeys(("granite", "granitemoe", "smollm3", "seed_oss", "dots1"), _ALL),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("default", "linear", "llama3")),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "starcoder2", "cohere", "gemma"), ("default",)),
+    **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense", "phi3", "nemotron"), ("default",)),
+}
 """For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
 # Fields of a scaled entry besides its base; composing replaces all of them.
@@ -56,7 +51,6 @@ SCALING_FIELDS = (
 )
 UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (plain {})"
 REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
-_BUILT_IN_FLOAT32 = 1e-5  # float32 pow of a large base is accurate to about 2e-6
 
 
 @contextmanager
@@ -361,6 +355,6 @@ def _equal(built: Built, scaled: list[RotarySite], method: FrequencyMethod, dyna
         # A frequency of zero is saved as one that rotates 1e-30 times as fast.
         if got.shape != inv_freq.shape or abs(got_scaling - scaling) > 1e-9 * scaling:
             return False
-        if not torch.allclose(got.double(), inv_freq, rtol=_BUILT_IN_FLOAT32, atol=1e-25):
+        if not torch.allclose(got.double(), inv_freq, rtol=ROUNDING, atol=1e-25):
             return False
     return True

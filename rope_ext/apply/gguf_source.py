@@ -4,8 +4,6 @@ transformers reads a GGUF file's configuration, tokenizer and weights (``gguf_fi
 ``rope.scaling.*`` keys and frequency tables, except for gpt-oss.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Applies methods to a model: writes rotary buffers, and adds hooks where that is not enough."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -28,8 +26,7 @@ from rope_ext.position.layers import find_layouts, ignores_scaling
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
 from rope_ext.rotary.context import refuse_continuous_batching, refuse_sharded
-from rope_ext.rotary.hooks import Sequences
-from rope_ext.rotary.sites import PatchTarget, RotarySite, softmax_scales
+from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, softmax_scales
 from rope_ext.rotary.swapping import Changes, grow_buffers, set_attribute, write_buffers
 
 TYPES = {kind: name for kind, name in METHODS.items() if kind != "longrope"}
@@ -173,7 +170,7 @@ def apply_frequency(
             f"mode='fixed'"
         )
     if method.is_dynamic and not growing:
-        sequences = Sequences(place, method, changes)
+        sequences = hooks.Sequences(place, method, changes)
     for site, (inv_freq, scaling) in targets.items():
         if growing:  # transformers' own dynamic type computes them
             grow_buffers(site, changes)
@@ -423,7 +420,7 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
     if kind == "dynamic":  # the buffer may have grown with a sequence
         loaded = rope.inv_freq.float()
     elif not (
-        torch.allclose(made.inv_freq(rope), loaded.double(), rtol=1e-5, atol=0)
+        torch.allclose(made.inv_freq(rope), loaded.double(), rtol=ROUNDING, atol=0)
         and math.isclose(made.attention_scaling(rope), site.scaling, rel_tol=1e-6)
     ):
         raise UnsupportedModelError(

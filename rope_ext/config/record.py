@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from typing_extensions import Self
@@ -12,7 +11,7 @@ from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method, build_method, method_class
 from rope_ext.methods.rope import whole_number
-from rope_ext.methods.temperature import Constant, SSMax, Temperature
+from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
 
 VERSION = 3
@@ -31,7 +30,7 @@ FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
 OLDER = ("rope_theta", "rope_scaling")
 """Fields that transformers read before version 5, and that other programs still read."""
 
-ARGUMENTS: Mapping[str, Any] = MappingProxyType(Options().recorded())
+ARGUMENTS: Mapping[str, Any] = Options().recorded()
 """The keyword arguments of ``patch`` that a record stores, with their defaults."""
 
 
@@ -59,11 +58,6 @@ class Record:
     def encoding(self) -> Encoding | None:
         """The encoding that adds to the logits: the method itself or its bias."""
         return self.method if isinstance(self.method, Encoding) else self.arguments["bias"]
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether the patch may have learned parameters: of an encoding or a temperature."""
-        return self.encoding is not None or isinstance(self.method.chosen_temperature, SSMax)
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: method_to_json(value) for name, value in vars(self).items()}
@@ -153,9 +147,9 @@ class Record:
         return patch_call(self.method, *more, **self.arguments)
 
 
-def record_of(config: Any) -> Record | None:
+def record_of(config: Any, where: str = f"config.{FIELD}") -> Record | None:
     data = getattr(config, FIELD, None)
-    return None if data is None else Record.from_json(data, f"config.{FIELD}")
+    return None if data is None else Record.from_json(data, where)
 
 
 def method_to_json(value: Any) -> Any:

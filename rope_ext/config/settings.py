@@ -33,7 +33,6 @@ class RopeSettings:
 
     parameters: Mapping[str, Any]  # its entry of rope_parameters
     rope_type: str  # "default": not scaled
-    base: float | None  # rope_theta; None: not given
     factor: float | None  # scaling factor; None: not scaled
     length: int | None  # trained length before scaling, tokens; None: not given
     target: int | None  # length with scaling, tokens; None: not given
@@ -62,8 +61,7 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
             target = reach(factor, length)
     elif kind == "linear" and factor and target:
         length = round(target / factor)
-    base = parameters.get("rope_theta")
-    return RopeSettings(parameters, kind, base, factor, length, target)
+    return RopeSettings(parameters, kind, factor, length, target)
 
 
 def all_settings(config: Any) -> dict[str | None, RopeSettings]:

@@ -1,5 +1,4 @@
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope, identity, register
+from rope_ext.methods.kinds import Factor, PositionMethod, Rope, register
 
 
 @register
@@ -21,9 +20,6 @@ class RoPE(PositionMethod):
     allows_factor_one = True
 
     factor: Factor = 1.0
-
-    def bands(self) -> tuple[Band, ...]:
-        return (Band(Distance(0, None), identity, identity),)
 
     def reached(self, rope: Rope) -> int:
         return rope.length

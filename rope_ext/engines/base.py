@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from rope_ext.apply.configuration import part_of
 from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
@@ -155,14 +154,12 @@ class Scaling:
     inv_freq: torch.Tensor  # float64, [pairs], radians per token
     scaling: float  # factor of cosine and sine
     target: int  # context after the extension, tokens
-    parameters: Mapping[str, Any]  # `rope_parameters` from which transformers builds the same
 
     @classmethod
     def from_patch(cls, state: Patch) -> Self:
         site = state.scaled[0]
         rope = Rope.geometric(site.rope.base, site.rope.dim, site.rope.length)
-        parameters = part_of(text_config(state.decoder).rope_parameters, site)
-        return cls(rope, *state.frequencies_of(site), state.target_length, parameters)
+        return cls(rope, *state.frequencies_of(site), state.target_length)
 
     @property
     def divisors(self) -> list[float]:
@@ -238,10 +235,6 @@ def precise_note(state: Patch) -> list[str]:
 
 def is_nested(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, dict) for value in parameters.values())
-
-
-def model_name(state: Patch) -> str:
-    return getattr(state.model.config, "_name_or_path", "") or "MODEL"
 
 
 def folder_of(saved: Saved | None) -> str:

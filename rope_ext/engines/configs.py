@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import SCALING_FIELDS
+from rope_ext.apply.configuration import SCALING_FIELDS, part_of
 from rope_ext.config.settings import path_to_text
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
@@ -91,7 +91,7 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
 def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
     fields, notes = overrides(state, server.name), base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
-    name, config = base.model_name(state), text_config(state.decoder)
+    name, config = state.model.config.name_or_path or "MODEL", text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
         notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
@@ -210,7 +210,8 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
     """
     family = base.family_of(state, "mlx")
     base.refuse_unproven(state, family.sliding_base)
-    parameters = _parameters(base.Scaling.from_patch(state))
+    entry = part_of(text_config(state.decoder).rope_parameters, state.scaled[0])
+    parameters = _parameters(entry, base.Scaling.from_patch(state))
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
     own = state.model.config
@@ -229,16 +230,15 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
     return Export("mlx", fields, command, {"config.json": config}, notes)
 
 
-def _parameters(scaling: base.Scaling) -> dict[str, Any]:
+def _parameters(parameters: Mapping[str, Any], scaling: base.Scaling) -> dict[str, Any]:
     """Return ``rope_parameters`` that mlx-lm and transformers interpret equally."""
-    parameters = dict(scaling.parameters)
     kind, own = parameters["rope_type"], bool(parameters.get("mscale_all_dim"))
     if kind == "yarn" and parameters.get("truncate", True) and not own:  # not DeepSeek's
         # attention_factor is ignored; this is (0.1 mscale ln(s) + 1) / 1.
         grown = yarn_factor(parameters["factor"]) - 1
-        return parameters | {"mscale": (scaling.scaling - 1) / grown, "mscale_all_dim": 0}
+        return {**parameters, "mscale": (scaling.scaling - 1) / grown, "mscale_all_dim": 0}
     if own or kind in ("default", "linear", "llama3"):
-        return parameters
+        return dict(parameters)
     if scaling.scaling < 1:
         raise Refusal("it cannot multiply the cosine and sine of a table by less than 1")
     others = {name: value for name, value in parameters.items() if name not in SCALING_FIELDS}

@@ -181,18 +181,16 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     notes += named
+    command = f"{before} && {shlex.join(['llama-server', '--model', output, *made.in_file])}"
     if saved is None and made.table is None:
         command = shlex.join(["llama-server", "--model", source, *made.words])
         notes.append("to write the settings into the file instead, use rope-ext gguf")
-        return Export("llama.cpp", made.settings, command, notes=tuple(notes))
-    if saved is None:
+    elif saved is None:
         notes.append(
             f"there is no flag for a table, so the first command writes {output} with the tensor "
             f"{TABLE}"
         )
         notes += ["FOLDER: written by model.save_pretrained"] * (" FOLDER " in before)
-    command = shlex.join(["llama-server", "--model", output, *made.in_file])
-    command = f"{before} && {command}"
     return Export("llama.cpp", made.settings, command, notes=tuple(notes))
 
 
@@ -215,8 +213,8 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
     source, output = "MODEL.gguf", "MODEL-long.gguf"
-    notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {base.model_name(state)}",)
-    file = gguf_source.file_of(state.model.config)
+    file, name = gguf_source.file_of(state.model.config), state.model.config.name_or_path
+    notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {name or 'MODEL'}",)
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
     elif file is not None:

@@ -6,8 +6,7 @@ from typing import Annotated
 import torch
 
 from rope_ext.methods.checked import Numbers, Tokens, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, register
+from rope_ext.methods.kinds import Band, Rope, Self, Tempered, after, register
 
 # For each of the eight groups of Llama-3-8B (8192 tokens): rotations of its fastest pair within the
 # trained length, and the effective length that the authors found, in trained lengths. For 16
@@ -92,4 +91,4 @@ class DPE(Tempered):
         def shifted(t: torch.Tensor) -> torch.Tensor:
             return grouped(t) + w - grouped(torch.full_like(t, w))
 
-        return Band(Distance(0, w), identity, identity), Band(Distance(w, None), shifted, grouped)
+        return after(w, shifted, grouped)

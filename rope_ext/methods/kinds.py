@@ -18,7 +18,7 @@ from typing_extensions import Self, dataclass_transform
 
 from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
 from rope_ext.methods.checked import Checked, Number, Tokens
-from rope_ext.methods.geometry import Geometry
+from rope_ext.methods.geometry import Distance, Geometry
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
@@ -79,11 +79,8 @@ class Method(Checked):
     def check(self, length: int | None = None) -> None:
         """Raise an OptionError if nothing is extended; ``length``: trained length, if known."""
         # A factor may be too close to 1 for a single token.
-        reached = self.factor
-        if length is not None:
-            reached = self.target_length(Rope.geometric(1e4, 2, length)) / length
-        idle = reached <= 1
-        if idle and not self.allows_factor_one:
+        reached = self.factor if length is None else reach(self.factor, length) / length
+        if reached <= 1 and not self.allows_factor_one:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
                 f"number greater than 1 (4 makes 4 times the trained context)"
@@ -208,6 +205,11 @@ class Band:
         return torch.where(self.geometry.sees(query, key).unsqueeze(-1), used, math.nan)
 
 
+def after(window: int, query: Map, key: Map) -> tuple[Band, Band]:
+    """Distances below ``window`` as they are; from there on, by other positions."""
+    return Band(Distance(0, window), identity, identity), Band(Distance(window, None), query, key)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PositionMethod(Method):
     """Base of all position methods; None options follow ``factor`` and the trained length."""
@@ -220,9 +222,9 @@ class PositionMethod(Method):
     def bands(self) -> tuple[Band, ...]:
         """Disjoint bands of a :meth:`resolved` method that cover all keys a query attends to.
 
-        Keys are cached with the rotation of the last band.
+        Keys are cached with the rotation of the last band. By default, positions stay as trained.
         """
-        raise NotImplementedError
+        return (Band(Distance(0, None), identity, identity),)
 
     def distances(self, rope: Rope, length: int, distance: torch.Tensor) -> torch.Tensor:
         query = torch.full_like(distance, length - 1)

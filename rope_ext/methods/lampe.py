@@ -79,7 +79,7 @@ class LaMPE(PositionMethod):
         shift = last - far - place(last - far) - near
         border = length - far
         if border <= head:
-            return (Band(Distance(0, None), identity, identity),)
+            return super().bands()
         return (
             Band(Distance(0, head), identity, identity),
             Band(Distance(border, None), lambda m: m - shift, identity),

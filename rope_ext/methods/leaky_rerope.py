@@ -2,8 +2,7 @@ from dataclasses import replace
 from typing import Annotated
 
 from rope_ext.methods.checked import Number, Tokens, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, register
+from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, after, register
 
 
 @register
@@ -39,7 +38,4 @@ class LeakyReRoPE(LogScaled):
 
     def bands(self) -> tuple[Band, ...]:
         w, k = not_none(self.window), not_none(self.k)
-        return (
-            Band(Distance(0, w), identity, identity),
-            Band(Distance(w, None), lambda m: m / k + w - w / k, lambda n: n / k),
-        )
+        return after(w, lambda m: m / k + w - w / k, lambda n: n / k)

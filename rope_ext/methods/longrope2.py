@@ -46,15 +46,12 @@ class LongRoPE2(FrequencyMethod):
         critical = tuple(round(share * theory) for share in (0.6, 0.75, 0.9, 1))
         return {**super().grids(rope), "critical": critical, "stretch": (1.0, 1.25, 1.5)}
 
-    def critical_pair(self, rope: Rope) -> int:
-        if self.critical is not None:
-            return self.critical
-        return round(30 / 35 * int((rope.rotations >= 1).sum()))
-
     def inv_freq(self, rope: Rope) -> torch.Tensor:
         if self.long_factor is not None:
             return rope.inv_freq / table_of(self, "long_factor", rope)
-        critical = self.critical_pair(rope)
+        critical = self.critical
+        if critical is None:
+            critical = round(30 / 35 * int((rope.rotations >= 1).sum()))
         index = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")
         power = torch.where(index < critical, index / max(critical, 1), 1.0)
         return rope.inv_freq / float(self.stretch * self.factor) ** power

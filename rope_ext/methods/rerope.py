@@ -1,8 +1,7 @@
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, identity, register
+from rope_ext.methods.kinds import Band, LogScaled, Rope, Self, after, register
 
 
 @register
@@ -40,7 +39,4 @@ class ReRoPE(LogScaled):
 
     def bands(self) -> tuple[Band, ...]:
         window = not_none(self.window)
-        return (
-            Band(Distance(0, window), identity, identity),
-            Band(Distance(window, None), float(window), 0.0),
-        )
+        return after(window, float(window), 0.0)

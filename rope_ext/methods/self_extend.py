@@ -2,8 +2,7 @@ import math
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Rope, Self, Tempered, identity, register
+from rope_ext.methods.kinds import Band, Rope, Self, Tempered, after, register
 
 
 @register
@@ -43,7 +42,4 @@ class SelfExtend(Tempered):
 
     def bands(self) -> tuple[Band, ...]:
         w, g = not_none(self.window), not_none(self.group)
-        return (
-            Band(Distance(0, w), identity, identity),
-            Band(Distance(w, None), lambda m: m // g + w - w // g, lambda n: n // g),
-        )
+        return after(w, lambda m: m // g + w - w // g, lambda n: n // g)

@@ -2,8 +2,8 @@ import math
 from dataclasses import replace
 
 from rope_ext.methods.checked import Tokens, not_none
-from rope_ext.methods.geometry import Distance
-from rope_ext.methods.kinds import Band, Factor, PositionMethod, Rope, Self, identity, register
+from rope_ext.methods.kinds import Band, Factor, PositionMethod, Self, after, identity, register
+from rope_ext.methods.rope import Rope
 from rope_ext.methods.temperature import yarn_factor
 
 
@@ -49,7 +49,4 @@ class STRING(PositionMethod):
 
     def bands(self) -> tuple[Band, ...]:
         s, w = not_none(self.shift), not_none(self.window)
-        return (
-            Band(Distance(0, s), identity, identity),
-            Band(Distance(s, None), lambda m: m - s + w, identity),
-        )
+        return after(s, lambda m: m - s + w, identity)

@@ -118,7 +118,8 @@ class Tracker:
 
     def traceable(self) -> bool:
         """Whether a graph is being traced, and no device may get only part of every sequence."""
-        return torch.compiler.is_compiling() and not is_sharded()
+        whole = nn.functional.scaled_dot_product_attention is _ATTENTION
+        return torch.compiler.is_compiling() and whole
 
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
@@ -208,11 +209,6 @@ def is_exporting() -> bool:
     ``torch.compiler.is_exporting()`` is True in every graph of torch 2.11 (pytorch issue 176347).
     """
     return torch.compiler._is_exporting_flag
-
-
-def is_sharded() -> bool:
-    """Whether each device may get only part of every sequence; traceable."""
-    return nn.functional.scaled_dot_product_attention is not _ATTENTION
 
 
 def _runs_layers_again(decoder: nn.Module) -> bool:

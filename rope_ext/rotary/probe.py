@@ -95,8 +95,7 @@ def _read(output: Any, ids: Tensor, inv_freq: Tensor, scaling: float) -> Columns
         return None
     axis = None
     if parts[0].shape[:-1] == ids.shape:  # [..., tokens, columns], axes kept separate
-        flat = ids.reshape(-1, 1).double()
-        candidates = flat.unsqueeze(-1) * inv_freq  # [tokens, 1, pairs]
+        candidates = ids.reshape(-1, 1, 1).double() * inv_freq  # [tokens, 1, pairs]
     elif ids.ndim == 3 and parts[0].shape[:-1] == ids.shape[1:]:  # axes mixed over columns
         candidates = ids.reshape(len(ids), -1, 1, 1).double() * inv_freq
         candidates = candidates.permute(1, 2, 0, 3).flatten(-2)  # [tokens, 1, axes * pairs]

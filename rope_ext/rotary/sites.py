@@ -15,15 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rope_ext.config.settings import RopeSettings, rope_settings, trained_length
+from rope_ext.config.settings import METHODS, RopeSettings, rope_settings, trained_length
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
 from rope_ext.rotary.probe import Columns, prove
 
-_BUILT = 1e-5  # pow differs between devices in the last bits
-
-SCALED_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
+ROUNDING = 1e-5
+"""Relative error of float32 frequencies: pow of a large base, which differs between devices."""
 _LOCAL = ("sliding", "chunked", "local")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _MOVING = ("dynamic", "longrope")  # transformers changes their buffers between forwards
@@ -108,7 +107,7 @@ class RotarySite:
     @property
     def scaled(self) -> bool:
         """Whether the checkpoint's configuration scales these frequencies."""
-        return self.rope_type in SCALED_TYPES
+        return self.rope_type in METHODS
 
 
 @dataclass(frozen=True)
@@ -245,10 +244,10 @@ def _site(
             f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
         )
     settings = rope_settings(config, layer_type)
-    bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in SCALED_TYPES
-    base = _base(decoder, settings.base, loaded)
+    bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in METHODS
+    base = _base(decoder, settings.parameters.get("rope_theta"), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
-    if not torch.allclose(theta, loaded.double(), rtol=1e-5, atol=0):
+    if not torch.allclose(theta, loaded.double(), rtol=ROUNDING, atol=0):
         theta = loaded.double()  # already scaled, or not a geometric sequence
     local, shared = _reach(config, layer_type)
     return RotarySite(
@@ -335,7 +334,7 @@ def _is_rounded(found: Tensor, built: Tensor) -> bool:
         return False
     # Rounding is monotonic, so values in this range are rounded to within the rounded range.
     for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # enough casts
-        least, most = built * (1 - _BUILT), built * (1 + _BUILT)
+        least, most = built * (1 - ROUNDING), built * (1 + ROUNDING)
         for dtype in casts:
             least, most = least.to(dtype), most.to(dtype)
         if bool(((least.float() <= found) & (found <= most.float())).all()):
@@ -408,14 +407,13 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     """Return whether only sliding-window layers use a site, and whether both kinds do."""
     if layer_type is not None:
         return is_local(layer_type), False
-    window = getattr(config, "sliding_window", None) or getattr(
-        config, "attention_window_size", None
-    )
+    names = ("sliding_window", "attention_window_size")
+    window = next(filter(None, (getattr(config, name, None) for name in names)), 0)
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)]
     kinds = [kind for kind in kinds if not any(word in kind for word in _NO_ATTENTION)]
     limited = [is_local(kind) for kind in kinds]
     if "use_sliding_window" in vars(config) and not config.use_sliding_window:
         return False, False
     if not limited:  # Phi-3's window is twice its context length
-        return 0 < (window or 0) < (rope_settings(config).target or math.inf), False
+        return 0 < window < (rope_settings(config).target or math.inf), False
     return all(limited), any(limited) and not all(limited)

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers.utils import (
-    cached_file,  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
-)
+from transformers.utils import cached_file
 
 from rope_ext.errors import LoadError, RopeExtError, first_line, nowhere
 

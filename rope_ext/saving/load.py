@@ -23,12 +23,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.config.record import FIELD, SIDECAR, Record
+from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
-from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
+from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
 
@@ -47,7 +47,6 @@ Frequencies = Mapping[str, Mapping[str, Any]]
 """Of every rotary site, by path and layer type: ``inv_freq`` (radians per token) and
 ``attention_scaling``, as stored in sidecars."""
 _SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
-_SAME = 1e-5  # float32 pow may differ between devices
 _logger = logging.getLogger("rope_ext")
 
 
@@ -153,11 +152,9 @@ def _load(
                 config = AutoConfig.from_pretrained(config or path, **options)
             else:
                 config = gguf_source.load_config(path, gguf_file, **options)
-    found = getattr(config.get_text_config(decoder=True), FIELD, None)
     where = f"config.json of {path}"
-    record = None if found is None else Record.from_json(found, where)
-    if record is not None and record.plain:
-        record = None  # already in force
+    found = record_of(config.get_text_config(decoder=True), where)
+    record = None if found is None or found.plain else found  # a plain one is already in force
     if record is not None:
         config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
@@ -210,7 +207,7 @@ def _patch(model: Any, record: Record) -> None:
 def _expecting_learned(record: Record | None) -> Iterator[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys."""
     before = PreTrainedModel._keys_to_ignore_on_load_unexpected
-    if record is not None and record.has_parameters:
+    if record is not None:
         PreTrainedModel._keys_to_ignore_on_load_unexpected = [*(before or ()), _LEARNED]
     try:
         yield
@@ -429,6 +426,6 @@ def same(one: Frequencies, other: Frequencies) -> bool:
         for part in (one, other)
     )
     return first.keys() == second.keys() and all(
-        len(numbers) == len(second[name]) and numpy.allclose(numbers, second[name], _SAME, 1e-25)
+        len(numbers) == len(second[name]) and numpy.allclose(numbers, second[name], ROUNDING, 1e-25)
         for name, numbers in first.items()
     )

@@ -30,8 +30,9 @@ from rope_ext.command.arguments import parse_length, split
 from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import UnsupportedModelError
 from rope_ext.patching import first_site
-from rope_ext.position.attend import watched
+from rope_ext.position.attend import NAME
 from rope_ext.position.tensors import Dense
+from rope_ext.rotary.context import attending
 from rope_ext.rotary.sites import evaluating, sees_window, text_config, text_decoder
 from rope_ext.saving import checkpoints
 
@@ -111,7 +112,7 @@ def by_distance(model: nn.Module, rows: Sequence[tuple[int, ...]], edges: Sequen
             total.index_add_(0, place.flatten(), given.flatten())
             total[-1] += (len(given) / (tokens - first)) - given.sum()  # share of learned sinks
 
-    with evaluating(decoder), watched(decoder, look):
+    with evaluating(decoder), attending(decoder, NAME, look):
         for row in rows:
             decoder(input_ids=torch.tensor([row], device=device), use_cache=False)
     if not layers:
@@ -143,8 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = first_site(model).rope.length
     length = parse_length(args.length) if args.length else round(args.factor * trained)
     task = Perplexity(text=tuple(args.text), windows=args.windows)
-    frame = Frame.from_tokenizer(tokenizer, "no")
-    text = task.choose(frame, (length,), seed=0, option="--length")
+    text = task.choose(Frame.from_tokenizer(tokenizer, "no"), (length,), 0, option="--length")
     edges, lines = octaves(trained, length), dict[str, Shares]()
     for name in ("unpatched", *split(args.method)):
         plain = name == "unpatched"
@@ -155,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figure = style.figure_of(9.5, 4.8)
     axes = figure.subplots()
     draw(axes, lines, within, trained)
-    name = Path(args.model).name
-    axes.set_title(f"{name}: attention of the last {QUERIES} of {length} tokens", **style.TITLE)
+    title = f"{Path(args.model).name}: attention of the last {QUERIES} of {length} tokens"
+    axes.set_title(title, **style.TITLE)
     style.legend_below(figure, axes)
     figure.savefig(args.output, dpi=130, metadata={"Software": style.MARK})
     print(f"wrote {args.output}")

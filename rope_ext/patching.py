@@ -1,7 +1,5 @@
 """Entry points that change a model: ``patch``, ``unpatch``, ``patched`` and ``unpatched``."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -5,8 +5,6 @@ recomputes each block, so memory is linear in the number of keys. In float64 it 
 that every kernel is tested against.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from dataclasses import replace

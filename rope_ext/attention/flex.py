@@ -6,8 +6,6 @@ fall back to the unfused operation, which materializes all logits. So it is comp
 in tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache

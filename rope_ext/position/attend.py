@@ -4,8 +4,6 @@ A layer that the map does not change attends like transformers; for the others, 
 chooses between plain operations (few queries, arbitrary masks) and kernels.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,22 +23,11 @@ from rope_ext.position.layers import LAYER
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.position.tensors import WHY, Dense, Layer, Step
-from rope_ext.rotary.context import attending, current, forward_context, run_eagerly
+from rope_ext.rotary.context import current, forward_context, run_eagerly
 
 NAME = "rope_ext"  # names with sdpa, flash, flex_attention or a slash take special paths
+"""Of the attention function; ``attending(decoder, NAME, look)`` makes unpatched layers use it."""
 _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
-
-Look = Callable[[nn.Module, Dense, int | None], None]
-"""Called with an attention module, its attention call and its ``sliding_window``."""
-
-
-def watched(decoder: nn.Module, look: Look) -> AbstractContextManager[None]:
-    """Pass every attention call of ``decoder`` to ``look``.
-
-    Also works for unpatched decoders and frequency methods: inside the block, their layers use
-    :data:`NAME`, too.
-    """
-    return attending(decoder, NAME, look)
 
 
 def _mask(**arguments: Any) -> BatchMask:

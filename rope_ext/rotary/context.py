@@ -53,7 +53,8 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Any] = []  # ForwardContexts and calls of generate, innermost last
-        self.look: Callable[..., None] | None = None  # callback that observes attention layers
+        # Called with an attention module, its attention call (Dense) and its ``sliding_window``.
+        self.look: Callable[..., None] | None = None
 
 
 forward_context = _ThreadState()

@@ -21,10 +21,11 @@ from rope_ext.errors import NotPatchedError, OptionError, brief
 from rope_ext.methods import Method, all_encodings, build_method
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, current_patch, unpatched
-from rope_ext.position.attend import watched
+from rope_ext.position.attend import NAME
 from rope_ext.position.layers import LAYER
 from rope_ext.position.learned import BIAS, DistanceBias
 from rope_ext.position.tensors import Dense, Layer
+from rope_ext.rotary.context import attending
 from rope_ext.rotary.sites import evaluating, text_decoder, vocabulary_of
 
 QUERIES = 64
@@ -148,7 +149,7 @@ def _observe(
         bare = dense._replace(query=query, key=key)
         found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
 
-    with watched(decoder, look):
+    with attending(decoder, NAME, look):
         device = vocabulary_of(decoder).weight.device
         decoder(input_ids=row[None].to(device), use_cache=False)
     return found

@@ -38,6 +38,10 @@ class Options(Checked):
             self.set("bias", _bias(self.bias))
         if self.layers is not None:
             self.set("layers", _layers(self.layers))
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "model_max_length"):
+            raise OptionError(
+                f"tokenizer={self.tokenizer!r} is not valid; it must be a tokenizer of transformers"
+            )
 
     def check(self, method: Method) -> None:
         for wrong, why in self._faults(method):

@@ -90,6 +90,10 @@ def test_factors_that_are_no_number_of_times_are_refused(factor: Any) -> None:
             build_method(name, factor=factor, **TABLE.get(name, {}))
 
 
+def test_a_tokenizer_must_be_one_and_nothing_is_patched_otherwise(model) -> None:
+    assert "tokenizer='gpt2' is not valid" in refused(model, "yarn", factor=4, tokenizer="gpt2")
+
+
 @pytest.mark.parametrize("length", [0, 1, -5, True, 64.0, "64", 2**31, 10**30])
 def test_a_trained_length_must_be_a_number_of_tokens(model, length: Any) -> None:
     said = refused(model, "yarn", original_max_position_embeddings=length)

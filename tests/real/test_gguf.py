@@ -16,7 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 import rope_ext
-from rope_ext.engines import verifying
+
+XX
 from rope_ext.patching import current_patch
 from tests.helpers import pretrained
 

@@ -117,7 +117,7 @@ def test_a_text_model_within_another_has_them_beside_its_parameters(tmp_path) ->
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_mlx_computes_the_same_or_stops(tmp_path, family: str) -> None:
     pytest.importorskip("mlx_lm")
-    from rope_ext.engines import verifying
+    from rope_eval.engines import verifying
     from tests.helpers.engines import TOLERANCE, built, expected, prompts
     from tests.helpers.models import LENGTH
     from tests.helpers.saved_patches import PATCHES

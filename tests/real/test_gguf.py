@@ -16,8 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 import rope_ext
-
-XX
+from rope_eval.engines import verifying
 from rope_ext.patching import current_patch
 from tests.helpers import pretrained
 

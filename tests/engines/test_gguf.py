@@ -149,7 +149,9 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-4000])
     result = run(tmp_path / "cut.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and result.stderr.startswith("error: cannot read")
-    (tmp_path / "big.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") + file.read_bytes()[8:])
+    big = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    for write in (big.write_header_to_file, big.write_kv_data_to_file, big.close):
+        write()
     result = run(tmp_path / "big.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and "big-endian" in result.stderr
     result = run(tmp_path / "none.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")

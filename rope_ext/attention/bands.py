@@ -55,15 +55,14 @@ def attend(
     width = heads if encoding is None else heads + encoding.pair_width(heads)
     rows = min(ROWS, max(8, NUMBERS // max(batch * keys * width, 1)))
     at = places or Places.following(call, query, key)
-    outs = []
-    for first in range(0, queries, rows):
-        block = slice(first, min(first + rows, queries))
-        counted = None if places else keys - queries + block.stop
-        given = (call, at, block, counted, tuple(learned), *tensors)
-        if trains and not is_compiling():
-            outs.append(checkpoint(_block, *given, use_reentrant=False, preserve_rng_state=False))
-        else:
-            outs.append(_block(*given))
+    outs, again = [], {"use_reentrant": False, "preserve_rng_state": False}
+    with _without_autocast(query):
+        for first in range(0, queries, rows):
+            block = slice(first, min(first + rows, queries))
+            counted = None if places else keys - queries + block.stop
+            given = (call, at, block, counted, tuple(learned), *tensors)
+            kept = not trains or is_compiling()
+            outs.append(_block(*given) if kept else checkpoint(_block, *given, **again))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -153,8 +152,7 @@ def _block(
             at = places.query[rows], places.key[keys]
             visible = logits.new_ones((), dtype=torch.bool) if seen is None else seen
             block = Block(query.to(wide(query)), every, logits, *at, visible, call.scale)
-            with _without_autocast(query):
-                logits = encoding.logits(block, given)
+            logits = encoding.logits(block, given)
         if bias is not None:
             if counted is None:
                 logits = logits + places.biased(bias, rows, keys)
@@ -183,8 +181,7 @@ def _block(
         outs.append(own.reshape(batch, heads, count, value.shape[-1]))
     out = functools.reduce(torch.add, outs)
     if encoding is not None and block is not None and value is not None:
-        with _without_autocast(query):
-            more = encoding.more(weights[..., : block.key.shape[2]], block, given)
+        more = encoding.more(weights[..., : block.key.shape[2]], block, given)
         out = out if more is None else out + more.to(out.dtype)
     if all(seen is not None for _, (_, seen) in parts):  # some query may see no key
         some = [seen.any(-1, keepdim=True) for _, (_, seen) in parts if seen is not None]
@@ -195,13 +192,12 @@ def _block(
 def _logits(query: Tensor, key: Tensor) -> Tensor:
     """``query @ key.mT`` in float32 or better, ``[rows, heads, queries, keys]``."""
     to = wide(query)
-    with _without_autocast(query):
-        if query.is_cuda and query.dtype == key.dtype != to and not torch.is_grad_enabled():
-            # Tensor cores accumulate in float32 anyway; no gradients or CPU kernel with out_dtype.
-            # Computed transposed: rows an odd number of keys apart would take ten times as long.
-            found = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).mT, out_dtype=to)
-            return found.mT.unflatten(0, query.shape[:2])
-        return _product(query.to(to), key.to(to).mT)
+    if query.is_cuda and query.dtype == key.dtype != to and not torch.is_grad_enabled():
+        # Tensor cores accumulate in float32 anyway; no gradients or CPU kernel with out_dtype.
+        # Computed transposed: rows an odd number of keys apart would take ten times as long.
+        found = torch.bmm(key.flatten(0, 1), query.flatten(0, 1).mT, out_dtype=to)
+        return found.mT.unflatten(0, query.shape[:2])
+    return _product(query.to(to), key.to(to).mT)
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager:

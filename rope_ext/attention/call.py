@@ -27,7 +27,9 @@ def each_table(rotation: Rotation, function: Callable[[Tensor], Tensor]) -> Rota
 
 def part_of(rotation: Rotation, tokens: slice) -> Rotation:
     """Select the rotations of some tokens; a single rotation for all tokens is unchanged."""
-    return each_table(rotation, lambda x: x if x.shape[-2] == 1 else x[..., tokens, :])
+    if rotation is None or rotation[0].shape[-2] == 1:
+        return rotation
+    return rotation[0][..., tokens, :], rotation[1][..., tokens, :]
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,8 @@ def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
 
 def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> BatchMask:
     """Return a mask with its forward, even if generate created it before the forward."""
+    if isinstance(mask, BatchMask) and mask.owner is not None and mask.owner.located:
+        return mask
     forward = inputs.forward_of(position_map, module, (mask,), {})
     if isinstance(mask, BatchMask):
         if mask.owner is None:

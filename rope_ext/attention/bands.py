@@ -32,6 +32,7 @@ ROWS = 256
 """Maximum number of queries in a block."""
 NUMBERS = 2**20
 """Logits in a block, including those of scores: 4 MiB in float32, but at least 8 queries."""
+_recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def attend(
@@ -55,14 +56,14 @@ def attend(
     width = heads if encoding is None else heads + encoding.pair_width(heads)
     rows = min(ROWS, max(8, NUMBERS // max(batch * keys * width, 1)))
     at = places or Places.following(call, query, key)
-    outs, again = [], {"use_reentrant": False, "preserve_rng_state": False}
+    outs = []
     with _without_autocast(query):
         for first in range(0, queries, rows):
             block = slice(first, min(first + rows, queries))
             counted = None if places else keys - queries + block.stop
             given = (call, at, block, counted, tuple(learned), *tensors)
             kept = not trains or is_compiling()
-            outs.append(_block(*given) if kept else checkpoint(_block, *given, **again))
+            outs.append(_block(*given) if kept else _recomputed(_block, *given))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 

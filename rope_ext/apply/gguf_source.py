@@ -121,7 +121,8 @@ def scaling_notes(config: Any) -> tuple[str, ...]:
 
 def read_scaling(path: str | Path) -> FileScaling | None:
     """Read the scaling of a GGUF file that transformers ignores; None if there is none."""
-    return _scaling(str(path), os.stat(path).st_mtime_ns)
+    changed = os.stat(path).st_mtime_ns if os.path.exists(path) else 0  # `read` says what is wrong
+    return _scaling(str(path), changed)
 
 
 @lru_cache(maxsize=4)

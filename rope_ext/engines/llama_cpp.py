@@ -252,6 +252,7 @@ class GGUFFile:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a file's header, without the weights."""
+        _gguf()  # without the library, nothing is wrong with the file
         try:
             reader, keys, tables = gguf_source.read(path)
         except LoadError as error:

@@ -154,3 +154,8 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
         rope_ext.from_pretrained(path)
     with pytest.raises(rope_ext.RopeExtError, match=r"broken\.gguf"):
         rope_ext.describe(path)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(rope_ext.LoadError, match=r"cannot read .*gone\.gguf as a GGUF file"):
+        gguf_source.read_scaling(tmp_path / "gone.gguf")

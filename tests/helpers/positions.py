@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
 
 import rope_ext
 from tests.families.zoo import tiny_model
@@ -95,10 +96,26 @@ FAMILIES = {
     "gemma": Family("gemma"),  # multiplies its embeddings
 }
 KINDS = ["llama", "gemma2 scaled", "gpt_oss", "smollm3", "mistral windowed"]
+
+
+class Lossless(QuantizedLayer):
+    """A layer of a quantized cache that does not round, so that decoding has to be exact."""
+
+    def __init__(self) -> None:
+        super().__init__(residual_length=8)
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor
+
+    def _dequantize(self, q_tensor: torch.Tensor) -> torch.Tensor:
+        return q_tensor
+
+
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),  # sliding layers keep their window
     "dynamic, all kept": lambda config: DynamicCache(),
     "static": lambda config: StaticCache(config=config, max_cache_len=100),
+    "quantized": lambda config: Cache(layer_class_to_replicate=Lossless),
 }
 NEW = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}  # more than a chunk of 13
 

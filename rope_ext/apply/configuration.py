@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 from rope_ext.errors import CURE, RecordError
@@ -89,12 +90,21 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
                 for name in OLDER:
                     vars(config).pop(name, None)
                 vars(config).update(copy.deepcopy(_older_fields(place, record)))
+                PreTrainedConfig.max_position_embeddings = _Unknown()
     finally:
         for config, old in before:
             now = vars(config)
             names = [k for k in old | now if old.get(k, ABSENT) is not now.get(k, ABSENT)]
             own = {name: old.get(name, ABSENT) for name in names}
             changes.append(functools.partial(restore, config, own))
+
+
+class _Unknown:
+    """To resume, Trainer reads ``config.json`` as a PreTrainedConfig, which has no such length."""
+
+    def __get__(self, config: Any, owner: Any) -> None:
+        if type(config) is not PreTrainedConfig:
+            raise AttributeError("max_position_embeddings")
 
 
 def before(config: Any, names: Iterable[str]) -> dict[str, Any]:

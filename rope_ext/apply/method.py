@@ -25,7 +25,7 @@ from rope_ext.options import Options, refuse_moving
 from rope_ext.position.layers import find_layouts, ignores_scaling
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
-from rope_ext.rotary.context import refuse_continuous_batching, refuse_sharded
+from rope_ext.rotary.context import refuse_sharded, watch_generation
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, softmax_scales
 from rope_ext.rotary.swapping import Changes, grow_buffers, set_attribute, write_buffers
 
@@ -65,9 +65,8 @@ def refuse_scaled(
     if not compose:
         back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
         raise AlreadyScaledError(
-            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration: "
-            f"{there}. Pass compose=True to extend its {site.rope.length} tokens further, or load "
-            f"{back}{own}"
+            f"{type(decoder).__name__} is scaled by its configuration: {there}. Pass compose=True "
+            f"to extend its {site.rope.length} tokens further, or load {back}{own}"
         )
     if method.is_dynamic:
         raise AlreadyScaledError(
@@ -308,7 +307,7 @@ def apply_position(
     installed = Installed(
         decoder, position_map, changes, isinstance(given, FrequencyMethod) and whole
     )
-    refuse_continuous_batching(place.model, installed.unbatched(), changes)
+    watch_generation(place.model, installed.unbatched(), changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):
         notes.append(

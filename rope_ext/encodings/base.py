@@ -240,8 +240,7 @@ class InputEncoding(Encoding):
         if limit is not None and tokens > limit:
             raise OptionError(
                 f"{self.name}: a sequence of {tokens} tokens goes beyond its {limit} positions; "
-                f"patch with {self.extension}length={tokens} (replace=True keeps the table), and "
-                f"train the rest"
+                f"patch with {self.extension}length={tokens} (replace=True keeps the table)"
             )
 
     def grown(self, name: str, learned: Tensor, initial: Tensor) -> Tensor | None:

@@ -108,9 +108,7 @@ class DAPE(Encoding):
             both = both.gather(-1, order.expand_as(both))
             visible = visible.gather(-1, order)
         x = self._convolved(both, visible, learned)
-        if order is None:
-            return x
-        return torch.empty_like(x).scatter(-1, order.expand_as(x), x)
+        return x if order is None else torch.empty_like(x).scatter(-1, order.expand_as(x), x)
 
     def _convolved(self, both: Tensor, visible: Tensor, learned: Learned) -> Tensor:
         """Convolve keys that are visible without a gap.

@@ -78,9 +78,8 @@ def planned(state: Patch, in_file: bool) -> Plan:
     """
     if state.method.name == "self_extend":
         raise Refusal(
-            "its --grp-attn-n and --grp-attn-w group tokens permanently once there are "
-            "--grp-attn-w of them, so that neighbors lose their exact distances, which "
-            "Self-Extend keeps for each query"
+            "its --grp-attn-n groups tokens permanently once there are --grp-attn-w of them, and "
+            "neighbors lose their exact distances, which Self-Extend keeps for each query"
         )
     family = base.family_of(state, "llama.cpp")
     if not family.kinds:

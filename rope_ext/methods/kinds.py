@@ -424,8 +424,7 @@ def register(cls: M) -> M:
         if any(callable(vars(base).get(name)) for base in own):
             raise RopeExtError(
                 f"{cls.__name__} overrides {name}, which the options attention_factor and "
-                f"temperature control; override own_{name.removeprefix('attention_')} to set the "
-                f"default"
+                f"temperature control; override own_{name.removeprefix('attention_')} instead"
             )
     if not hasattr(cls, "paper"):
         found = _PAPER.search((cls.__doc__ or "").rpartition("\n\n")[2])
@@ -466,8 +465,7 @@ def method_class(name: str) -> type[Method]:
         raise UnknownMethodError(
             f"unknown method {name!r}{nearest(name.lower(), names + aliases) or '.'} "
             f"Methods: {', '.join(cls.name for cls in all_methods())}. "
-            f"Encodings: {', '.join(cls.name for cls in all_encodings())}. "
-            f"RoPE as trained: rope"
+            f"Encodings: {', '.join(cls.name for cls in all_encodings())}. RoPE as trained: rope"
         ) from None
 
 

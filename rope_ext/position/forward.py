@@ -30,8 +30,7 @@ FEW = 16
 """Maximum number of queries whose logits on all slots are computed at once."""
 COUNTED = (
     "with a cache, position ids have to count the tokens of the attention mask one by one under "
-    "this patch, and these do not; leave them out or give attention_mask.cumsum(-1) - 1, and pad "
-    "on the left (padding_side='left' of the tokenizer)"
+    "this patch; leave them out or give attention_mask.cumsum(-1) - 1, with padding_side='left'"
 )
 
 
@@ -58,8 +57,7 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
     if keys.counted is not None and filled > keys.counted:
         raise CacheError(
             f"the position ids of the tokens in this cache did not count one by one, so "
-            f"{patch.method.name} cannot continue it; start with an empty cache, or run all tokens "
-            f"in one forward"
+            f"{patch.method.name} cannot continue it; start with an empty cache"
         )
 
 
@@ -112,9 +110,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
         kept = 0 if self.keys is None else self.keys.shape[-2] - count
         if kept < min(left, self.sliding_window - 1):
             raise CacheError(
-                f"this cache keeps the last {self.sliding_window} tokens of some layers and "
-                f"{SPARE} more, so {count} of them cannot be taken back; start with an empty "
-                f"cache, or generate without drafts"
+                f"this cache keeps the last {self.sliding_window} and {SPARE} more tokens, so "
+                f"{count} cannot be taken back; start with an empty one, or generate without drafts"
             )
         DynamicLayer.crop(self, tokens_to_remove)
         self.cumulative_length = left
@@ -305,9 +302,7 @@ class PositionForward(ForwardContext):
 
     def counted(self) -> Tensor:
         """Number of tokens before each filled slot, int64, ``[rows or 1, room]``."""
-        if self.padding is None:
-            return self.slots()[None]
-        return self.padding.long().cumsum(1) - 1
+        return self.slots()[None] if self.padding is None else self.padding.long().cumsum(1) - 1
 
     def real(self) -> Tensor:
         """Mask of slots with a token, bool, ``[rows or 1, room]``."""

@@ -133,8 +133,7 @@ def enter_heads(
         if layout.inputs is None:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__}: {type(module).__name__} does not get hidden states of "
-                f"[rows, tokens, columns] as its first argument, so it cannot compute positions "
-                f"from them; use an encoding such as 'alibi'"
+                f"[rows, tokens, columns] as its first argument; use an encoding such as 'alibi'"
             )
         own = HeadPositions(encoding, layout.inputs, layout.key_heads, module)
         put(module, POSITIONS, own, changes)

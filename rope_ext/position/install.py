@@ -36,8 +36,7 @@ class Installed(context.Tracker):
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
             raise OptionError(
                 f"config.output_attentions=True would keep transformers from saving a model under "
-                f"{name}; set it to False and pass output_attentions=True to the model or to "
-                f"generate, which then return the weights"
+                f"{name}; set it to False and pass output_attentions=True to the model or generate"
             )
         refuse_presses(decoder.modules(), name, position_map.instead)
         sites = list(position_map.frequencies)
@@ -54,9 +53,8 @@ class Installed(context.Tracker):
         kept = [module for module in rotated if module not in self.mapped]
         if position_map.window is not None and not kept:
             raise OptionError(
-                f"{name}: every layer of {type(decoder).__name__} that rotates would lose its "
-                f"rotation, and none is left for the window; choose another every= or start=, or "
-                f"patch with 'nope' for no positions at all"
+                f"{name}: no layer of {type(decoder).__name__} is left for the window; choose "
+                f"another every= or start=, or patch with 'nope' for no positions at all"
             )
         self._modules = list(layouts)
         self._short = [*map(_number, kept)]
@@ -182,15 +180,13 @@ class Installed(context.Tracker):
         attention = self._config._attn_implementation
         if attention != NAME:
             raise UnsupportedModelError(
-                f"the attention implementation was set to {attention!r} after the model was "
-                f"patched with {name}, which needs its own; call rope_ext.unpatch(model) first, or "
-                f"patch again with replace=True"
+                f"the attention implementation was set to {attention!r} after the patch with "
+                f"{name}, which needs its own; call rope_ext.unpatch(model) first"
             )
         if context.is_exporting():
             raise UnsupportedModelError(
                 f"an exported program cannot hold this call of {name}, only some with an empty "
-                f"cache or a StaticCache under torch.no_grad() (docs/limits.md); use a frequency "
-                f"method such as 'yarn'"
+                f"cache or a StaticCache under torch.no_grad() (docs/limits.md)"
             )
         cache = context.cache_among(given)
         if cache is not None and not isinstance(cache, Cache):

@@ -3,8 +3,7 @@
 transformers' mask functions are recognized by their closures.
 
 transformers combines simple functions of batch, head, query and key into one, and passes only the
-result. They can only be distinguished by ``__qualname__`` and the closure, which are not public:
-:data:`CHECKED` are the versions of transformers that this was tested with.
+result. They can only be distinguished by ``__qualname__`` and the closure, which are not public.
 
 Unknown functions are treated as arbitrary masks: their layers compute dense logits, which is
 correct but slow. Unrecognized packed documents raise an error, since their positions decrease.
@@ -23,9 +22,6 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import BandRotations
-
-CHECKED = ("5.17", "5.23")
-"""First and last version of transformers that this was tested with."""
 
 _PACKED = "packed_sequence_mask_function."
 

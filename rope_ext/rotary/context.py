@@ -125,8 +125,8 @@ class Tracker:
     def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decoder pre-hook: starts a forward."""
         stack = forward_context.stack
-        if stack and not torch.compiler.is_compiling():  # torch runs no hooks if an export fails
-            stack[:] = [context for context in stack if not context.exported]
+        if stack and not torch.compiler.is_compiling():  # as _forgetting, also if an export fails
+            stack[:] = [x for x in stack if not x.exported and x.patch is not self.patch]
         given, forward = arguments(decoder, args, kwargs), None
         if self.traceable() and not is_paged(given) and not _runs_layers_again(decoder):
             forward = self.trace(given)
@@ -218,14 +218,24 @@ def _runs_layers_again(decoder: nn.Module) -> bool:
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
 
 
-def refuse_continuous_batching(model: nn.Module, reason: str, changes: Changes) -> None:
-    """Make continuous batching (``generate_batch``) raise CacheError here, not in its thread."""
-    # All of its entry points call this one.
+def watch_generation(model: nn.Module, reason: str, changes: Changes) -> None:
+    """Make continuous batching (``generate_batch``) raise CacheError, and ``generate`` clean up."""
+    # All entry points of continuous batching call this one, and would raise in a thread of theirs.
     wrap(model, "init_continuous_batching", functools.partial(_refuse, reason), changes)
+    wrap(model, "generate", _forgetting, changes)
 
 
 def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
     raise CacheError(reason)
+
+
+def _forgetting(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``generate``; forget forwards that Ctrl-C ended, whose hooks torch does not run."""
+    stack, count = forward_context.stack, len(forward_context.stack)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        del stack[count:]
 
 
 @run_eagerly()

@@ -251,7 +251,7 @@ class Sequences(context.Tracker):
             f"continuous batching packs many sequences into one row, and {method.name} follows the "
             f"positions of each; {self.cure}, or call generate with a padded batch"
         )
-        context.refuse_continuous_batching(place.model, self.unbatched, changes)
+        context.watch_generation(place.model, self.unbatched, changes)
         self.track(decoder, changes)
         wrap(place.model, "generate", self.generate, changes)
         wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
@@ -356,9 +356,8 @@ class Sequences(context.Tracker):
         stored = getattr(cache, context.NOTE, None)
         if stored is None or stored.patch != self.method:
             raise CacheError(
-                f"this cache was started before the model was patched with {self.method} (or by "
-                f"prefix tuning), so the length of its sequences is not known; start with an empty "
-                f"cache, or {self.cure}"
+                f"this cache was started before the patch with {self.method} (or by prefix tuning) "
+                f"and lacks its sequences' lengths; start with an empty cache, or {self.cure}"
             )
         if len(stored.lengths) not in (1, rows):
             raise CacheError(

@@ -66,8 +66,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
         reason += f" (found {found_code})" if found_code else ""
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: {type(module).__name__} does not return the cosine and "
-            f"sine of position times its inv_freq buffer{reason}, so changing the buffer would "
-            f"not have the expected effect. This family is not supported"
+            f"sine of position times its inv_freq buffer{reason}: this family is not supported"
         )
     return columns
 

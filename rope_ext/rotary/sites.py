@@ -181,8 +181,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     if not sites:
         raise NoRopeError(
             f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no "
-            f"module owns an inv_freq), so there is nothing to extend; choose a RoPE model such as "
-            f"Llama"
+            f"module owns an inv_freq), so there is nothing to extend; choose a RoPE model"
         )
     return sites
 
@@ -225,8 +224,7 @@ def _site(
     if isinstance(rope_type, dict) and layer_type not in rope_type:  # Evolla's encoder of proteins
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its rotary module {name} ({type(module).__name__}) names "
-            f"no rope_type, so it is not known to belong to the language model; patch a model "
-            f"without it"
+            f"no rope_type, so it may not be the language model's; patch a model without it"
         )
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
@@ -323,8 +321,7 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> T
     raise UnsupportedModelError(
         f"{type(decoder).__name__}: {type(module).__name__}.{name} is {value.dtype} on "
         f"{value.device} and cannot be rebuilt ({error}); load the model with "
-        f"from_pretrained(dtype=...) and patch it then, or if they are your own, put them there in "
-        f"float32"
+        f"from_pretrained(dtype=...) and patch it then, or put your own there in float32"
     )
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
@@ -89,14 +90,8 @@ def from_pretrained(
     loaded, record = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
-        _patch(model, record)
-        with hub.loading("weights", path):
-            missing = copy_learned(model, _stored(path, kwargs.get("variant"), where))
-        if missing:
-            raise LoadError(
-                f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in "
-                f"its shape and in safetensors; save the complete model again"
-            )
+        stored = _stored(path, kwargs.get("variant"), where)
+        _patch(model, record, path, stored, "save the complete model again")
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
@@ -112,7 +107,7 @@ def _base_of(
     """Load the base model that ``adapter_config.json`` names, with the adapter's patch."""
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(f"{path} is an adapter; leave output_loading_info= out")
-    sidecar = require_sidecar(path, kwargs)
+    sidecar, where = require_sidecar(path, kwargs), hub.of_hub(kwargs)
     saved = read_adapter(adapter)
     for name in ("revision", "subfolder"):  # these locate the adapter
         kwargs.pop(name, None)
@@ -124,14 +119,20 @@ def _base_of(
     folder, gguf = gguf_source.split(base)
     try:
         cls = saved.get("base_model_class") or _TASKS.get(str(saved.get("task_type")), _CAUSAL)
-        model, _ = _load(hub.require_place(folder), {**kwargs, **gguf}, cls)
+        folder = hub.require_place(folder)
+        model, record = _load(folder, {**kwargs, **gguf}, cls)
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
             f"or pass base="
         ) from error
     if sidecar.is_of(model):
-        _patch(model, sidecar.record)
+        stored = _stored(path, None, where, "adapter_model.safetensors")
+        if record is not None and record.same(sidecar.record):
+            own = _stored(folder, kwargs.get("variant"), hub.of_hub(kwargs))
+            stored = chain(stored, own)  # disable_adapter() gives the base's own
+        cure = "nor does its base; pass base= as it was in training, or train it by modules_to_save"
+        _patch(model, sidecar.record, path, stored, cure)
     return model
 
 
@@ -198,9 +199,19 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
     return cls if known else getattr(transformers, _CAUSAL)  # for example, remote code
 
 
-def _patch(model: Any, record: Record) -> None:
+def _patch(
+    model: Any, record: Record, path: str, stored: Iterable[tuple[str, torch.Tensor]], cure: str
+) -> None:
+    """Patch as recorded; ``stored`` has what the patch learned."""
     with configuration.quieted(_logger, logging.ERROR):  # hides advice already followed
         patch(model, record.method, **record.arguments)
+    with hub.loading("weights", path):
+        missing = copy_learned(model, stored)
+    if missing:
+        raise LoadError(
+            f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in its "
+            f"shape and in safetensors; {cure}"
+        )
 
 
 @contextmanager
@@ -227,18 +238,15 @@ def copy_learned(model: nn.Module, stored: Iterable[tuple[str, torch.Tensor]]) -
             if value.shape == wanted[name].shape:
                 wanted[name].copy_(value)
                 missing.discard(name)
-    for module in model.modules():
-        if isinstance(module, learned.Learning):
-            module.clamp()  # older versions stored values outside of their bounds
     return missing
 
 
 def _stored(
-    path: str, variant: str | None, where: Mapping[str, Any]
+    path: str, variant: str | None, where: Mapping[str, Any], name: str = SAFE_WEIGHTS_NAME
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Load the tensors in a folder that may be learned parameters of a patch, by name."""
     before_ending = "" if variant is None else f".{variant}"
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    names = (name, f"{name}.index.json")
     single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
     files, index = {single}, hub.find(path, index, **where)
     if index is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+import rope_ext
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, NEW, patch
 
@@ -64,3 +68,21 @@ def test_a_chat_goes_on_with_its_cache(ids) -> None:
     longer = torch.cat((said, ids[1:, :20]), 1)
     cached = model.generate(longer, past_key_values=cache, **NEW)
     assert torch.equal(cached, model.generate(longer, use_cache=False, **NEW))
+
+
+@pytest.mark.parametrize("name", ["rerope", "dynamic_yarn"])
+def test_an_interrupted_call_frees_its_cache(name: str, ids) -> None:
+    model, caches = rope_ext.patch(tiny_llama(), name, factor=4), []
+
+    def interrupt(_: Any, args: Any, kwargs: Any) -> None:
+        caches.append(weakref.ref(kwargs["past_key_values"]))
+        raise KeyboardInterrupt
+
+    with model.model.layers[1].register_forward_pre_hook(interrupt, with_kwargs=True):
+        with contextlib.suppress(KeyboardInterrupt):
+            model.generate(ids, **NEW)
+        with contextlib.suppress(KeyboardInterrupt):
+            model(ids)
+    model(ids)
+    gc.collect()
+    assert [cache() for cache in caches] == [None, None]

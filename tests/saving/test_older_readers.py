@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import rope_ext
 from rope_ext.apply.configuration import READ, STOP
@@ -53,6 +53,7 @@ def test_older_fields_describe_what_they_can_and_stop_the_rest(
     tmp_path, method, options, kind
 ) -> None:
     config = saved(patched(method, **options), tmp_path)
+    PreTrainedConfig.from_json_file(tmp_path / "config.json")  # as Trainer does to resume
     parameters, base = config["rope_parameters"], config["rope_theta"]
     if kind == STOP:  # no number, which no program can take for a base
         assert base == STOP and "rope_scaling" not in config

@@ -320,6 +320,17 @@ def save(model: PeftModel, directory: Path) -> Path:
     return directory
 
 
+def test_an_adapter_needs_what_the_patch_of_its_base_learned(tmp_path, ids, base: Path) -> None:
+    trained(rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5")).save_pretrained(
+        tmp_path
+    )
+    model = lora(rope_ext.from_pretrained(tmp_path))
+    adapter = save(model, tmp_path / "adapter")
+    assert torch.equal(logits(rope_ext.from_pretrained(adapter), ids), logits(model, ids))
+    with pytest.raises(rope_ext.LoadError, match=r"learned by its patch.* pass base="):
+        rope_ext.from_pretrained(adapter, base=base)
+
+
 @pytest.mark.parametrize("case", ["yarn", "dynamic_ntk", "longrope", "rerope"])
 def test_an_adapter_comes_back_with_its_patch(tmp_path, ids, base: Path, case: str) -> None:
     model = lora(patched(AutoModelForCausalLM.from_pretrained(base), case))

@@ -64,6 +64,7 @@ def search(model: Model, length: Target, output: Path, **options: Any) -> None:
         from rope_eval.tune.search import check_output, summary
 
         tokens, given = parse_length(length), read_options(SearchOptions, options)
+        SearchOptions(target_length=tokens, **given)  # reports mistakes before loading weights
         check_output(output)
         how = Loading(**read_options(Loading, options))
         loaded, tokenizer, texts = how.load(model)
@@ -112,7 +113,8 @@ def calibrate(
 
         tokens, names = parse_length(length), split(methods)
         given = read_options(CalibrationOptions, options)
-        for name in names:  # report mistakes before loading weights
+        CalibrationOptions(target_length=tokens, **given)  # reports mistakes before loading weights
+        for name in names:
             method_class(name)
         require_free(output, resume, "--resume", "--output")
         given |= {"methods": names, "output": output, "resume": resume}

@@ -6,8 +6,7 @@ r"""Runs lm-evaluation-harness with an additional model type, ``rope_ext``.
 Packages cannot register models for the command ``lm_eval``, so this module starts it; all of its
 flags are unchanged. The model takes the arguments of ``hf`` and also ``method``, ``factor``,
 ``trained_length``, ``compose`` and all options of the method. If a folder was saved with a patch,
-or an adapter (``peft=``) was trained with one, the patch is loaded, too. The harness
-truncates prompts on the left to the window of the patch.
+or an adapter (``peft=``) was trained with one, the patch is loaded, too.
 """
 
 import dataclasses

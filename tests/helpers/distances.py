@@ -18,9 +18,7 @@ def leaky_rerope(m: int, n: int, window: int, k: float) -> float:
 
 
 def self_extend(m: int, n: int, window: int, group: int) -> float:
-    if m - n < window:
-        return m - n
-    return m // group + (window - window // group) - n // group
+    return m - n if m - n < window else m // group + (window - window // group) - n // group
 
 
 def jet_long(
@@ -48,9 +46,7 @@ def string(m: int, n: int, shift: int, window: int) -> float:
 
 
 def lm_infinite(m: int, n: int, window: int, sinks: int) -> float | None:
-    if m - n < window:
-        return m - n
-    return window if n < sinks else None
+    return m - n if m - n < window else window if n < sinks else None
 
 
 def unturned(m: int, n: int) -> float:
@@ -73,9 +69,7 @@ def lampe(m: int, n: int, length: int, head: int, mapped: int, tail: int) -> flo
     near, end = head - (place(head) + 1), length - 1 - tail
     if m - n < head or end < head:
         return m - n
-    if m - n > end:
-        return m - n - (end - place(end) - near)
-    return place(m) + near - place(n)
+    return m - n - (end - place(end) - near) if m - n > end else place(m) + near - place(n)
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {

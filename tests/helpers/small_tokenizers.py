@@ -37,9 +37,8 @@ def merging() -> PreTrainedTokenizerFast:
 def spacing() -> PreTrainedTokenizerFast:
     """Adds a leading space, like SentencePiece; splits digits."""
     made = Tokenizer(bpe.BPE(unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    both = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(both)
     made.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁\n0-9.?!,:]+|."), "isolated")
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -65,6 +65,8 @@ def test_windows_join_short_documents() -> None:
     assert windows.joined and len(windows.texts) == 2
     for ids in windows.texts:
         assert list(ids) == stream[stream.index(ids[0]) :][:80]
+    book = choose_windows(documents(900, 5), [80], 16, bos=(), eos=1, seed=0)
+    assert book.joined and book.documents[:3] == (0, 0, 0)  # of the same document as before
     with pytest.raises(MeasureError, match=r"has 160 tokens.*give a longer --text"):
         choose_windows(documents(60, 50, 50), [40, 300], 2, bos=(), eos=1, seed=0)
 

@@ -51,7 +51,7 @@ def read_texts(
 
 
 def _documents(source: str, option: str, most: int) -> list[str]:
-    if not source:  # Path("") is the current folder
+    if source in ("", "hf:"):  # Path("") is the current folder
         raise MeasureError(f"the name of a text is empty; give {option} a file, folder or hf:ID")
     if source.startswith("hf:"):
         documents = list(map(_field, read_rows(source, option, most)))
@@ -83,7 +83,8 @@ def _lines(path: Path, option: str) -> list[str]:
 
 def _field(row: Row) -> str:
     """Return the text of a row; empty if it is null."""
-    return row.text("text") if row.data.get("text", "missing") is not None else ""
+    text = row.text("text") if row.data.get("text", "missing") is not None else ""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # lone surrogates
 
 
 def sentences(text: str) -> list[str]:

@@ -169,6 +169,8 @@ class Advice(Results):
         output = unused("-".join([output, *filter(None, own.split("/"))]))
         same = ("dtype", "device", "trained_length", "compose")
         more = {name: getattr(self.plan.settings, name) for name in same}
+        if any(getattr(task, "needle", "") == "word" for task in self.plan.tasks):
+            more["needle"] = "word"
         return command_words(name, model, **options, output=output, text=list(self._texts), **more)
 
     def _training(self, model: str, trained: int) -> Words:

@@ -21,7 +21,7 @@ Sample = tuple[ArrayLike, ArrayLike | None]
 """Values ``[..., documents]``, and the tokens behind each; equal if None."""
 
 
-def rate_interval(successes: float, trials: int, confidence: float = CONFIDENCE) -> Interval:
+def rate_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> Interval:
     """Exact (Clopper-Pearson) interval of a rate: (low, high), both within [0, 1].
 
     Its coverage is at least ``confidence``, for any rate and number of trials. If trials can
@@ -78,10 +78,7 @@ def sum_ends(
     t = _student(np.where(total > 0, total**2 / np.where(parts > 0, parts, 1), 1), confidence)
     shift = third.sum(0) / some**1.5 / 6 * (1 + 2 * t * t)
     middle, error = value.sum(0), np.sqrt(total)
-    return (
-        middle - error * (t - np.minimum(shift, 0)),
-        middle + error * (t + np.maximum(shift, 0)),
-    )
+    return middle - error * (t - np.minimum(shift, 0)), middle + error * (t + np.maximum(shift, 0))
 
 
 def _moments(sample: Sample) -> tuple[np.ndarray, ...]:

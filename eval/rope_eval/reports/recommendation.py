@@ -89,7 +89,9 @@ class Evidence:
     @property
     def maybe_cheap(self) -> bool:
         """Whether it is unclear if it costs little."""
-        return not self.cheap and self.costs_at_most(self.cost and self.cost.value)
+        cost = self.cost  # without an interval, 0 is possible, or NaN if it is infinite
+        low = cost and (0 * cost.value if cost.low is None else cost.low)
+        return not self.cheap and self.costs_at_most(low)
 
 
 class Pick(NamedTuple):

@@ -271,9 +271,7 @@ def _short(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """Format a value for a CSV cell: lists and dicts as JSON."""
-    if isinstance(value, (Mapping, tuple, list)):
-        return json.dumps(value, default=str)
-    return value
+    return json.dumps(value, default=str) if isinstance(value, (Mapping, tuple, list)) else value
 
 
 # Tables
@@ -301,7 +299,7 @@ def _suite_definition(results: Results, suite: str) -> str:
             + ("; an effective length is defined over all of them" if some else "")
             + " (arXiv 2404.06654)"
         )
-    return f"{'; '.join(parts)}, exact intervals"
+    return "; ".join(parts)
 
 
 def _suite_table(results: Results, suite: str) -> Table:

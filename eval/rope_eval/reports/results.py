@@ -78,11 +78,12 @@ class Results:
         return grouped([t for t in self.plan.tasks if t.suite], lambda task: str(task.suite))
 
     def average(self, suite: str, system: str, length: int) -> Estimate:
-        """Mean over the tasks of a suite, with equal weights; the interval pools all prompts."""
+        """Mean over the tasks of a suite, and the interval of a rate with as little variance."""
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
-        count = sum(task.count for task in tasks)
-        return Estimate(mean, *rate_interval(min(mean * count, count), count), count)
+        count = len(tasks) ** 2 / math.fsum(1 / task.count for task in tasks)
+        interval = rate_interval(min(mean * count, count), count)
+        return Estimate(mean, *interval, sum(task.count for task in tasks))
 
     def threshold(self, suite: str) -> str | None:
         """The name of the longest length at ``EFFECTIVE``; the effective length needs all tasks."""
@@ -181,8 +182,7 @@ class Results:
         if low:
             notes.append(
                 f"within its trained length the unpatched model finds few passkeys, "
-                f"{', '.join(low)}, so those found beyond say little about a method; try --needle "
-                f"word or --digits 3"
+                f"{', '.join(low)}: those beyond say little; try --needle word or --digits 3"
             )
         if led:
             notes.append(

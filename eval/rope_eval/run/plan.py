@@ -12,7 +12,7 @@ import torch
 
 from rope_eval.cases import Case, Outcome, Questions, digest, read_outcomes
 from rope_eval.data.prompts import Frame
-from rope_eval.folder import Folder
+from rope_eval.folder import HEADER, Folder
 from rope_eval.options import check_options, refuse
 from rope_eval.run.served import require_server, served_identity
 from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
@@ -277,7 +277,8 @@ def _rows(
 
 def require_free(settings: Settings) -> None:
     """Raise MeasureError if there are results, without --resume or --overwrite."""
-    if Folder(settings.output).logs and not (settings.resume or settings.overwrite):
+    results = any(path.read_bytes() != HEADER for path in Folder(settings.output).logs)
+    if results and not (settings.resume or settings.overwrite):
         raise MeasureError(
             f"{settings.output} holds results already; give --resume to use and complete them, "
             f"--overwrite to delete them, or another --output"

@@ -239,8 +239,7 @@ class Runner:
             if self.settings.batch_size is not None or len(batch) == 1:
                 raise MeasureError(
                     f"out of memory at {len(batch)} x {batch[0].length} tokens ({batch[0].task}); "
-                    f"give a smaller --batch-size, --dtype bfloat16 or shorter --lengths, and "
-                    f"--resume to keep what is finished"
+                    f"give a smaller --batch-size, --dtype bfloat16 or shorter --lengths; --resume"
                 ) from None
         # Halves depend on this batch alone, and so does what a resumed run computes.
         half = len(batch) // 2

@@ -225,9 +225,8 @@ class Answering(Prompts):
         count = len({one.needed for one in self._data[0][: self.trials]})
         if count < self.trials:
             yield (
-                f"{self.name}: the {self.trials} questions are about {count} "
-                f"document{'s' * (count > 1)}, and intervals that take them as independent are "
-                f"too narrow"
+                f"{self.name}: the {self.trials} questions are about {count} document"
+                f"{'s' * (count > 1)}; intervals take them as independent and are too narrow"
             )
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:

@@ -105,9 +105,8 @@ class Needles(Prompts):
     def about(self) -> str:
         where = {"noise": "repeated noise", "text": self.source, "needles": "other needles"}
         return (
-            f"share of {self.queries * self.values} {self.value_kind} (of "
-            f"{self.keys * self.values} hidden in {where[self.haystack]}) that the model writes "
-            f"down in {self.tokens} tokens"
+            f"share of {self.queries * self.values} of {self.keys * self.values} {self.value_kind} "
+            f"in {where[self.haystack]} that the model writes down in {self.tokens} tokens"
         )
 
     @cached_property

@@ -122,8 +122,7 @@ class LongPPL(Segments):
             f"perplexity of the {count} of {size} tokens whose log likelihood rises by more than "
             f"{GAIN:g} to above {LEAST:g} when {self.who} sees all of the text instead of the last "
             f"{self.short_context} tokens (LongPPL, arXiv 2410.23771); a window of each length "
-            f"moving by {sliding.stride} tokens, a start token before every one, intervals over "
-            f"documents"
+            f"moving by {sliding.stride} tokens, after a start token; intervals over documents"
         )
         note = (
             f"longppl: {self.who} chooses the tokens that it is judged by, which favors it; give "

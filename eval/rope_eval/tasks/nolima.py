@@ -187,8 +187,8 @@ class NoLiMa(Task):
                 cases.append(Case(*how, depth, bin if binned else None, judge=judge))
         definition = (
             f"share of NoLiMa's questions answered ({self.nolima_metric}); {len(places)} of "
-            f"{len(tests)} questions in {len(books)} books at {self.placements} depths, a length "
-            f"being that of the whole prompt, exact intervals"
+            f"{len(tests)} questions in {len(books)} books at {self.placements} depths, lengths of "
+            f"whole prompts, exact intervals"
         )
         return Questions(cases, definition)
 

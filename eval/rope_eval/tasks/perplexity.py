@@ -21,9 +21,11 @@ tokens.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -69,38 +71,41 @@ def choose_windows(
     """Choose up to ``count`` disjoint windows from as many documents as possible.
 
     If there are fewer, all documents are joined in order, with ``eos`` between them, and split
-    instead. ``option`` sets the lengths, for errors.
+    instead; a window is then of the document in which it ends, where tokens are scored. ``option``
+    sets the lengths, for errors.
     """
     size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")
-    texts = _cut(documents, size, rng)
-    joined = len(texts) < count and len(documents) > 1
+    places = _cut(documents, size, rng)
+    joined, texts, ends = len(places) < count and len(documents) > 1, documents, []
     if joined:
         gap = [] if eos is None else [eos]
-        whole = [token for ids in documents for token in (*ids, *gap)]
-        texts = [(number, text) for number, (_, text) in enumerate(_cut([whole], size, rng))]
-    if not texts:
+        texts = [[token for ids in documents for token in (*ids, *gap)]]
+        places = _cut(texts, size, rng)
+        ends = list(accumulate(len(ids) + len(gap) for ids in documents))
+    if not places:
         raise MeasureError(
             f"the text has {sum(map(len, documents))} tokens, but a window of "
             f"{max(lengths)} is to be measured; give a longer --text or a shorter {option}"
         )
-    numbers, chosen = zip(*texts[:count], strict=True)
+    del places[count:]
+    chosen = tuple(tuple(texts[number][at : at + size]) for number, at in places)
+    numbers = tuple(bisect_left(ends, at + size) if joined else number for number, at in places)
     return Windows(chosen, tuple(bos), min(SCORED, min(lengths) // 2), joined, numbers)
 
 
 def _cut(
     documents: Sequence[Sequence[int]], size: int, rng: random.Random
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return (document, ``size`` tokens of it) in random order, one per document first."""
-    found: list[tuple[int, int, tuple[int, ...]]] = []
+) -> list[tuple[int, int]]:
+    """Return (document, place of ``size`` tokens in it) in random order, one per document first."""
+    found: list[tuple[int, int, int]] = []
     for number in rng.sample(range(len(documents)), len(documents)):
         ids = documents[number]
         pieces = len(ids) // size
         start = rng.randint(0, len(ids) - pieces * size)
         for turn, piece in enumerate(rng.sample(range(pieces), pieces)):
-            begin = start + piece * size
-            found.append((turn, number, tuple(ids[begin : begin + size])))
-    return [(number, text) for _, number, text in sorted(found, key=lambda one: one[0])]
+            found.append((turn, number, start + piece * size))
+    return [(number, at) for _, number, at in sorted(found, key=lambda one: one[0])]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
                 for name in OLDER:
                     vars(config).pop(name, None)
                 vars(config).update(copy.deepcopy(_older_fields(place, record)))
-                PreTrainedConfig.max_position_embeddings = _Unknown()
+                plain: Any = PreTrainedConfig
+                plain.max_position_embeddings = _Unknown()
     finally:
         for config, old in before:
             now = vars(config)

@@ -11,7 +11,7 @@ from torch import Tensor
 BACK = (
     "the position ids go back within one row, where a position method would have to attend to the "
     "future; give packed documents no attention mask and use_cache=False, so that transformers "
-    "keeps them apart, or rows of their own if a model never does (gpt_oss); padding_side='left'"
+    "keeps them apart, or rows of their own if it never does (gpt_oss), with padding_side='left'"
 )
 
 

@@ -239,7 +239,7 @@ class Runner:
             if self.settings.batch_size is not None or len(batch) == 1:
                 raise MeasureError(
                     f"out of memory at {len(batch)} x {batch[0].length} tokens ({batch[0].task}); "
-                    f"give a smaller --batch-size, --dtype bfloat16 or shorter --lengths; --resume"
+                    f"give smaller --batch-size or --lengths, or --dtype bfloat16, and --resume"
                 ) from None
         # Halves depend on this batch alone, and so does what a resumed run computes.
         half = len(batch) // 2

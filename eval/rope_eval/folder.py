@@ -42,7 +42,7 @@ def writing(path: Path, cure: str = "give --output another folder") -> Iterator[
     try:
         yield
     except OSError as error:
-        raise MeasureError(f"cannot write to {path}: {error.strerror}; {cure}") from None
+        raise MeasureError(f"cannot write to {path}: {error.strerror or error}; {cure}") from None
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -299,7 +299,7 @@ class GGUFFile:
                     writer.add_tensor(TABLE, numpy.array(made.table, dtype=numpy.float32))
                 _write_out(writer)
         except OSError as error:
-            raise ExportError(f"cannot write {output} ({error.strerror})") from error
+            raise ExportError(f"cannot write {output} ({error.strerror or error})") from error
 
 
 def extended(

@@ -90,8 +90,7 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
                 for name in OLDER:
                     vars(config).pop(name, None)
                 vars(config).update(copy.deepcopy(_older_fields(place, record)))
-                plain: Any = PreTrainedConfig
-                plain.max_position_embeddings = _Unknown()
+                setattr(PreTrainedConfig, "max_position_embeddings", _Unknown())  # noqa: B010
     finally:
         for config, old in before:
             now = vars(config)

@@ -65,8 +65,8 @@ def refuse_scaled(
     if not compose:
         back = "it with rope_type 'default'" if site.scaled else "the model that it was made from"
         raise AlreadyScaledError(
-            f"{type(decoder).__name__} is scaled by its configuration: {there}. Pass compose=True "
-            f"to extend its {site.rope.length} tokens further, or load {back}{own}"
+            f"the rotary embedding of {type(decoder).__name__} is scaled by its configuration: "
+            f"{there}. Pass compose=True to extend {site.rope.length} tokens, or load {back}{own}"
         )
     if method.is_dynamic:
         raise AlreadyScaledError(

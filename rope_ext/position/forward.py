@@ -110,8 +110,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
         kept = 0 if self.keys is None else self.keys.shape[-2] - count
         if kept < min(left, self.sliding_window - 1):
             raise CacheError(
-                f"this cache keeps the last {self.sliding_window} and {SPARE} more tokens, so "
-                f"{count} cannot be taken back; start with an empty one, or generate without drafts"
+                f"this cache keeps the last {self.sliding_window} and {SPARE} more tokens; {count} "
+                f"of them cannot be taken back; start with an empty one, or do without drafts"
             )
         DynamicLayer.crop(self, tokens_to_remove)
         self.cumulative_length = left

@@ -180,8 +180,8 @@ class Installed(context.Tracker):
         attention = self._config._attn_implementation
         if attention != NAME:
             raise UnsupportedModelError(
-                f"the attention implementation was set to {attention!r} after the patch with "
-                f"{name}, which needs its own; call rope_ext.unpatch(model) first"
+                f"attention was set to {attention!r} after the patch with {name}, which needs its "
+                f"own; call rope_ext.unpatch(model) first, or patch again with replace=True"
             )
         if context.is_exporting():
             raise UnsupportedModelError(

@@ -230,7 +230,7 @@ def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _forgetting(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``generate``; forget forwards that Ctrl-C ended, whose hooks torch does not run."""
+    """Call ``generate``; forget its request, and forwards whose hooks Ctrl-C kept from running."""
     stack, count = forward_context.stack, len(forward_context.stack)
     try:
         return original(*args, **kwargs)

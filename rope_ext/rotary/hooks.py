@@ -251,9 +251,9 @@ class Sequences(context.Tracker):
             f"continuous batching packs many sequences into one row, and {method.name} follows the "
             f"positions of each; {self.cure}, or call generate with a padded batch"
         )
-        context.watch_generation(place.model, self.unbatched, changes)
         self.track(decoder, changes)
         wrap(place.model, "generate", self.generate, changes)
+        context.watch_generation(place.model, self.unbatched, changes)  # around self.generate
         wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
@@ -388,12 +388,8 @@ class Sequences(context.Tracker):
         drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
         if drafts and context.current(self.requests) is not None:
             return original(*args, **kwargs)
-        request: Any = Request(self.requests)
-        context.forward_context.stack.append(request)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            context.forward_context.stack.remove(request)
+        context.forward_context.stack.append(Request(self.requests))
+        return original(*args, **kwargs)
 
     def plan(self, original: Any, config: Any, *args: Any) -> Any:
         """Record how many tokens there will be at most, which generate has found."""

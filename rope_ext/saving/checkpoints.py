@@ -17,9 +17,8 @@ from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.position.learned import learned
 from rope_ext.saving import hub
-from rope_ext.saving.load import copy_learned, from_pretrained
+from rope_ext.saving.load import copy_learned, from_pretrained, tensors_of_adapter
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -97,10 +96,7 @@ def load_learned(model: Any, adapter: str) -> None:
     missing in the adapter, or have another shape, are unchanged.
     """
     with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
-        from peft.utils import load_peft_weights
-
-        if learned(model):  # else the file need not be read
-            copy_learned(model, load_peft_weights(adapter, device="cpu").items())
+        copy_learned(model, tensors_of_adapter(adapter, {}))
 
 
 def resolve_device(device: str) -> str:

@@ -21,7 +21,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
@@ -119,15 +119,14 @@ def _base_of(
     folder, gguf = gguf_source.split(base)
     try:
         cls = saved.get("base_model_class") or _TASKS.get(str(saved.get("task_type")), _CAUSAL)
-        folder = hub.require_place(folder)
-        model, record = _load(folder, {**kwargs, **gguf}, cls)
+        model, record = _load(folder := hub.require_place(folder), {**kwargs, **gguf}, cls)
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
             f"or pass base="
         ) from error
     if sidecar.is_of(model):
-        stored = _stored(path, None, where, "adapter_model.safetensors")
+        stored = tensors_of_adapter(path, where)
         if record is not None and record.same(sidecar.record):
             own = _stored(folder, kwargs.get("variant"), hub.of_hub(kwargs))
             stored = chain(stored, own)  # disable_adapter() gives the base's own
@@ -238,15 +237,25 @@ def copy_learned(model: nn.Module, stored: Iterable[tuple[str, torch.Tensor]]) -
             if value.shape == wanted[name].shape:
                 wanted[name].copy_(value)
                 missing.discard(name)
+    for module in model.modules():
+        if isinstance(module, learned.Learning):
+            module.clamp()  # older versions stored values outside of their bounds
     return missing
 
 
+def tensors_of_adapter(path: str, where: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load the tensors of an adapter by name, as soon as the first is asked for."""
+    from peft.utils import load_peft_weights
+
+    yield from load_peft_weights(path, device="cpu", **where).items()
+
+
 def _stored(
-    path: str, variant: str | None, where: Mapping[str, Any], name: str = SAFE_WEIGHTS_NAME
+    path: str, variant: str | None, where: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Load the tensors in a folder that may be learned parameters of a patch, by name."""
     before_ending = "" if variant is None else f".{variant}"
-    names = (name, f"{name}.index.json")
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
     files, index = {single}, hub.find(path, index, **where)
     if index is not None:

@@ -321,9 +321,8 @@ def save(model: PeftModel, directory: Path) -> Path:
 
 
 def test_an_adapter_needs_what_the_patch_of_its_base_learned(tmp_path, ids, base: Path) -> None:
-    trained(rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5")).save_pretrained(
-        tmp_path
-    )
+    model = trained(rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5"))
+    model.save_pretrained(tmp_path)
     model = lora(rope_ext.from_pretrained(tmp_path))
     adapter = save(model, tmp_path / "adapter")
     assert torch.equal(logits(rope_ext.from_pretrained(adapter), ids), logits(model, ids))

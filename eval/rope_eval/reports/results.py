@@ -78,7 +78,7 @@ class Results:
         return grouped([t for t in self.plan.tasks if t.suite], lambda task: str(task.suite))
 
     def average(self, suite: str, system: str, length: int) -> Estimate:
-        """Mean over the tasks of a suite, and the interval of a rate with as little variance."""
+        """Mean over the tasks of a suite; its interval is that of a rate with the same variance."""
         tasks = [self.estimates[task.name, system, length] for task in self.suites[suite]]
         mean = math.fsum(task.value for task in tasks) / len(tasks)
         count = len(tasks) ** 2 / math.fsum(1 / task.count for task in tasks)

@@ -277,7 +277,7 @@ def _rows(
 
 def require_free(settings: Settings) -> None:
     """Raise MeasureError if there are results, without --resume or --overwrite."""
-    results = any(path.read_bytes() != HEADER for path in Folder(settings.output).logs)
+    results = any(log.stat().st_size > len(HEADER) for log in Folder(settings.output).logs)
     if results and not (settings.resume or settings.overwrite):
         raise MeasureError(
             f"{settings.output} holds results already; give --resume to use and complete them, "

@@ -92,7 +92,7 @@ def test_compare_writes_everything(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "error: LlamaModel is scaled by its configuration"),
+        ("", "error: the rotary embedding of LlamaModel is scaled by its configuration"),
         ("--compose", "256 -> 2048 tokens"),
         ("--compose raise", "64 -> 512 tokens"),
         ("--compose=raise", "64 -> 512 tokens"),

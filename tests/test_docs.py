@@ -56,6 +56,13 @@ def test_every_command_in_the_docs_can_be_typed() -> None:
             command.make_context(name, words, parent=outer)
 
 
+def test_the_versions_that_are_named_are_those_that_are_tested() -> None:
+    lowest = re.search(r"transformers>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
+    pins = re.findall(r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
+    text = (DOCS / "using.md").read_text("utf-8")
+    assert f"transformers {lowest} to" in text and f"transformers {max(pins)}\n" in text
+
+
 def test_files_that_the_docs_name_are_there() -> None:
     names = r"`((?:rope_ext|eval|recipes|lab|tests|docs|checkpoints)/[\w./-]+)`"
     for page in DOCS.rglob("*.md"):

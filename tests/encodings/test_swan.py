@@ -62,7 +62,7 @@ def test_more_tokens_than_are_spare_are_not_taken_back(ids) -> None:
     model, cache, other = swan(), DynamicCache(), DynamicCache()
     right = logits(model, ids, past_key_values=other)
     logits(model, ids, past_key_values=cache)
-    with pytest.raises(rope_ext.CacheError, match=f"{SPARE + 1} cannot be taken back"):
+    with pytest.raises(rope_ext.CacheError, match=f"{SPARE + 1} of them cannot be taken back"):
         other.crop(-SPARE - 1)
     cache.crop(-SPARE)
     cached = logits(model, ids[:, -SPARE:], past_key_values=cache)

@@ -2,9 +2,7 @@
 
 On CPUs, accelerate runs every launch file as plain data parallelism. Here it follows the GPU code
 path; only the presence of GPUs is simulated. A run that would keep unsharded gradients on every
-device during accumulation raises an error. DeepSpeed gets the number of processes, since accelerate
-counts one without GPUs, and does not compile C++, which takes a minute: it exchanges tensors with
-gloo instead. transformers is told that the GPUs support bfloat16.
+device during accumulation raises an error. DeepSpeed gets the number of processes, and uses gloo.
 
 Run by: accelerate launch --config_file FILE --num_processes 2 tests/helpers/launched.py RUNS,
 where RUNS is a JSON file with the command lines of the runs.

@@ -1,8 +1,7 @@
 """Selects one of bitsandbytes' two code paths for 4-bit weights on CPUs, on any machine.
 
 If a CPU supports bfloat16 products (avx512_bf16), bitsandbytes repacks a layer's weights in its
-first forward without gradients, rounds their constants to bfloat16, and reverts all but the
-rounding, when the model is saved. Otherwise the weights are unchanged.
+first forward without gradients, rounds their constants to bfloat16, and keeps that when saving.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Run by: python tests/helpers/ranks.py RUNS, where RUNS is a JSON file with a list of
 ``[processes, who dies, after how many lines of its log, the words of rope-ext eval]``: a rank, or
-``"all"``: the first one, and the others with it at once. As launchers do, this one ends the others
-when one has died. Prints the exit status of the processes of each run, as JSON.
+``"all"``. As launchers do, this one ends the others when one has died. Prints statuses as JSON.
 """
 
 from __future__ import annotations

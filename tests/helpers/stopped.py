@@ -1,8 +1,7 @@
 """Runs rope-ext, and reports when it starts to measure, which then never ends.
 
 Run by: ``python -m tests.helpers.stopped FD WORDS...``; a byte is written to the file descriptor
-``FD`` when measuring starts. A run that is not stopped within ``SECONDS`` ends with the tracebacks
-of its threads.
+``FD`` when measuring starts. Without a stop within ``SECONDS``, it ends with tracebacks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs transformers' ModelTesterMixin on models that are patched when they are built.
 
-The mixin comes from the source distribution of the transformers that is installed (the wheel has
-no tests), fetched once from PyPI. That one has the tests of models, but not those of generation
-and export, for which empty classes stand in.
+The mixin comes from the source distribution of the transformers that is installed, fetched once
+from PyPI. It has no tests of generation and export, for which empty classes stand in.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ def pieces_are_as_alone(model: nn.Module, cache: str, ids) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "cache"),
-    [(*pair, list(CACHES)[n % len(CACHES)]) for n, pair in enumerate(PAIRS)],
+    ("kind", "key", "cache"), [(*pair, list(CACHES)[n % 4]) for n, pair in enumerate(PAIRS)]
 )
 def test_all_of_it_holds_in_other_families(kind: str, key: str, cache: str, ids) -> None:
     family = FAMILIES[kind]

@@ -180,8 +180,8 @@ class Installed(context.Tracker):
         attention = self._config._attn_implementation
         if attention != NAME:
             raise UnsupportedModelError(
-                f"attention was set to {attention!r} after the patch with {name}, which needs its "
-                f"own; call rope_ext.unpatch(model) first, or patch again with replace=True"
+                f"the attention implementation was set to {attention!r} after the patch with {name}"
+                f", which needs its own; call rope_ext.unpatch(model), or patch with replace=True"
             )
         if context.is_exporting():
             raise UnsupportedModelError(

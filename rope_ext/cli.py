@@ -204,8 +204,7 @@ def gguf(
                 f"of a patched model before the file"
             )
         if file is None:
-            length = asked.trained_length
-            made = llama_cpp.extended(asked.model, output, asked.build(), length)
+            made = llama_cpp.extended(asked.model, output, asked.build(), asked.trained_length)
         else:
             patched = asked.patched()
             model = read_saved(patched).model if isinstance(patched, str) else patched

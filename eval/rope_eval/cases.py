@@ -144,8 +144,7 @@ def loss(case: Case, losses: Any) -> Result:
     if case.only:
         first = len(case.ids) - len(losses)
         scored = losses[[place - first for place in case.only]]
-    tokens = len(scored) if case.weight is None else case.weight
-    return Result(float(scored.mean()), tokens)
+    return Result(float(scored.mean()), len(scored) if case.weight is None else case.weight)
 
 
 def share_found(case: Case, written: str) -> float:

@@ -202,6 +202,8 @@ def verify(
             f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
             f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
         )
+    if json is not None:
+        json.open("a").close()  # fails before the run
     method, arguments = asked.build(), asked.arguments()
     miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
     if write is not None:

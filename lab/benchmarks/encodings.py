@@ -23,7 +23,7 @@ from lab.benchmarks import measuring
 from lab.benchmarks.measuring import NATIVE, Attend, prefill
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
-from rope_ext.command.arguments import parse_lengths, split
+from rope_ext.command.arguments import parse_lengths
 from rope_ext.encodings import Encoding, Heads, NoPE
 from rope_ext.methods import all_encodings, build_method
 from rope_ext.methods.geometry import Distance
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--lengths", default="2048,4096,8192,16384", help="comma-separated lengths in tokens")
-    add("--parts", default="forward,backward,memory")
+    add("--parts", nargs="+", choices=TITLES, default=list(TITLES))
     add("--rounds", type=int, default=5)
     add("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -105,7 +105,7 @@ def main() -> None:
         print(measuring.peak(functools.partial(attend, args.peak), HEADS, lengths[0]))
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {HEADS} heads, float32")
-    for part in split(args.parts):
+    for part in args.parts:
         columns = {f"{n} tokens": measured(part, n, args.rounds) for n in lengths}
         text = "{:.0f}".format if part == "memory" else str
         print(f"\n{TITLES[part]}\n\n{measuring.markdown(columns, text)}")

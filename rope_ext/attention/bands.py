@@ -178,8 +178,7 @@ def _block(
             outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
             continue
         own = own.to(value.dtype).reshape(batch, kv_heads, grouped, own.shape[-1])
-        own = _product(own, value[:, :, keys])
-        outs.append(own.reshape(batch, heads, count, value.shape[-1]))
+        outs.append(_product(own, value[:, :, keys]).reshape(batch, heads, count, value.shape[-1]))
     out = functools.reduce(torch.add, outs)
     if encoding is not None and block is not None and value is not None:
         more = encoding.more(weights[..., : block.key.shape[2]], block, given)

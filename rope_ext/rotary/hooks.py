@@ -244,8 +244,7 @@ class Sequences(context.Tracker):
         decoder, self.method, self.warned, self.requests = place.decoder, method, False, object()
         # Up to this length, no method changes anything.
         self.trained = min(site.rope.length for site in place.scaled)
-        modules = decoder.modules()
-        self.layers = [m for m in modules if isinstance(m.__dict__.get("layer_idx"), int)]
+        self.layers = [m for m in decoder.modules() if isinstance(vars(m).get("layer_idx"), int)]
         self.cure = "pass length=TOKENS to fix the frequencies"
         self.unbatched = (
             f"continuous batching packs many sequences into one row, and {method.name} follows the "

@@ -78,13 +78,16 @@ def load_model(
         dtype = "float32" if device == "cpu" else "auto"
     options = {} if attn is None else {"attn_implementation": attn}
     config = load_config(model)
+    if adapter is not None:  # before weights are loaded
+        with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
+            from peft import PeftConfig, PeftModel
+
+            PeftConfig.from_pretrained(adapter)
     loaded = _load("weights", loader(model, config), model, dtype=dtype, **options)
     if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
     if adapter is not None:
         with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
-            from peft import PeftModel
-
             loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
 

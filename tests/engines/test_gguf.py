@@ -92,8 +92,7 @@ def test_what_stood_there_before_is_replaced(file: Path, tmp_path: Path) -> None
     other = tmp_path / "other.gguf"  # as if it were made of a folder with another base
     llama_cpp.following(rope_ext.patch(tiny_llama(), "ntk", factor=4), table, other)
     assert keys(other)["llama.rope.freq_base"] > 4e4
-    model = rope_ext.patch(tiny_llama(), "yarn", factor=8)
-    llama_cpp.following(model, other, yarn)
+    llama_cpp.following(rope_ext.patch(tiny_llama(), "yarn", factor=8), other, yarn)
     assert keys(yarn)["llama.rope.freq_base"] == 1e4
     scaling = {name: value for name, value in keys(yarn).items() if ".rope.scaling." in name}
     assert scaling == {

@@ -61,8 +61,7 @@ class Row:
         return [Row(one, f"{where} {number}", self.option) for number, one in enumerate(value, 1)]
 
     def row(self, name: str) -> Row:
-        value = self.value(name, dict, wanted="an object")
-        return Row(value, f"{self.where}, {name}", self.option)
+        return Row(self.value(name, dict, wanted="an object"), f"{self.where}, {name}", self.option)
 
     def wrong(self, name: str, wanted: str) -> MeasureError:
         """Return the error for a field that is not of the type ``wanted``."""

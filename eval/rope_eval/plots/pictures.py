@@ -89,8 +89,7 @@ def biases(axes: Any, rope: Rope, methods: Lines, length: int, heads: int) -> No
         if isinstance(method, Encoding) and not rotates(rope, method):
             parts = bias_at(rope, method, heads, length, distance).split(bins, 1)
             middle = torch.stack([part.mean(1).median() for part in parts])
-            learns = bool(method.initial(Heads(heads, rope.dim, rope.dim)))
-            more = ", untrained" * learns
+            more = ", untrained" * bool(method.initial(Heads(heads, rope.dim, rope.dim)))
             _shade(axes, places, parts, _line(axes, methods, label, places, middle, more))
     axes.axhline(-math.log(1000), linestyle=":", **_THIN)
     axes.annotate("1/1000 of the weight", (0.01, -math.log(1000)), (0, -2),
@@ -292,8 +291,7 @@ def draw(
     axes, *beside = figure.subplots(1, 1 + adding, squeeze=False)[0]
     panel(axes, rope, lines, length)
     for other in beside:
-        heads = text_config(decoder).num_attention_heads
-        biases(other, rope, lines, length, heads)
+        biases(other, rope, lines, length, text_config(decoder).num_attention_heads)
         style.bare(other)
         other.set_title("biases of encodings", **style.TITLE)
     style.bare(axes)

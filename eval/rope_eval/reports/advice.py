@@ -11,9 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rope_eval.options import option_fields
 from rope_eval.reports.recommendation import MAX_COST, Evidence, Recommendation, gather
 from rope_eval.reports.results import Results
 from rope_eval.systems import System, built, under
+from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.command.arguments import command_words
 from rope_ext.command.method_options import UNPATCHED
@@ -148,7 +150,8 @@ class Advice(Results):
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
-        settings = self.plan.settings
+        settings, given = self.plan.settings, self._given
+        more = given | {name: max(value, given.get(name, 0)) for name, value in more.items()}
         more |= {name: getattr(settings, name) for name in ("factor", "adapter", "finetune")}
         more |= {"method": ",".join(self._methods(model)), "lengths": ",".join(map(str, lengths))}
         more["option"] = [
@@ -161,17 +164,16 @@ class Advice(Results):
 
     def _calibrating(self, model: str, method: str, finetune: bool = False) -> Words:
         given = {"length": max(self.plan.settings.lengths), "finetune": finetune}
-        return self._command("calibrate", model, "calibrated", method=method, **given)
+        given |= {"method": method, "needle": self._given.get("needle")}
+        return self._command("calibrate", model, "calibrated", **given)
 
     def _command(self, name: str, model: str, output: str, **options: Any) -> Words:
         """Return a command that measures the same model and text, with a new output folder."""
         own = next(_model_of(system) for system in self.plan.systems if system.model == model)
         output = unused("-".join([output, *filter(None, own.split("/"))]))
-        same = ("dtype", "device", "trained_length", "compose")
-        more = {name: getattr(self.plan.settings, name) for name in same}
-        if any(getattr(task, "needle", "") == "word" for task in self.plan.tasks):
-            more["needle"] = "word"
-        return command_words(name, model, **options, output=output, text=list(self._texts), **more)
+        same = ("dtype", "device", "seed", "trained_length", "compose")
+        more = {name: getattr(self.plan.settings, name) for name in same} | options
+        return command_words(name, model, **more | {"output": output, "text": list(self._texts)})
 
     def _training(self, model: str, trained: int) -> Words:
         settings, method = self.plan.settings, self._methods(model)[0]
@@ -182,6 +184,13 @@ class Advice(Results):
             text=str(self._texts[0]) if self._texts else None,
             cpu=self.plan.identities[model]["device"] == "cpu",
         )
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """Options of the tasks of ``compare`` that differ from their defaults."""
+        tasks = [task for task in self.plan.tasks if isinstance(task, (Perplexity, Passkey))]
+        every = [(f, getattr(task, f.name)) for task in tasks for f in option_fields(type(task))]
+        return {f.name: value for f, value in every if value not in (f.default, "ending")}
 
     @property
     def _texts(self) -> Sequence[Path | str]:

@@ -171,8 +171,7 @@ class Calibration:
             self.sentence,
         ]
         for choice in self.choices:
-            texts = ", ".join(option_texts(choice.proposed))
-            lines.append(f"  {choice.published.name}({texts}):")
+            lines.append(f"  {choice.published.name}({', '.join(option_texts(choice.proposed))}):")
             lines += [f"    {text}" for text in self._said(choice)]
             if choice.reasons:
                 lines.append(f"    the published default stays: {' and '.join(choice.reasons)}")

@@ -133,8 +133,7 @@ class Report(Advice):
                 for place, name, content in pictures
                 if place == one.name
             ]
-            told_first = (f"{one.sentences[0]}. {told}",)
-            sections.append(Section(one.name, told_first, one.tables, shown))
+            sections.append(Section(one.name, (f"{one.sentences[0]}. {told}",), one.tables, shown))
         data = self.to_json()
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.notes]

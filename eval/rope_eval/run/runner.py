@@ -142,8 +142,7 @@ def _harnessed(
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
         window["batch_size"] = size or max(1, automatic_tokens(settings) // length)
         cache = settings.output / HIDDEN / "harness"
-        chat = plan.chat[system.model]
-        yield from outcomes(tasks, window, chat, settings.seed, cache, system)
+        yield from outcomes(tasks, window, plan.chat[system.model], settings.seed, cache, system)
 
 
 def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
@@ -246,8 +245,7 @@ class Runner:
         return self.measure(batch[:half]) + self.measure(batch[half:])
 
     def _written(self, batch: Sequence[Case]) -> list[Result]:
-        rows = [case.ids for case in batch]
-        texts = write(self.model, rows, batch[0].count, self.pad, self.eos)
+        texts = write(self.model, [case.ids for case in batch], batch[0].count, self.pad, self.eos)
         decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in texts]
         return [
             Result(share_found(case, text), len(ids), text)

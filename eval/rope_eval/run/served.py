@@ -155,8 +155,7 @@ class Served:
             return loss(case, self._losses(case)[-tail(case) :])
         if case.mode == "write":
             text = self._written(case.ids, case.count)
-            tokens = len(encode(self.tokenizer, text))
-            return Result(share_found(case, text), tokens, text)
+            return Result(share_found(case, text), len(encode(self.tokenizer, text)), text)
         # Greedy decoding writes the answer exactly if each of its tokens is the argmax.
         text = self._written(case.ids[: -case.count], case.count)
         wanted = self.tokenizer.decode(case.ids[-case.count :], skip_special_tokens=True)

@@ -454,8 +454,7 @@ class Helmet(Task):
             if needed and not (None in shown or rows.keys() <= shown.keys()):
                 zero = "" if shape.format == "icl" else ", or --shots 0"
                 raise OptionError(f"{name} needs demonstrations; give {DEMOS} {name}=FILE{zero}")
-            tokens = self.new_tokens or shape.tokens
-            more = (tokens, self.samples, self.shots)
+            more = (self.new_tokens or shape.tokens, self.samples, self.shots)
             tasks.append(DataSet(f"helmet_{name}", shape, rows, shown, *more))
         return tasks
 

@@ -150,8 +150,7 @@ def _observe(
         found[module] = _Observed(bare, queries, dense.weights(queries).float(), layer.biased)
 
     with attending(decoder, NAME, look):
-        device = vocabulary_of(decoder).weight.device
-        decoder(input_ids=row[None].to(device), use_cache=False)
+        decoder(input_ids=row[None].to(vocabulary_of(decoder).weight.device), use_cache=False)
     return found
 
 

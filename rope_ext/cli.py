@@ -47,7 +47,8 @@ def describe(asked: Asked) -> None:
     elif asked.method is None and found.serve:
         asked.tell_check()
     elif asked.method is None:
-        tell("done: use it in Python; no engine runs it")
+        adapter = (Path(asked.model) / "adapter_config.json").exists()  # an engine may, if merged
+        tell(f"done: use it in Python{'' if adapter else '; no engine runs it'}")
     else:
         try:
             rope_ext.export(patched, "vllm")

@@ -195,8 +195,7 @@ def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[st
     yield from gguf_source.scaling_notes(decoder.config)
     for site in sites:
         if site.scaled:
-            where = site.name or "it"
-            yield f"the checkpoint scales {where} by itself: rope_type {site.rope_type}"
+            yield f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
     record = record_of(text_config(decoder))
     if record is not None and record.plain:
         yield f"saved under {record.call()}, whose larger base is in force"

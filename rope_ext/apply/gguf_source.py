@@ -80,8 +80,7 @@ def adopt(model: nn.Module, name: str | None = None) -> None:
     """
     outermost: Any = unwrap(model)
     quantizer: Any = getattr(outermost, "hf_quantizer", None)
-    settings = getattr(quantizer, "quantization_config", None)
-    file = getattr(settings, "gguf_file", None)
+    file = getattr(getattr(quantizer, "quantization_config", None), "gguf_file", None)
     if file is not None and not quantizer.packed_modules:  # its weights are dequantized
         name = name or joined(outermost.config.name_or_path, file)
         quantizer.remove_quantization_config(outermost)

@@ -161,8 +161,7 @@ def block_mask_of(
     """
 
     def number(value: int | None) -> Tensor:  # filled on the device, without synchronizing
-        value = _OPEN if value is None else value
-        return torch.full((), value, dtype=torch.int32, device=device)
+        return torch.full((), _OPEN if value is None else value, dtype=torch.int32, device=device)
 
     with torch.inference_mode(False), torch.no_grad():  # cached, also for training
         row, column = (

@@ -55,7 +55,7 @@ def command_words(command: str, model: object, **options: Any) -> list[str]:
         elif isinstance(value, (list, tuple)):
             words += [word for one in value for word in (flag, str(one))]
         elif value not in (None, False, "auto"):
-            words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [flag, str(value).removesuffix(".0" * isinstance(value, float))]
     return words
 
 

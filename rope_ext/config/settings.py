@@ -53,8 +53,7 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
     factor = plain_number(parameters.get("factor"))
     length = target = whole_number(getattr(config, LONGEST, None))
     if kind in ("yarn", "llama3", "longrope"):
-        original = parameters.get(ORIGINAL) or getattr(config, ORIGINAL, None)
-        length = whole_number(original) or length
+        length = whole_number(parameters.get(ORIGINAL) or getattr(config, ORIGINAL, None)) or length
         if factor is None and length and target:
             factor = target / length
         if kind == "yarn" and factor and length:  # YaRN ignores other lengths

@@ -120,7 +120,8 @@ def _replaceable(path: Path, text: str) -> bool:
         if path.name != "config.json":
             return there == text or bool(_MODELFILE.fullmatch(there))
         before, after = json.loads(there), json.loads(text)
-        return all(before.get(name) == after.get(name) for name in ("model_type", "hidden_size"))
+        names = "model_type vocab_size num_hidden_layers hidden_size intermediate_size"
+        return all(before.get(name) == after.get(name) for name in names.split())
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from typing_extensions import Self
 
 from rope_ext.apply import gguf_source
-from rope_ext.apply.gguf_source import TABLE
+from rope_ext.apply.gguf_source import LONG, SHORT, TABLE
 from rope_ext.command.arguments import command_words
 from rope_ext.engines import base
 from rope_ext.engines.base import ENGINES, Export, Family, Refusal
@@ -204,7 +204,7 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
     _, output, before, named = _writing(state, saved)
     file = f"FROM ./{output}\nPARAMETER num_ctx {state.target_length}\n"
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
-    notes = (*named, note, *base.precise_note(state))
+    notes = (*named, "run it where the Modelfile is", note, *base.precise_note(state))
     command = f"{before} && ollama create NAME --file Modelfile"
     return Export("ollama", made.settings, command, {"Modelfile": file}, notes)
 
@@ -243,6 +243,7 @@ class GGUFFile:
     path: Path
     architecture: str  # architecture name in llama.cpp
     base: float
+    width: int  # of hidden states
     dim: int  # rotary columns of a head
     length: int  # trained length, tokens
     scaled: bool  # whether the file already scales it
@@ -261,14 +262,16 @@ class GGUFFile:
         architecture = keys.get("general.architecture", "")
         own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
         length, heads = own.get("context_length"), own.get("attention.head_count")
+        width = own.get("embedding_length", 0)
         dim = own.get("rope.dimension_count") or own.get("attention.key_length")
         if dim is None and isinstance(heads, int) and heads:
-            dim = own.get("embedding_length", 0) // heads
+            dim = width // heads
         if not (length and dim):
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = own.get("rope.freq_base", 10000.0)
-        scaled = TABLE in tables or own.get("rope.scaling.type", "none") != "none"
-        return cls(Path(path), architecture, base, dim, length, scaled, reader)
+        kind, multiplier = own.get("rope.scaling.type", "none"), own.get("rope.scaling.attn_factor")
+        scaled = bool(tables) or kind != "none" or multiplier not in (None, 1)
+        return cls(Path(path), architecture, base, width, dim, length, scaled, reader)
 
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
@@ -293,7 +296,7 @@ class GGUFFile:
                     whole = gguf.GGUFValueType.UINT32 if isinstance(value, int) else kind
                     writer.add_key_value(name, value, whole)
                 for tensor in self.reader.tensors:
-                    if tensor.name != TABLE:
+                    if tensor.name not in (TABLE, LONG, SHORT):
                         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
                 if made.table is not None:
                     writer.add_tensor(TABLE, numpy.array(made.table, dtype=numpy.float32))
@@ -320,7 +323,7 @@ def extended(
             f"{', '.join(reversed(known))}"
         )
     config = LlamaConfig(  # a stand-in with this rotary embedding
-        hidden_size=file.dim,
+        hidden_size=file.width,
         head_dim=file.dim,
         num_attention_heads=1,
         num_hidden_layers=1,
@@ -341,12 +344,14 @@ def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path)
             "llama.cpp cannot run the patch of this model: there is none; patch it, or give the "
             "folder that a patched model saved"
         )
-    family = ENGINES["llama.cpp"].get(text_config(state.decoder).model_type)
-    architecture, dim = family.name if family else None, state.scaled[0].rope.dim
-    if (file.dim, file.architecture) != (dim, architecture):
+    config, dim = text_config(state.decoder), state.scaled[0].rope.dim
+    family, width = ENGINES["llama.cpp"].get(config.model_type), config.hidden_size
+    architecture = family.name if family else None
+    if (file.width, file.dim, file.architecture) != (width, dim, architecture):
         raise ExportError(
-            f"{file.path} holds a {file.architecture!r} with {file.dim // 2} rotary pairs, but the "
-            f"model is a {architecture!r} with {dim // 2}; give the file of the same model"
+            f"{file.path} holds a {file.architecture!r} of width {file.width} with {file.dim // 2} "
+            f"rotary pairs, but the model is a {architecture!r} of width {width} with {dim // 2}; "
+            f"give the file of the same model"
         )
     try:
         made = planned(state, in_file=True)
@@ -389,8 +394,7 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        values = tensor.detach().float().cpu()
-        for part, piece in _parts(name, values, config, family):
+        for part, piece in _parts(name, tensor.detach().float().cpu(), config, family):
             if part == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             written = names.get_name(part, (".weight", ".bias"))
@@ -423,8 +427,7 @@ def _write_values(writer: Any, config: Any) -> None:
     if "linear_attention" in kinds:
         linear = [kind == "linear_attention" for kind in kinds]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", linear)
-        width = config.linear_num_value_heads * config.linear_value_head_dim
-        writer.add_ssm_inner_size(width)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         # Sections of the three position axes; text has the same position on each.
         axes = [(rotary // 2 + more) // 3 for more in (2, 1, 0)]
         writer.add_rope_dimension_sections([*parameters.get("mrope_section", axes), 0])

@@ -376,8 +376,7 @@ class DynamicMethod(FrequencyMethod):
         return self.inv_freq_at(rope, self._fixed(rope))[0]
 
     def frequencies(self, rope: Rope, length: int) -> torch.Tensor:
-        lengths = _lengths(length) if self.is_dynamic else self._fixed(rope)
-        return self.inv_freq_at(rope, lengths)[0]
+        return self.inv_freq_at(rope, _lengths(length) if self.is_dynamic else self._fixed(rope))[0]
 
     def own_scaling(self, rope: Rope) -> float:
         return float(self.own_scaling_at(rope, self._fixed(rope))[0])

@@ -36,5 +36,4 @@ class LMInfinite(PositionMethod):
         near = Band(Distance(0, window), identity, identity)
         if not self.sinks:
             return (near,)
-        sinks = Band(Sinks(self.sinks, window), float(window), 0.0)
-        return (sinks, near)
+        return (Band(Sinks(self.sinks, window), float(window), 0.0), near)

@@ -30,5 +30,4 @@ class NTKByParts(FrequencyMethod):
     beta: Annotated[float, Number(above="alpha")] = 32.0
 
     def inv_freq(self, rope: Rope) -> torch.Tensor:
-        kept = rope.rotation_ramp(self.alpha, self.beta)
-        return rope.interpolated(kept, self.factor)
+        return rope.interpolated(rope.rotation_ramp(self.alpha, self.beta), self.factor)

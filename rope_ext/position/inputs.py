@@ -70,8 +70,7 @@ def _enter(
             p = module(t, x.dtype)
         if current(patch) is forward:  # not when checkpointing reruns a layer
             forward.made[INPUT] = p
-    encoding = cast("InputEncoding", patch.encoding)
-    x = encoding.join(x, p.to(x.device, x.dtype))
+    x = cast("InputEncoding", patch.encoding).join(x, p.to(x.device, x.dtype))
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
 

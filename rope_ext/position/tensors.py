@@ -223,8 +223,7 @@ class Step:
         if forward.regular:  # tokens 0, 1, 2, ...
             return dispatch.attend(query, key, value, call, forward.map.kernel)
         if call.bias is not None and forward.begins and call.bias.shape[1] >= forward.room:
-            apart = (forward.key.amax() - forward.key.amin()) < forward.room
-            torch._assert_async(apart, BEYOND)
+            torch._assert_async((forward.key.amax() - forward.key.amin()) < forward.room, BEYOND)
         sequences = forward.real().long() - 1
         first = torch.as_tensor(forward.filled)
         at = [forward.key, sequences, first]

@@ -28,7 +28,8 @@ _logger: Any = logging.getLogger("rope_ext")  # transformers adds warning_once t
 def load_config(model: str) -> Any:
     if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its base
         raise MeasureError(
-            f"{model} is an adapter; set --model to its base model, and --adapter {model}"
+            f"{model} is an adapter; set --model to its base model, and in eval and compare "
+            f"--adapter {model}, or merge it with recipes/merge.py"
         )
     return _load("configuration", _read_config, model)
 

@@ -35,24 +35,34 @@ def tensors(path: Path) -> dict[str, tuple[Any, ...]]:
 def file(tmp_path: Path) -> Path:
     """Of a tiny llama, in part quantised, with keys of every kind and an alignment of its own."""
     llama_cpp.write_model(tiny_llama(), tmp_path / "plain.gguf")
-    old, path = gguf.GGUFReader(tmp_path / "plain.gguf"), tmp_path / "a.gguf"
+    path = tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
-    for name, field in old.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            array = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], array)
     writer.add_array("x.numbers", [1, 2, 3])
     writer.add_bool("x.flag", True)
-    for tensor in old.tensors:
-        half = tensor.name.endswith("ffn_up.weight")
-        writer.add_tensor(tensor.name, tensor.data.astype(numpy.float16) if half else tensor.data)
+    copied(tmp_path / "plain.gguf", writer)
     writer.add_tensor("odd", numpy.arange(5, dtype=numpy.float32))  # ends between two alignments
+    write_out(writer)
+    return path
+
+
+def write_out(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def copied(path: Path, writer: gguf.GGUFWriter) -> gguf.GGUFWriter:
+    old = gguf.GGUFReader(path)
+    for name, field in old.fields.items():
+        if not name.startswith(("GGUF.", "general.arch", "general.align")):
+            array = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], array)
+    for tensor in old.tensors:
+        half = tensor.name.endswith("ffn_up.weight")
+        writer.add_tensor(tensor.name, tensor.data.astype(numpy.float16) if half else tensor.data)
+    return writer
 
 
 def run(*words: Any) -> Any:
@@ -149,8 +159,7 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     result = run(tmp_path / "cut.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and result.stderr.startswith("error: cannot read")
     big = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
-    for write in (big.write_header_to_file, big.write_kv_data_to_file, big.close):
-        write()
+    write_out(big)
     result = run(tmp_path / "big.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
     assert result.exit_code == 2 and "big-endian" in result.stderr
     result = run(tmp_path / "none.gguf", "--method", "yarn", "--output", tmp_path / "b.gguf")
@@ -161,8 +170,24 @@ def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     other = rope_ext.patch(tiny_llama(head_dim=32), "pi", factor=2)
     with pytest.raises(rope_ext.ExportError, match=r"with 8 rotary pairs, but .* with 16"):
         llama_cpp.following(other, file, tmp_path / "c.gguf")
+    other = rope_ext.patch(tiny_llama(hidden_size=128, head_dim=16), "pi", factor=2)
+    with pytest.raises(rope_ext.ExportError, match=r"width 64 .* width 128"):
+        llama_cpp.following(other, file, tmp_path / "c.gguf")
     with pytest.raises(rope_ext.ExportError, match="there is none; patch it"):
         llama_cpp.following(tiny_llama(), file, tmp_path / "c.gguf")
+
+
+def test_tables_that_convert_hf_to_gguf_writes_scale_already(file: Path, tmp_path: Path) -> None:
+    """Files of Phi-3 with LongRoPE have no ``rope.scaling.type``."""
+    given, output = tmp_path / "tables.gguf", tmp_path / "b.gguf"
+    writer = copied(file, gguf.GGUFWriter(given, "llama"))
+    for length in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{length}.weight", numpy.ones(8, numpy.float32))
+    write_out(writer)
+    result = run(given, "--method", "yarn", "--output", output)
+    assert result.exit_code == 2 and "already scales its rotary embedding" in result.stderr
+    llama_cpp.following(rope_ext.patch(tiny_llama(), "yarn", factor=4), given, output)
+    assert not any("rope" in name for name in tensors(output))
 
 
 def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def documents(
             data: Any = Dataset.from_dict({"text": library})
             data = data.to_iterable_dataset() if streaming else data
         elif Path(name).exists():
-            data = _local(Path(name), streaming)
+            data = _local(Path(name), streaming, column)
         elif is_path(name):  # do not ask the Hub, which takes a minute without a network
             raise DataError(
                 f"there is no file or directory {name!r}; give --dataset an existing one, a Hub "
@@ -89,7 +89,7 @@ def documents(
     return data if column == "text" else data.rename_column(column, "text")
 
 
-def _local(path: Path, streaming: bool) -> Any:
+def _local(path: Path, streaming: bool, column: str) -> Any:
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     kinds: dict[str, list[str]] = {}
     for file in files:
@@ -99,12 +99,16 @@ def _local(path: Path, streaming: bool) -> Any:
         raise DataError(f"{path} has no text files; supported suffixes: {', '.join(_READERS)}")
     parts = []
     for kind, names in kinds.items():
-        options = {"sample_by": "document"} if kind == "text" else {}
-        parts.append(
-            datasets.load_dataset(
-                kind, data_files=names, split="train", streaming=streaming, **options
+        options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
+        options |= {"data_files": names, "split": "train", "streaming": streaming}
+        part: Any = datasets.load_dataset(kind, **options)
+        if len(kinds) > 1 and kind == "text" and column != "text":
+            part = part.rename_column("text", column)
+        if len(kinds) > 1 and not any(column in row for row in part.take(_ENOUGH)):
+            raise DataError(
+                f"{names[0]} has no column {column!r}; rename its own, or leave {kind} files out"
             )
-        )
+        parts.append(part)
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 

@@ -346,7 +346,11 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
     )
+    named = [f".{name}" for name, _ in model.named_modules()]
     try:
+        for target in recipe.lora_target:
+            if target != NONE and not any(name.endswith(f".{target}") for name in named):
+                raise ValueError(f"it has no layer {target}")
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
         linear = {
@@ -722,6 +726,8 @@ def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
     if recipe.lora_r and recipe.method != NONE:
         words += ["--model", recipe.model, "--adapter", args.output_dir]
         return [*words, "--method", "before,adapter", "--factor", f"{recipe.factor:g}"]
+    if recipe.lora_r:
+        return ["python", "recipes/merge.py", args.output_dir, "--output", unused("merged")]
     return [*words, "--model", args.output_dir, "--method", "none"]
 
 

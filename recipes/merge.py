@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForCausalLM
-from safetensors import SafetensorError
 
 import rope_ext
 from recipes.finetune import lengths
@@ -26,7 +24,7 @@ from rope_ext.advice.describe import write_card
 from rope_ext.command.terminal import tell, tell_next
 from rope_ext.engines import engines_for
 from rope_ext.errors import LoadError, MeasureError, OptionError, RopeExtError, first_line
-from rope_ext.saving.checkpoints import load_tokenizer
+from rope_ext.saving.checkpoints import load_model, load_tokenizer
 from rope_ext.saving.folder import read_saved
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
@@ -46,16 +44,11 @@ def load(adapter: Path) -> Any:
             recipe = Recipe(**{k: v for k, v in settings.items() if k in Recipe.__annotations__})
             if recipe.method != NONE:
                 break
-            try:
-                model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
-            except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-                raise OptionError(
-                    f"cannot load {adapter} onto its base ({first_line(error)}); give the "
-                    f"output_dir of a run that was saved completely"
-                ) from error
+            base = str(_base(adapter))
+            model = load_model(base, "float32", "cpu", adapter=str(adapter), as_saved=True)
             text = model.config.get_text_config(decoder=True)
             text.max_position_embeddings = lengths(recipe, model)[1]
-            return model.eval()
+            return model
     return rope_ext.from_pretrained(adapter, dtype=torch.float32)
 
 

@@ -58,9 +58,11 @@ _DECISIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
+    *("label_smoothing_factor", "neftune_noise_alpha"),
     "eval_strategy",  # evaluation rows are not trained on
 )
 
+_OF_MODELS = ("*.safetensors", "*.bin", "*config.json")
 # Files in a checkpoint that are only needed to resume.
 _RESUME_FILES = (
     *("optimizer", "scheduler", "scaler", "rng_state", "trainer_state"),
@@ -224,14 +226,21 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
         mistakes.add(f"unknown setting {word!r}{nearest(name, names) or ';'} see --help")
     values = vars(found)
     mistakes.add_all(out_of_range(values).values())
-    mistakes.check(derive, values)
+    file, line = (
+        {word[2:].partition("=")[0] for word in given if word.startswith("--")}
+        for given in (words, argv)
+    )
+    file -= {"factor"} if "target_length" in line else set()
+    mistakes.check(derive, values, file | line)
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
     recipe = mistakes.check(calibrated, recipe, default=replace(recipe, method_options=None))
     return recipe, _training_arguments(values, mistakes)
 
 
-def derive(values: dict[str, Any]) -> None:
+def derive(values: dict[str, Any], typed: set[str]) -> None:
     """Set the options that follow from ``target_length`` and ``rows_per_step``, in place.
+
+    ``typed`` are the options that were given, whose values stay.
 
     Raises:
         RopeExtError: the trained length is not known, or a value is given twice.
@@ -252,7 +261,7 @@ def derive(values: dict[str, Any]) -> None:
         values["gradient_accumulation_steps"] = rows // each
     if target is None:
         return
-    if values["factor"] != Recipe.factor:
+    if "factor" in typed:
         raise OptionError("--factor and --target_length set the same; give one of them")
     trained = values["original_max_position_embeddings"]
     if trained is None and values["model"] is not None:
@@ -267,7 +276,7 @@ def derive(values: dict[str, Any]) -> None:
     values["factor"] = float(factor_to(target, trained))
     if values["length"] is None:
         values["length"] = min(trained, _LONGEST_ROW)
-    if values["minimum_document"] == 0:
+    if "minimum_document" not in typed:
         values["minimum_document"] = values["length"] // 2
 
 
@@ -346,6 +355,7 @@ def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
             mistakes.add(f"{file}: unknown setting {name!r}{near}")
             continue
         many = value if isinstance(value, list) else [value]
+        many = ["no" if v is False and name.endswith("_strategy") else v for v in many]  # in YAML
         shown = [json.dumps(v) if isinstance(v, dict) else str(v) for v in many]
         words += [] if value is None else [f"--{name}", *shown]
     return words
@@ -517,6 +527,8 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
             f"{args.dataloader_num_workers}; give 1, or 0 so that a resumed run does not read data "
             f"again"
         )
+    if args.dataloader_persistent_workers:
+        yield "--dataloader_persistent_workers repeats the rows of the first epoch; leave it out"
     if recipe.pose_chunks and not 2 <= recipe.pose_chunks <= recipe.length:
         yield (
             f"--pose_chunks {recipe.pose_chunks} is not valid; give 0 (no PoSE), or from 2 to "
@@ -750,11 +762,12 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     last = _last_checkpoint(folder, args)
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None
-        if last is not None or any(folder.glob("*.safetensors")):
+        models = (file for kind in _OF_MODELS for file in folder.glob(kind))
+        if last is not None or any(models):
             fix = "another --output_dir"
             if last is not None:
                 fix += f", or --resume_from_checkpoint true to resume from {last.name}"
-            raise OptionError(f"{folder} contains the results of a run; give {fix}")
+            raise OptionError(f"{folder} contains the results of a run or a model; give {fix}")
         return
     if asked.lower() == "true":
         args.resume_from_checkpoint = None if last is None else str(last)
@@ -768,23 +781,30 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             f"there is no checkpoint to resume from ({where}); leave --resume_from_checkpoint out, "
             f"or give a complete checkpoint such as {folder}/checkpoint-100"
         )
-    if (folder / SETTINGS).exists():
+    if args.save_only_model and finished(args) is None:
+        raise OptionError(
+            f"{args.resume_from_checkpoint} holds no state of the optimizer (--save_only_model), "
+            f"so the run cannot be resumed; train again in another --output_dir"
+        )
+    for run in {folder, Path(args.resume_from_checkpoint).parent}:
+        if not (run / SETTINGS).exists():
+            continue
         try:
-            before = dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+            before = dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise OptionError(
-                f"cannot read {folder / SETTINGS} ({error}), so the settings that {folder} was "
+                f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
                 f"started with are unknown; delete it to resume with the current settings, or give "
                 f"another --output_dir"
             ) from None
         now = decisive(recipe, args)
-        before = (
-            asdict(Recipe()) | {"eval_strategy": "no"} | before
-        )  # settings newer than the run have their default
+        # Settings newer than the run have their default.
+        newer = {"eval_strategy": "no", "label_smoothing_factor": 0.0}
+        before = asdict(Recipe()) | newer | before
         changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in now if before.get(k) != now[k]]
         if changed:
             raise OptionError(
-                f"{folder} belongs to a run with other settings ({', '.join(changed)}); use the "
+                f"{run} belongs to a run with other settings ({', '.join(changed)}); use the "
                 f"same settings to resume it, or give another --output_dir"
             )
 
@@ -799,13 +819,15 @@ def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
 
 
 def finished(args: TrainingArguments) -> Path | None:
-    """The checkpoint to resume from, if training is already finished there."""
+    """The checkpoint whose model is the result, if training is already finished."""
     if args.resume_from_checkpoint is None:
         return None
     checkpoint = Path(args.resume_from_checkpoint)
     state = _state(checkpoint) or {}
     steps = args.max_steps if args.max_steps > 0 else state.get("max_steps", 0)
-    return checkpoint if 0 < steps <= state.get("global_step", 0) else None
+    best = args.load_best_model_at_end and state.get("best_model_checkpoint")
+    result = checkpoint.parent / Path(best).name if best else checkpoint
+    return result if 0 < steps <= state.get("global_step", 0) else None
 
 
 def how_to_resume(args: TrainingArguments) -> str:
@@ -817,7 +839,8 @@ def how_to_resume(args: TrainingArguments) -> str:
 
 
 def save_from(checkpoint: Path, folder: Path) -> None:
-    """Copy the model of a checkpoint to ``folder``; existing files stay."""
+    """Copy the model of a checkpoint to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(checkpoint.iterdir()):
         there = folder / file.name
         if not file.is_file() or file.name.startswith(_RESUME_FILES):

@@ -97,6 +97,21 @@ def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
+def test_the_best_model_stays_when_a_finished_run_is_resumed(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("ten nine eight two " * 300)
+    given = EVALUATED | {"eval_dataset": tmp_path / "other.txt", "load_best_model_at_end": True}
+    given |= {"save_steps": 1, "learning_rate": 0.5, "lr_scheduler_type": "constant"}
+    words = arguments(checkpoint, texts, tmp_path / "run", **given)
+    finetune.main(words)
+    best = load_file(tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors")
+    finetune.main([*words, "--resume_from_checkpoint", "true"])
+    kept = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in best.items())
+
+
 def test_passkeys_are_found_where_the_model_writes_them(checkpoint: Path) -> None:
     """Of a model that knows the answers of two of four."""
     cases = evaluation.passkeys(AutoTokenizer.from_pretrained(checkpoint), 128, 4)

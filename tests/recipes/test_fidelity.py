@@ -102,10 +102,8 @@ def test_pose_cuts_documents_as_released(length: int, tokens: int) -> None:
             for rt in (0, 5, target - length):
                 rng = Given(rt1, rt2, rt)
                 taken, positions = ReleasedPoSE(target, length)(ids, rng)
-                lt2 = rt2 - (length - rt1)
-                assert list(taken) == ids[0:rt1] + ids[lt2:rt2]
-                moved = [i if i < rt1 else i + rt for i in range(length)]
-                assert positions.tolist() == moved
+                assert list(taken) == ids[0:rt1] + ids[rt2 - (length - rt1) : rt2]
+                assert positions.tolist() == [i if i < rt1 else i + rt for i in range(length)]
                 assert rng.asked == [
                     (1, (length + 1) // 2),
                     (length, len(ids)),

@@ -55,8 +55,7 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
     if streaming:
         source = source.to_iterable_dataset()
     ids = [0, *tokenizer(long, add_special_tokens=False).input_ids, 1]
-    pack = data.Pack(len(ids), masking=True)
-    rows = data.rows(source, tokenizer, pack, minimum=len(ids))
+    rows = data.rows(source, tokenizer, data.Pack(len(ids), masking=True), minimum=len(ids))
     found = list(islice(rows, 5))
     assert len(found) == (5 if streaming else 2)  # a stream begins again
     for index, row in enumerate(found):
@@ -75,6 +74,16 @@ def test_data_without_text_are_refused(tmp_path: Path) -> None:
             data.documents(str(tmp_path / name))
 
 
+def test_files_of_several_kinds_have_one_column(tmp_path: Path) -> None:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "b.jsonl").write_text('{"content": "two"}')
+    assert sorted(data.documents(str(folder), column="content")["text"]) == ["one", "two"]
+    with pytest.raises(data.DataError, match=r"b.jsonl has no column 'text'"):
+        data.documents(str(folder))
+
+
 @given(
     length=st.integers(2, 40),
     room=st.integers(1, 200),
@@ -83,16 +92,14 @@ def test_data_without_text_are_refused(tmp_path: Path) -> None:
 )
 def test_pose_positions(length: int, room: int, chunks: int, seed: int) -> None:
     target, chunks = length + room, min(chunks, length)
-    rng = random.Random(seed)
-    starts, offsets = positions.skipped_positions(length, target, chunks, rng)
+    starts, offsets = positions.skipped_positions(length, target, chunks, random.Random(seed))
     assert len(starts) == len(offsets) == chunks
     assert starts[0] == offsets[0] == 0
     assert starts == sorted(set(starts))
     assert max(starts) < length
     assert offsets == sorted(offsets)
     collator = data.Collator(positions.PoSE(target, chunks), seed)
-    row = {"input_ids": list(range(length)), "index": 5}
-    (found,) = collator([row])["position_ids"].tolist()
+    (found,) = collator([{"input_ids": list(range(length)), "index": 5}])["position_ids"].tolist()
     assert found[0] == 0
     assert found == sorted(set(found))
     assert found[-1] < target
@@ -131,8 +138,7 @@ def test_masked_documents_do_not_see_each_other(method: str) -> None:
     model = rope_ext.patch(tiny_llama(), method, factor=4)
     documents = [list(range(3, 83)), list(range(40, 60)), list(range(90, 120))]
     packed = data.Pack(130, masking=True)({"input_ids": documents})
-    row = {name: value[0].tolist() for name, value in packed.items()}
-    batch = data.Collator()([row])
+    batch = data.Collator()([{name: value[0].tolist() for name, value in packed.items()}])
     labels = batch.pop("labels")[0].tolist()
     assert [at for at, label in enumerate(labels) if label == data.IGNORED] == [0, 80, 100]
     with torch.no_grad():
@@ -272,8 +278,7 @@ def test_recipes_are_valid(path: Path) -> None:
     assert args.output_dir == f"runs/{path.stem}"
     text = path.read_text()
     assert f"recipes/finetune.py \\\n#       --config recipes/{path.name}\n" in text
-    config = text.partition("--config_file ")[2].split()[0]
-    assert (ROOT / config).exists()
+    assert (ROOT / text.partition("--config_file ")[2].split()[0]).exists()
 
 
 def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
@@ -322,6 +327,9 @@ REFUSED = [
         {"document_masking": True, "length": 33000, "pose_chunks": 0, "factor": 400},
         "2.0 GiB.*--attn flex_attention.* at most 23170",
     ),
+    ({"target_length": 1024}, "--factor and --target_length set the same"),
+    ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "of the first epoch"),
+    ({"lora_target": ["q_proj", "kproj"]}, "no layer kproj.; give --lora_target .*k_proj"),
     ({"lora_r": 0, "quantize": True}, "--quantize needs LoRA"),
     ({"lora_target": "none"}, "--method yarn learns nothing; give --method_options .*ssmax"),
     ({"dtype": "bfloat16"}, "--bf16 true"),
@@ -383,6 +391,15 @@ def test_a_run_and_what_it_leaves(
         finetune.main(words)
     with pytest.raises(OptionError, match=r"other settings \(learning_rate 0.01 -> 0.02\)"):
         finetune.main([*words, "--resume_from_checkpoint", "true", "--learning_rate", "0.02"])
+    resume = ["--resume_from_checkpoint", str(run / "checkpoint-2"), "--output_dir"]
+    with pytest.raises(OptionError, match=r"run belongs to .* \(factor 4.0 -> 8.0\)"):
+        finetune.main([*words, *resume, str(tmp_path / "other"), "--factor", "8"])
+    finetune.main([*words, *resume, str(tmp_path / "other")])  # it is finished
+    assert load_file(tmp_path / "other" / "adapter_model.safetensors").keys()
+    with pytest.raises(OptionError, match="merged contains the results of a run or a model"):
+        finetune.main([*words, "--output_dir", str(merged)])
+    with pytest.raises(OptionError, match="no state of the optimizer"):
+        finetune.main([*words, *resume[:2], "--max_steps", "9", "--save_only_model", "true"])
     (run / "checkpoint-9").mkdir()  # begun when the run was killed
     with pytest.raises(OptionError, match="checkpoint-2"):
         finetune.main(words)
@@ -396,11 +413,17 @@ def test_a_run_without_a_change_of_rope(checkpoint: Path, texts: Path, tmp_path:
     config = AutoConfig.from_pretrained(merged)
     assert config.max_position_embeddings == 4 * TRAINED
     assert config.rope_parameters["rope_type"] == "default"
-    full = tmp_path / "full"
+    base, more, full = (tmp_path / name for name in ("base", "more", "full"))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_ext.patch(model, "rerope", factor=2).save_pretrained(base)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(base)
+    finetune.main(arguments(base, texts, more, method="none"))
+    merge.merge(more, tmp_path / "again", "float32")
+    assert rope_ext.describe(rope_ext.from_pretrained(tmp_path / "again")).method == "rerope"
     finetune.main(arguments(checkpoint, texts, full, method="none", lora_r=0))
     assert AutoConfig.from_pretrained(full).max_position_embeddings == 4 * TRAINED
     with pytest.raises(OptionError, match="contains no adapter"):
-        merge.merge(full, tmp_path / "more", "float32")
+        merge.merge(full, tmp_path / "last", "float32")
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])

@@ -67,8 +67,7 @@ def test_rows_depend_on_seed_epoch_and_index_and_leave_positions_alone(tokenizer
     make = RetrievalRows(tokenizer, 1.0)
 
     def batch(order: list[int], epoch: int = 0, retrieval: object = make) -> dict:
-        collator = data.Collator(positions.PoSE(4096), 5, epoch, retrieval)
-        return collator([rows[i] for i in order])
+        return data.Collator(positions.PoSE(4096), 5, epoch, retrieval)([rows[i] for i in order])
 
     first, again, plain = batch([0, 1]), batch([1, 0]), batch([0, 1], retrieval=None)
     assert torch.equal(first["input_ids"], again["input_ids"].flip(0))
@@ -103,5 +102,4 @@ def test_a_run_trains_on_them(
     finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     for row in batches[0]["input_ids"]:
-        text = tokenizer.decode(row)
-        assert sum(text.count(name) for name in NAMES) >= 2
+        assert sum(tokenizer.decode(row).count(name) for name in NAMES) >= 2

@@ -96,14 +96,12 @@ def test_a_stream_goes_on_from_any_row(kind: str, tmp_path: Path) -> None:
 
 def test_each_pass_has_every_row_once_in_another_order() -> None:
     """Of 60 documents of one row each."""
-    rows = stream.Stream([made(numbered(60, 8))], [1.0], seed=5)
-    found = ids(iter(rows), 180)
+    found = ids(iter(stream.Stream([made(numbered(60, 8))], [1.0], seed=5)), 180)
     passes = [found[:60], found[60:120], found[120:]]
     assert len({tuple(each) for each in passes}) == 3
     for each in passes:
         assert sorted(each) == [(i,) * 8 for i in range(60)]
-    other = ids(iter(stream.Stream([made(numbered(60, 8), seed=1)], [1.0], seed=1)), 60)
-    assert other != passes[0]
+    assert ids(iter(stream.Stream([made(numbered(60, 8), seed=1)], [1.0], seed=1)), 60) != passes[0]
 
 
 def test_shares_of_a_mixture_are_exact_in_every_thousand_rows() -> None:

@@ -62,6 +62,5 @@ def test_a_model_begins_closer_to_the_original(text) -> None:
             assert value.requires_grad and not torch.equal(value, before[name])
         else:
             assert torch.equal(value, before[name])
-    own = parameters(model)
-    keys = [value for name, value in own.items() if name.endswith("key")]
+    keys = [value for name, value in parameters(model).items() if name.endswith("key")]
     assert len(keys) == 2 and not torch.equal(*keys)

@@ -19,8 +19,7 @@ KEPT = WINDOW - 1 + SPARE  # keys of a layer with a window
 
 
 def swan(**options: object) -> nn.Module:
-    model = tiny_llama(num_hidden_layers=4)
-    return rope_ext.patch(model, "swan", **{**GIVEN, **options})
+    return rope_ext.patch(tiny_llama(num_hidden_layers=4), "swan", **{**GIVEN, **options})
 
 
 def test_within_the_window_the_other_layers_are_as_trained(ids) -> None:
@@ -37,8 +36,7 @@ def test_a_cache_keeps_the_window_of_layers_that_have_one(ids) -> None:
     for cache in (DynamicCache(config=model.config), DynamicCache(), None):
         with torch.no_grad():
             cache = model(ids, past_key_values=cache).past_key_values
-        kept = [layer.keys.shape[2] for layer in cache.layers]
-        assert kept == [90, KEPT, 90, KEPT]
+        assert [layer.keys.shape[2] for layer in cache.layers] == [90, KEPT, 90, KEPT]
         assert cache.get_seq_length() == 90
 
 

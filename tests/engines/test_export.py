@@ -147,8 +147,7 @@ def test_transformers_reads_the_older_names_to_the_same_bits(tmp_path, engine, c
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb
     options = {"legacy": True} if engine == "legacy" else {}
-    name = "mlx" if engine == "mlx" else "transformers"
-    rope_ext.export(model, name, **options).write(tmp_path)
+    rope_ext.export(model, "mlx" if engine == "mlx" else "transformers", **options).write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
     assert config["rope_theta"] == model.config.rope_parameters["rope_theta"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb

@@ -60,8 +60,7 @@ def test_the_printed_commands_serve_what_was_patched(
             source, parameter = Path("Modelfile").read_text("utf-8").splitlines()
             serving = ["--model", source.removeprefix("FROM ./")]
             serving += ["--ctx-size", parameter.split()[-1]]
-        got = verifying.llama_cpp(serving, prompts(length), VOCABULARY)
-        close(got, expected(model, length))
+        close(verifying.llama_cpp(serving, prompts(length), VOCABULARY), expected(model, length))
 
 
 def test_without_its_length_the_server_takes_no_longer_prompt(tmp_path: Path) -> None:

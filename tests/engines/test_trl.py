@@ -46,8 +46,7 @@ def texts(*lengths: int) -> list[str]:
 
 def words() -> PreTrainedTokenizerFast:
     """A tokenizer of ``t0 t1 t2``, and so on."""
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t2")
 
@@ -115,8 +114,7 @@ def first_dpo_loss(model: Any, folder: Path, **kwargs: Any) -> float:
 
 def patched(folder: Path, method: str) -> Any:
     built("llama").save_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    return rope_ext.patch(model, method, factor=4)
+    return rope_ext.patch(AutoModelForCausalLM.from_pretrained(folder / "model"), method, factor=4)
 
 
 @pytest.mark.parametrize("reference", ["a copy", "peft", "the folder"])

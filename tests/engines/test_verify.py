@@ -101,8 +101,7 @@ def engine(model: Any, most: int = 128) -> verifying.Run:
 
     def answer(prompts: Any) -> torch.Tensor:
         rows = verifying.log_probs_of(model, prompts)
-        least = rows.topk(most).values[:, -1:]
-        return rows.where(rows >= least, torch.nan)
+        return rows.where(rows >= rows.topk(most).values[:, -1:], torch.nan)
 
     return answer
 
@@ -168,11 +167,9 @@ def test_no_server_is_judged_wrong(
     """Whatever it rounds, and however few tokens it returns: else it is said to be undecided."""
     monkeypatch.setattr(Miniature, "expected", lambda *_: rows)
     numbers = WRONG[name](small, small.scaling.inv_freq, small.scaling.scaling)
-    prompts = small.prompts()
-    answers = engine(rotated(small.plain, numbers, dtype))(prompts)
+    answers = engine(rotated(small.plain, numbers, dtype))(small.prompts())
     for most in (128, 20, 1):
-        least = answers.topk(most).values[:, -1:]
-        returned = answers.where(answers >= least, torch.nan)
+        returned = answers.where(answers >= answers.topk(most).values[:, -1:], torch.nan)
         found = verifying.verify(small, lambda _, a=returned: a, "a server", tolerance=None)
         if found.verdict == "cannot tell":
             assert dtype == torch.bfloat16 and found.exit_code == 3, found
@@ -320,8 +317,7 @@ def test_a_written_miniature_of_a_saved_patch_says_it_itself(
     small.model.save_pretrained(tmp_path / "saved")
     result = run(tmp_path / "saved", "--write", tmp_path / "small")
     assert f"vllm serve {tmp_path / 'small'}\n" in result.stdout
-    served = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-    with serving(served, small.prompts()) as url:
+    with serving(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), small.prompts()) as url:
         assert run(tmp_path / "saved", "--url", url).exit_code == 0
     result = run(tmp_path / "saved", "--engine", "transformers")
     assert result.exit_code == 0 and "transformers: as patched" in result.stdout, result.output

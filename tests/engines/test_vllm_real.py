@@ -124,8 +124,7 @@ def printed(model: Any) -> dict[str, Any]:
     """The settings in the command that export prints."""
     words = shlex.split(rope_ext.export(model, "vllm").command)
     fields = json.loads(words[words.index("--hf-overrides") + 1])
-    length = int(words[words.index("--max-model-len") + 1])
-    return {"hf_overrides": fields, "max_model_len": length}
+    return {"hf_overrides": fields, "max_model_len": int(words[words.index("--max-model-len") + 1])}
 
 
 def tiny(family: str) -> Any:

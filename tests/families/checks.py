@@ -190,8 +190,7 @@ def _changes(subject: Subject) -> Iterator[Check]:
     distance = _distance(after[:, beyond], subject.unpatched[:, beyond])
     again = _distance(subject.logits(), subject.unpatched)
     yield Check("repeatable", again == 0, f"{again:.1e} between two unpatched forwards")
-    passed = bool(after.isfinite().all()) and distance > CHANGED
-    yield Check("changes", passed, f"{distance:.1e}")
+    yield Check("changes", bool(after.isfinite().all()) and distance > CHANGED, f"{distance:.1e}")
 
 
 def _equals_native(subject: Subject) -> Iterator[Check]:
@@ -301,8 +300,7 @@ def _keeps_sliding(subject: Subject) -> Iterator[Check]:
         return
     moved: dict[bool, list[float]] = {True: [], False: []}
     for index, value in after.items():
-        limited = any(word in kinds[index] for word in _LOCAL)
-        moved[limited].append(_distance(value, before[index]))
+        moved[any(word in kinds[index] for word in _LOCAL)].append(_distance(value, before[index]))
     stayed = max(moved[True], default=math.inf)
     passed = stayed <= KEPT and min(moved[False], default=math.inf) > CHANGED
     yield Check("sliding kept", passed, f"{stayed:.1e}; full layers {moved[False]}")
@@ -500,8 +498,7 @@ def _restores(subject: Subject) -> Iterator[Check]:
         wrong = changed(subject.pristine, snapshot(subject.model)) - subject.running
         if not torch.equal(subject.logits(), subject.unpatched):
             wrong.add("logits")
-        detail = ", ".join(sorted(wrong)[:5]) or "bit for bit"
-        yield Check(f"unpatch {method}", not wrong, detail)
+        yield Check(f"unpatch {method}", not wrong, ", ".join(sorted(wrong)[:5]) or "bit for bit")
 
 
 def _reloads(subject: Subject) -> Iterator[Check]:

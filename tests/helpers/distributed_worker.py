@@ -41,8 +41,7 @@ def adapted(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def patched(method: str, model: torch.nn.Module | None = None) -> torch.nn.Module:
-    name = method.split(",")[0]
-    return rope_ext.patch(model or tiny_llama(), name, **METHODS[method])
+    return rope_ext.patch(model or tiny_llama(), method.split(",")[0], **METHODS[method])
 
 
 def rows(of: slice) -> torch.Tensor:

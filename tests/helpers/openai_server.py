@@ -62,8 +62,7 @@ class Fake:
     def _run(self, ids: list[int], body: dict[str, Any]) -> tuple[str, list[Any] | None]:
         if body.get("echo"):
             logits = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            found = [float(logits[at, token]) for at, token in enumerate(ids[1:])]
-            return "", [None, *found, -1.0]
+            return "", [None, *[float(logits[at, token]) for at, token in enumerate(ids[1:])], -1.0]
         out = self.model.generate(
             torch.tensor([ids]), max_new_tokens=body["max_tokens"], do_sample=False
         )

@@ -116,8 +116,7 @@ def main() -> None:
     except rope_ext.CacheError as error:
         answers["patched under a press"] = str(error)
     # kvpress has wrapped the attention function that multiplies queries, too.
-    hot = rope_ext.patch(tiny_llama(), "yarn", factor=4, temperature=1.5)
-    pressed(hot, kinds["SnapKVPress"]())
+    pressed(rope_ext.patch(tiny_llama(), "yarn", factor=4, temperature=1.5), kinds["SnapKVPress"]())
     print(json.dumps(answers))
 
 

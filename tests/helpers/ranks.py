@@ -70,5 +70,4 @@ if __name__ == "__main__":
     assert "matplotlib" not in sys.modules  # measuring needs none
     pictures.draw_small(pytest.MonkeyPatch())
     runs = json.loads(Path(sys.argv[1]).read_text())
-    found = [run(*one) for one in runs]
-    print(json.dumps(found))
+    print(json.dumps([run(*one) for one in runs]))

@@ -70,8 +70,7 @@ class Tester:
         )
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        shape = (self.batch_size, self.seq_length)
-        ids = torch.randint(3, self.vocab_size, shape)
+        ids = torch.randint(3, self.vocab_size, (self.batch_size, self.seq_length))
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

@@ -43,8 +43,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def measured(model: PreTrainedModel, questions: Questions, output: Path, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    return Measurement("tiny", model, questions, TRAINED, output, until).run()
+    return Measurement("tiny", model, questions, TRAINED, output, time.monotonic() + seconds).run()
 
 
 def test_every_cell_is_measured_once_and_resumed(

@@ -18,8 +18,7 @@ from recipes.settings import parse
 def test_every_scheme_takes_as_many_tokens(checkpoint: str, tmp_path: Path) -> None:
     alike = set()
     for name, (scheme, method, _) in positions.SCHEMES.items():
-        words = positions.words_of(checkpoint, name, 2, 7, 1e-3, tmp_path / name)
-        recipe, args = parse(words)
+        recipe, args = parse(positions.words_of(checkpoint, name, 2, 7, 1e-3, tmp_path / name))
         assert finetune.check(recipe, args).target == 4096
         assert (recipe.positions, recipe.method) == (scheme, method)
         tokens = recipe.length * args.per_device_train_batch_size * args.max_steps

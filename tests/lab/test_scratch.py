@@ -50,8 +50,7 @@ def inputs(name: str) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(1)
     heads = HEADS // 2 if name == "rope_pp_eh" else HEADS
     q, k, v = torch.randn(3, 2, heads, TOKENS, COLUMNS)
-    x = torch.randn(2, TOKENS, WIDTH)
-    return q, k, v, x, torch.arange(TOKENS)[None]
+    return q, k, v, torch.randn(2, TOKENS, WIDTH), torch.arange(TOKENS)[None]
 
 
 def as_complex(x: torch.Tensor) -> list[complex]:
@@ -121,8 +120,7 @@ def rotated_logit(name: str, positions: Positions, q, k, x, i: int, j: int, head
 
 
 def fope_logit(positions: Positions, q, k, x, i: int, j: int, head: int) -> float:
-    floor = 2 * math.pi / positions.shape.length
-    kept = [theta for theta in THETA if theta >= floor]
+    kept = [theta for theta in THETA if theta >= 2 * math.pi / positions.shape.length]
     series = min(len(kept), COLUMNS // 4)
 
     def at(t: int, vector: torch.Tensor) -> list[complex]:

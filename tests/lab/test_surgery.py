@@ -70,8 +70,7 @@ def test_an_encoding_begins_with_the_attention_of_the_model(
         models=(str(checkpoint),), methods=("adapter",), adapter=run, lengths=(128,)
     )
     runner = Runner(load_model(str(checkpoint), adapter=run), str(checkpoint), settings_of)
-    options = {"factor": 4.0}
-    system = System("k", "k", str(checkpoint), "kerple_log", options, 128, False, "", True)
+    system = System("k", "k", str(checkpoint), "kerple_log", {"factor": 4.0}, 128, False, "", True)
     with runner.applied(system):
         found = [float(p.detach().sum()) for p in learned(runner.model).values()]
     assert found == pytest.approx(values)

@@ -177,8 +177,7 @@ def test_out_of_memory_halves_an_automatic_batch(
     expected = run.run(prepare(settings, tasks))
     model = Forgetful(300)
     monkeypatch.setattr(run, "score", model.score)
-    again = dataclasses.replace(settings, overwrite=True)
-    found = run.run(prepare(again, tasks))
+    found = run.run(prepare(dataclasses.replace(settings, overwrite=True), tasks))
     assert [o.value for o in found] == pytest.approx([o.value for o in expected], abs=1e-6)
     assert len({o.value for o in found}) > 8  # so that a mixed-up order would show
     assert model.seen[:7] == [4, 2, 1, 1, 2, 1, 1]

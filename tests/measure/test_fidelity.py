@@ -221,8 +221,7 @@ def test_the_essays_of_ruler_are_read_from_their_beginning(tmp_path: Path) -> No
     task = Ruler(ruler_tasks="niah_single_2", trials=1, haystack=(str(essays),))
     [part] = task.parts(settings)
     [case] = cases(part, CHARACTERS, 1500)
-    context = text_of(case).split("\n")[1]
-    plain = re.sub(NEEDLE, "", context).replace("  ", " ").strip()
+    plain = re.sub(NEEDLE, "", text_of(case).split("\n")[1]).replace("  ", " ").strip()
     repeated = " ".join(["I wrote this. It is short. Ünïcode ends"] * 50)
     assert repeated.startswith(plain) and len(plain) > 500  # cut after a word
     assert plain.split() == repeated.split()[: len(plain.split())]
@@ -461,8 +460,7 @@ def test_an_effective_length_is_over_all_13_tasks() -> None:
     every = [ruler.made(name, 1) for name in ruler.TASKS]
     assert len(every) == 13 == every[0].suite_size
     for tasks, name in ((every, "effective length"), (every[:-1], "85.6% up to")):
-        report = Report(SimpleNamespace(tasks=tasks), [])
-        assert report.threshold("RULER") == name
+        assert Report(SimpleNamespace(tasks=tasks), []).threshold("RULER") == name
     own = SimpleNamespace(suite="mine", suite_size=None)
     assert Report(SimpleNamespace(tasks=[own]), []).threshold("mine") is None
 
@@ -494,8 +492,7 @@ def documented_losses(model: Any, ids: list[int], length: int, stride: int) -> l
         row = torch.tensor([ids[begin:end]])
         labels = row.clone()
         labels[:, : -(end - previous)] = -100
-        tokens = int((labels != -100).sum()) - 1
-        found.append((float(model(row, labels=labels).loss), tokens))
+        found.append((float(model(row, labels=labels).loss), int((labels != -100).sum()) - 1))
         previous = end
         if end == len(ids):
             break
@@ -514,8 +511,7 @@ def test_huggingface_perplexity_is_that_of_the_documentation(
     for length in (128, 300):
         losses = documented_losses(model, ids, length, stride)
         nll_sum = sum(loss * tokens for loss, tokens in losses)
-        n_tokens = sum(tokens for _, tokens in losses)
-        expected[length] = math.exp(nll_sum / n_tokens)
+        expected[length] = math.exp(nll_sum / sum(tokens for _, tokens in losses))
     task = Perplexity([TEXT * 2], windows=1, stride=stride, protocol="huggingface")
     built = task.questions(shipped, [128, 300], 0)
     for length in (128, 300):

@@ -126,14 +126,12 @@ def test_stretches_go_through_the_models_own_head(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_counts_as_infinite() -> None:
     case = Case("perplexity", 37, 0, "loss", 5, joined(range(37)))
-    result = loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64))
-    assert result.value == math.inf
+    assert loss(case, torch.tensor([1.0, math.nan, 1, 1, 1], dtype=torch.float64)).value == math.inf
     outcome = Outcome("key", "yarn", "perplexity", 37, None, None, 0, "p", (), 0, math.inf, 5)
     assert b"Infinity" not in outcome.to_line()
     assert Outcome.from_json(json.loads(outcome.to_line())) == outcome
     assert estimate([outcome], "loss").value == math.inf
-    other = dataclasses.replace(outcome, group=1)
-    assert estimate([outcome, other], "loss").high == math.inf
+    assert estimate([outcome, dataclasses.replace(outcome, group=1)], "loss").high == math.inf
 
 
 def test_perplexity_is_weighted_by_tokens_and_resampled_by_document() -> None:

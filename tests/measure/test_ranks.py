@@ -52,8 +52,7 @@ def test_processes_that_are_killed_go_on_to_the_bytes_of_one(
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    statuses = json.loads(done.stdout.splitlines()[-1])
-    one, three, both, alone, early, last = statuses
+    one, three, both, alone, early, last = json.loads(done.stdout.splitlines()[-1])
     assert one[1] == -9 and one[0] and both == [-9, -9] and early == [-9], done.stderr
     assert {*three, *alone, *last} == {0}, done.stderr
     assert done.stdout.count("Token-weighted perplexity") == 3  # one process of each speaks

@@ -40,8 +40,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 @pytest.fixture(scope="module")
 def report(settings: Settings) -> Report:
-    tasks = [Perplexity(ONE, windows=2), Passkey(trials=2, depths=2)]
-    plan = prepare(settings, tasks)
+    plan = prepare(settings, [Perplexity(ONE, windows=2), Passkey(trials=2, depths=2)])
     made = Report(plan, run.run(plan))
     made.write()
     return made

@@ -140,8 +140,7 @@ def test_other_windows_decide_between_the_best(model, tokenizer, tmp_path, monke
     method = found(model, tokenizer, output, validation_samples=4)
     ranked, decided = log(output), log(output, "validation")
     first = min(ranked[KNOWN:], key=loss_of)["method"]
-    kept = min(decided, key=loss_of)["method"]
-    assert method_to_json(method) == kept != first
+    assert method_to_json(method) == min(decided, key=loss_of)["method"] != first
     assert first in [line["method"] for line in decided if loss_of(line) > loss_of(decided[0])]
     assert rope_ext.LongRoPE(**json.loads(output.read_text())) == method
 
@@ -159,8 +158,7 @@ def test_a_finalist_replaces_yarn_only_if_it_is_better_beyond_noise_and_worse_in
             values + change + random.normal(0, noise, len(values))
             for values, change in ((text, of_text), (answers, of_answers))
         )
-        both = {"yarn": trial(text, answers), "other": trial(one, two)}
-        return module.validated(both) == "yarn"
+        return module.validated({"yarn": trial(text, answers), "other": trial(one, two)}) == "yarn"
 
     assert not kept(-0.1, -0.1)
     assert kept(0.1, -1)  # better in sum, worse for the text

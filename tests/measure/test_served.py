@@ -297,8 +297,7 @@ def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     llama_cpp.write_model(model, file)
     words = [str(file) if word.endswith(".gguf") else word for word in printed]
     with verifying.serving(words) as address:
-        settings = served(folder, tmp_path / "there", f"{address}/v1", **options)
-        got = measured(settings, Numbers())
+        got = measured(served(folder, tmp_path / "there", f"{address}/v1", **options), Numbers())
     # The file calls token 3 a line break, which has no number.
     numbers = [
         [[n for n in re.findall(r"\d+", one[5]) if n != "3"] for one in found]

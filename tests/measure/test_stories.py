@@ -118,8 +118,7 @@ def test_the_shipped_checkpoint_is_asked_all_that_is_made_up(tmp_path: Path) -> 
         *("--trials", 2, "--mrcr-needles", 2, "--new-tokens", 8, "--output", tmp_path / "out"),
         *("--hops", "1,2"),
     )
-    names = {row["task"] for row in data["summary"]}
-    assert names == {"mrcr_2", "hops_1", "hops_2"}
+    assert {row["task"] for row in data["summary"]} == {"mrcr_2", "hops_1", "hops_2"}
     outcomes = [json.loads(line) for line in (tmp_path / "out/cases.jsonl").open()][1:]
     prompts = {name: {} for name in ("none", "yarn")}
     for one in outcomes:

@@ -126,6 +126,5 @@ def test_a_change_of_what_computes_is_noticed_and_of_what_shows_is_not(
     assert before == sources(Path(package.__file__).parent)  # wherever it lies
     for room in (path.parent for path in copy.rglob("__init__.py")):
         (room / "new.py").write_text("", encoding="utf-8")
-        shows = room.relative_to(copy).as_posix() in SHOWS
-        assert (sources(copy) == before) is shows, room
+        assert (sources(copy) == before) is (room.relative_to(copy).as_posix() in SHOWS), room
         (room / "new.py").unlink()

@@ -43,10 +43,8 @@ def test_a_change_is_said_where_it_is_clear(losses, found, said) -> None:
     names = ("none", "yarn, before training", "yarn, trained")
     measured: list[Outcome] = []
     for name, loss, hits in zip(names, (3.0, *losses), (0, *found), strict=True):
-        spread = [loss + 0.01 * (n % 3) for n in range(12)]
-        measured += outcomes("perplexity", name, spread)
-        rates = [float(n < hits) for n in range(100)]
-        measured += outcomes("passkey", name, rates)
+        measured += outcomes("perplexity", name, [loss + 0.01 * (n % 3) for n in range(12)])
+        measured += outcomes("passkey", name, [float(n < hits) for n in range(100)])
     systems = list(map(system, names))
     plan = SimpleNamespace(tasks=[PERPLEXITY, PASSKEY], lengths=[4096], systems=systems)
     sentence = Results(plan, measured).training(*systems[1:])

@@ -182,16 +182,14 @@ def test_yarn_blends_frequencies_or_wavelengths() -> None:
 
 def test_ntk_base_for_llama2_and_factor_8_is_82684() -> None:
     # 1e4 * 8 ** (128 / 126)
-    parameters = NTK(factor=8).rope_parameters(LLAMA2)
-    assert parameters["rope_theta"] == pytest.approx(82684, abs=1)
+    assert NTK(factor=8).rope_parameters(LLAMA2)["rope_theta"] == pytest.approx(82684, abs=1)
 
 
 @pytest.mark.parametrize(("factor", "alpha"), [(2, 3), (4, 13), (8, 57)])
 def test_dynamic_ntk_at_the_full_context_has_alpha_s2_minus_s_plus_1(
     factor: float, alpha: float
 ) -> None:
-    length = torch.tensor([factor * 4096.0])
-    scale = DynamicNTK(factor=factor).base_scale(LLAMA2, length)
+    scale = DynamicNTK(factor=factor).base_scale(LLAMA2, torch.tensor([factor * 4096.0]))
     assert scale ** (126 / 128) == pytest.approx(alpha, rel=1e-6)
 
 

@@ -85,8 +85,7 @@ def test_dpe_has_the_published_groups_of_llama_3() -> None:
     assert rope_ext.DPE(factor=8).resolved(LLAMA3).scales == (2, 2, 1, 8, 16, 16, 8, 64)
     given = rope_ext.DPE(factor=1, scales=[2, 32, 32, 2, 2, 2, 2, 1]).resolved(LLAMA3)
     assert given.groups == (8,) * 8 and given.reached(LLAMA3) == 8192  # as for Llama 3.1
-    uneven = rope_ext.DPE(factor=4, scales=[2, 3, 4]).resolved(LLAMA3)
-    assert uneven.groups == (22, 21, 21)
+    assert rope_ext.DPE(factor=4, scales=[2, 3, 4]).resolved(LLAMA3).groups == (22, 21, 21)
 
 
 def test_dpe_reaches_as_far_as_its_slow_pairs() -> None:

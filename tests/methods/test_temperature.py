@@ -84,10 +84,8 @@ PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is gi
 @pytest.mark.parametrize("name", GIVEN)
 def test_without_them_each_method_has_what_was_released_with_it(name: str) -> None:
     method = _build(name, **({"published": True} if name in ("self_extend", "dpe") else {}))
-    expected = PUBLISHED.get(name, 1.0)
-    assert method.attention_scaling(ROPE) == pytest.approx(expected, rel=1e-12)
-    grows = "rerope" in name
-    assert (method.query_scaling(T, ROPE) is not None) == grows
+    assert method.attention_scaling(ROPE) == pytest.approx(PUBLISHED.get(name, 1.0), rel=1e-12)
+    assert (method.query_scaling(T, ROPE) is not None) == ("rerope" in name)
 
 
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:
@@ -136,8 +134,7 @@ def test_on_top_of_a_scaled_checkpoint_both_numbers_hold_too() -> None:
 def test_plain_transformers_builds_an_attention_factor(ids, name: str, tmp_path) -> None:
     model = rope_ext.patch(tiny_llama(), name, factor=4, attention_factor=1.2)
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path), ids), logits(model, ids))
 
 
 def test_a_record_from_before_the_released_numbers_stays_what_it_was() -> None:

@@ -77,8 +77,7 @@ def test_packed_documents_are_turned_as_each_alone(ids, method, how: str) -> Non
     start = 0
     for length in lengths:
         document = slice(start, start := start + length)
-        alone = ids[:, document]
-        torch.testing.assert_close(packed[:, document], said(model, alone), **EXACT)
+        torch.testing.assert_close(packed[:, document], said(model, ids[:, document]), **EXACT)
 
 
 def test_a_row_that_goes_on_with_a_document_is_packed_as_well(ids) -> None:

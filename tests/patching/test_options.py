@@ -76,8 +76,7 @@ def test_position_options_count_from_the_length_of_the_map_beneath(model) -> Non
     under = rope_ext.NTK(factor=2)
     rope_ext.patch(model, "rerope", factor=2, window=100, frequency=under)
     rope_ext.unpatch(model)
-    said = refused(model, "rerope", factor=2, window=129, frequency=under)
-    assert "128 trained tokens" in said
+    assert "128 trained tokens" in refused(model, "rerope", factor=2, window=129, frequency=under)
 
 
 @pytest.mark.parametrize(

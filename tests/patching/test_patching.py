@@ -204,8 +204,7 @@ def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: st
             pass
         rope_ext.patch(model, method, factor=4, replace=True)
         rope_ext.patch(model, method, factor=8, replace=True)
-    tensors = [*model.parameters(), *model.buffers()]
-    assert not any(tensor.is_inference() for tensor in tensors)
+    assert not any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
     with torch.inference_mode():
         rope_ext.unpatch(model)
     assert not any(tensor.is_inference() for tensor in model.buffers())

@@ -46,8 +46,7 @@ def test_a_cache_is_not_continued_under_another_patch(make, model, ids) -> None:
     with pytest.raises(rope_ext.CacheError, match="empty cache"):
         logits(model, ids[:, 50:], past_key_values=cache)
     patch(model, replace=True)
-    cached = decoded(model, ids, [50, 40], make(model.config))
-    torch.testing.assert_close(cached, right, **EXACT)
+    torch.testing.assert_close(decoded(model, ids, [50, 40], make(model.config)), right, **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ def away(model: PreTrainedModel, ids: torch.Tensor) -> float:
     steps = [output.logits]
     for at in range(PROMPT, TOKENS):
         given = {"past_key_values": output.past_key_values, "use_cache": True}
-        output = model(input_ids=ids[:, at : at + 1], **given)
-        steps.append(output.logits)
+        steps.append(model(input_ids=ids[:, at : at + 1], **given).logits)
     return float((torch.cat(steps, 1).float().log_softmax(-1) - whole).square().mean().sqrt())
 
 

@@ -34,8 +34,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    ids = torch.arange(3, 3 * LENGTH)[None] % 120 + 3
-    return model(ids).logits
+    return model(torch.arange(3, 3 * LENGTH)[None] % 120 + 3).logits
 
 
 def test_every_spelling_loads_the_same_model(file: Path, monkeypatch) -> None:
@@ -102,8 +101,7 @@ def test_the_patch_in_the_note_restores_what_a_file_scales(
         found = gguf_source.read_scaling(path)
         rope_ext.patch(loaded, found.method, original_max_position_embeddings=found.length)
     else:
-        call = re.search(r"rope_ext\.patch\(.*\)", note)[0]
-        eval(call, {"rope_ext": rope_ext, "model": loaded})
+        eval(re.search(r"rope_ext\.patch\(.*\)", note)[0], {"rope_ext": rope_ext, "model": loaded})
     torch.testing.assert_close(logits(loaded), logits(wanted), rtol=0, atol=1e-4)
 
 
@@ -111,8 +109,7 @@ def test_a_table_of_llama_3_is_recognized(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "llama3.gguf"
     rope = Rope.geometric(10000.0, 16, 8192)
     divisors = rope.inv_freq / build_method("llama3", factor=32).inv_freq(rope)
-    keys = {"llama.context_length": 131072}
-    made = llama_cpp.Plan(keys, {}, divisors.tolist())
+    made = llama_cpp.Plan({"llama.context_length": 131072}, {}, divisors.tolist())
     llama_cpp.GGUFFile.read(file).write(path, made)
     found = gguf_source.read_scaling(path)
     assert found.method == build_method("llama3", factor=32)

@@ -202,8 +202,6 @@ def verify(
             f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
             f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
         )
-    if json is not None:
-        json.open("a").close()  # fails before the run
     method, arguments = asked.build(), asked.arguments()
     miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
     if write is not None:
@@ -216,6 +214,8 @@ def verify(
             address = f"http://localhost:{verifying.SERVERS[str(name)]}"
             tell_next(asked.words("verify", engine=name, url=address, length=length))
         return
+    if json is not None:
+        json.open("a").close()  # fails before the run
     with tempfile.TemporaryDirectory() as folder:
         if url is None:
             tolerance = tolerance or verifying.TOLERANCE

@@ -725,7 +725,7 @@ def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
         tell("note: this measures on the Python standard library; add --text for other documents")
     if recipe.lora_r and recipe.method != NONE:
         words += ["--model", recipe.model, "--adapter", args.output_dir]
-        return [*words, "--method", "before,adapter", "--factor", f"{recipe.factor:g}"]
+        return [*words, "--method", "before,adapter", "--factor", str(recipe.factor)]
     if recipe.lora_r:
         return ["python", "recipes/merge.py", args.output_dir, "--output", unused("merged")]
     return [*words, "--model", args.output_dir, "--method", "none"]

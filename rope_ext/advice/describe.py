@@ -363,8 +363,7 @@ def write_card(
         lines.append(f"base_model: {json.dumps(base)}")
     loader, package = "rope_ext", "import rope_ext"
     if saved.source == "rope_parameters" or state.record.plain:
-        loader = "AutoModelForCausalLM"
-        package = f"from transformers import {loader}"
+        loader, package = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM"
     call = f"model = {loader}.from_pretrained({json.dumps(name)})"
     lines += [
         *("---", "", f"# {name}", ""),

@@ -7,6 +7,7 @@ transformers reads a GGUF file's configuration, tokenizer and weights (``gguf_fi
 import copy
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
@@ -131,8 +132,7 @@ def _scaling(path: str, changed: int) -> FileScaling | None:
     rope = prefix + "rope.scaling."
     own = {name.removeprefix(rope): v for name, v in keys.items() if name.startswith(rope)}
     kind, multiplier = own.get("type", "none"), own.get("attn_factor")
-    scaled = kind != "none" or tables or multiplier not in (None, 1)
-    if not scaled or prefix[:-1] in _IN_FORCE:
+    if not scales(keys, tables) or prefix[:-1] in _IN_FORCE:
         return None
     context = keys[f"{prefix}context_length"]
     length, factor = own.get("original_context_length"), own.get("factor")
@@ -156,6 +156,13 @@ def _scaling(path: str, changed: int) -> FileScaling | None:
         method, length = _of_table(tables[TABLE], base, context, length, multiplier or 1.0)
     shown = [f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in own.items()]
     return FileScaling(", ".join([*shown, *tables]), length or context, method)
+
+
+def scales(keys: Mapping[str, Any], tables: Mapping[str, Any]) -> bool:
+    """Whether a file scales RoPE, by its keys and tables."""
+    rope = f"{keys.get('general.architecture')}.rope.scaling."
+    multiplied = keys.get(f"{rope}attn_factor") not in (None, 1)
+    return bool(tables) or keys.get(f"{rope}type", "none") != "none" or multiplied
 
 
 def _of_table(

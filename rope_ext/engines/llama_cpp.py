@@ -269,8 +269,7 @@ class GGUFFile:
         if not (length and dim):
             raise ExportError(f"{path} is not a language model: head or context keys are missing")
         base = own.get("rope.freq_base", 10000.0)
-        kind, multiplier = own.get("rope.scaling.type", "none"), own.get("rope.scaling.attn_factor")
-        scaled = bool(tables) or kind != "none" or multiplier not in (None, 1)
+        scaled = gguf_source.scales(keys, tables)
         return cls(Path(path), architecture, base, width, dim, length, scaled, reader)
 
     def write(self, output: str | Path, made: Plan) -> None:

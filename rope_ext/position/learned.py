@@ -146,8 +146,7 @@ class DistanceBias(Learning):
         if self.keys is not None and owner is not None:
             like = next(self.parameters())
             weight = self.keys.weight(owner, like.device, like.dtype)
-            groups = self.heads.count // len(weight)
-            given["key_projection"] = weight.repeat_interleave(groups, 0)
+            given["key_projection"] = weight.repeat_interleave(self.heads.count // len(weight), 0)
         if self.encoding.scored():
             return {"scores": (self.encoding, given)}
         settled = self.encoding.saturates_at()

@@ -86,8 +86,7 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
 
 def _spoil(module: nn.Module, args: tuple, output: Any) -> Any:
     """Forward hook of a rotary module, after which whatever uses its output is NaN."""
-    single = isinstance(output, Tensor)
-    return output * math.nan if single else tuple(x * math.nan for x in output)
+    return output * math.nan if isinstance(output, Tensor) else tuple(x * math.nan for x in output)
 
 
 def rotation(

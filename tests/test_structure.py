@@ -6,8 +6,6 @@ import ast
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-import pytest
-
 from tests.helpers.sources import PACKAGES, ROOT, nodes
 
 ROOMS = {
@@ -49,19 +47,6 @@ of ``rope_eval`` is above all of ``rope_ext``.
 
 OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
-
-BUDGETS = {
-    "rope_ext": (16_000, 16_000),
-    "eval": (10_000, 10_000),
-    "recipes": (4_000, 4_000),
-    "lab": (8_000, 8_000),
-    "tests": (22_000, 22_000),
-    "docs": (45_000, 45_000),
-}
-"""Of each folder, the lines of Python, or the words of the docs: the budget, and the most today.
-
-The second number only falls. Where it has reached the budget, the budget holds.
-"""
 
 Imports = dict[str, set[str]]
 
@@ -136,17 +121,6 @@ def test_rope_ext_has_nine_floors_and_ten_files_beside_them() -> None:
     floors = [line for line in ROOMS["rope_ext"] if folders & set(line.split())]
     assert len(floors) <= 9 and "." not in "".join(floors)
     assert len(list(package.glob("*.py"))) <= 10
-
-
-@pytest.mark.parametrize("folder", BUDGETS)
-def test_a_folder_keeps_its_budget(folder: str) -> None:
-    budget, most = BUDGETS[folder]
-    files = (ROOT / folder).rglob("*.md" if folder == "docs" else "*.py")
-    texts = [path.read_text("utf-8") for path in files]
-    size = sum(len(text.split() if folder == "docs" else text.splitlines()) for text in texts)
-    assert size <= most, f"{folder} has {size}, of {most}: delete as much as you add"
-    lower = max(budget, -(-size // 100) * 100)
-    assert size > most - 200 or most <= budget, f"lower the second number of {folder} to {lower}"
 
 
 def test_no_file_uses_what_is_private_to_another() -> None:

@@ -39,7 +39,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
-from recipes.loss import ChunkedLoss
+from recipes.loss import ChunkedLoss, label_sums
 from recipes.parallel import (
     check_fractions,
     check_parallelism,
@@ -439,6 +439,23 @@ class LongTrainer(Trainer):
         )
         return self.optimizer
 
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Like Trainer's; the weights of labels take the place of their number.
+
+        So the loss of a step is the mean by weights over all accumulated rows of all processes.
+        """
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if count is None or "loss_weights" not in batches[0]:
+            return batches, count
+        sums = torch.stack([label_sums(batch) for batch in batches]).sum(0).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            sums = self.accelerator.gather(sums[None]).sum(0)
+        weights, labels = sums
+        # Trainer has divided its count by the devices that share a row.
+        return batches, count * (weights / labels)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Like Trainer's.
 
@@ -475,7 +492,15 @@ class LongTrainer(Trainer):
             metrics = super().evaluate(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)
-            evaluation.report(self.state.log_history, self.plan.eval_length, folder)
+            recipe = self.recipe
+            evaluation.report(
+                self.state.log_history,
+                title=f"{Path(recipe.model).name}, {recipe.method}, factor {recipe.factor:g}",
+                training=training_loss(recipe),
+                length=self.plan.eval_length,
+                passkeys=len(self.plan.passkeys),
+                folder=folder,
+            )
         return metrics
 
     def evaluation_loop(
@@ -514,6 +539,16 @@ class LongTrainer(Trainer):
             f"in {self.args.output_dir} are older; train again in another --output_dir with a "
             f"smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
         )
+
+
+def training_loss(recipe: Recipe) -> str:
+    """What Trainer logs as the loss."""
+    parts = [f"training rows of {recipe.length} tokens"]
+    if recipe.retrieval_share:
+        parts.append(f"{recipe.retrieval_share:g} of them ask for facts")
+    if recipe.restoration:
+        parts.append(f"plus {recipe.restoration:g} times the restoration loss")
+    return ", ".join(parts)
 
 
 def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

@@ -39,6 +39,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
+from recipes.contents import Contents
 from recipes.loss import ChunkedLoss, label_sums
 from recipes.parallel import (
     check_fractions,
@@ -53,8 +54,10 @@ from recipes.retrieval import RetrievalRows
 from recipes.settings import (
     LONG_ROWS,
     NONE,
+    STOP,
     STREAM,
     Recipe,
+    check_data,
     check_output,
     check_together,
     finished,
@@ -592,8 +595,23 @@ def scheme(recipe: Recipe, target: int) -> Any:
     return found[name](target) if name in found else None
 
 
-def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]:
-    """Training rows, and evaluation rows or None.
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Args:
+        rows: training rows.
+        held_out: evaluation rows, or None.
+        contents: what each dataset contains.
+    """
+
+    rows: Any
+    held_out: Any
+    contents: tuple[Contents, ...]
+
+
+def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
+    """Read the training rows, and evaluation rows if the run is evaluated.
 
     Raises:
         DataError: data cannot be read, or does not fill a row.
@@ -606,6 +624,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
         )
         for part in given
     ]
+    strict = recipe.bad_files == STOP
     texts = [
         data.documents(
             part.dataset,
@@ -613,6 +632,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
             split=part.split,
             column=part.column,
             streaming=recipe.streaming,
+            strict=strict,
         )
         for part in given
     ]
@@ -621,7 +641,9 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
         apart = texts[0]
         if recipe.eval_dataset is not None:
             name, split = recipe.eval_dataset, recipe.eval_split
-            apart = data.documents(name, split=split, column=recipe.text_column, streaming=True)
+            apart = data.documents(
+                name, split=split, column=recipe.text_column, streaming=True, strict=strict
+            )
         held, taken = evaluation.held_out(
             apart,
             tokenizer,
@@ -633,12 +655,30 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
             texts = [texts[0].skip(taken)]
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
-        return data.rows(texts[0], tokenizer, packs[0], minimum=minima[0], seed=args.seed), held
+        made, found = data.rows(texts[0], tokenizer, packs[0], minimum=minima[0], seed=args.seed)
+        return Data(made, held, (found,))
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
         for text, pack, minimum in zip(texts, packs, minima, strict=True)
     ]
-    return Stream(sources, [part.weight for part in given], args.seed), held
+    mixture = Stream(sources, [part.weight for part in given], args.seed)
+    return Data(mixture, held, tuple(map(data.first_contents, texts)))
+
+
+def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:
+    """Say what the training data contains, and how often the run reads it."""
+    needed = None
+    if args.max_steps > 0:
+        ranks = args.world_size / context_parallel_size(args.parallelism_config)
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        needed = args.max_steps * each * ranks
+    elif args.num_train_epochs and found.contents[0].rows:
+        needed = args.num_train_epochs * found.contents[0].rows
+    for part, contents in zip(parts(recipe), found.contents, strict=True):
+        files = str(data.files_of(part.dataset) or "")
+        share = f" ({part.weight:g} of the rows)" if recipe.datasets else ""
+        for line in contents.lines(part.dataset + share, files, recipe.length, needed):
+            tell(line)
 
 
 def resume_stream(rows: Stream, args: TrainingArguments) -> None:
@@ -708,18 +748,21 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
         tell_next(next_command(recipe, args, plan))
         return
     with args.main_process_first(desc="reading the data"):
-        rows, held = read(recipe, args, plan)
+        found = read(recipe, args, plan)
+    tell_contents(recipe, args, found)
+    check_data(args, [each.digest for each in found.contents])
     # The first process locks for all, next to the directory, which may be uploaded. Some clusters
     # have file systems without locks: continue there.
     folder = Path(args.output_dir).resolve()
     alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
     with alone if first_process() else contextlib.nullcontext():
-        _train(recipe, args, plan, rows, held)
+        _train(recipe, args, plan, found)
     tell_next(next_command(recipe, args, plan))
 
 
-def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held: Any) -> None:
+def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> None:
     set_seed(args.seed)
+    rows = found.rows
     model = build(recipe, plan.config, rows=rows)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
@@ -734,14 +777,14 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held:
         args,
         data_collator=steps.collator,
         train_dataset=rows,
-        eval_dataset=held,
+        eval_dataset=found.held_out,
         processing_class=plan.tokenizer,
         callbacks=[steps],
         plan=plan,
     )
     steps.tokens = trainer.get_total_train_batch_size(args) * recipe.length
     if args.should_save:
-        write_settings(recipe, args)
+        write_settings(recipe, args, [each.digest for each in found.contents])
     if isinstance(rows, Stream):
         resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -37,6 +37,7 @@ from rope_ext.saving.checkpoints import load_config, trained_length
 from rope_ext.saving.drafts import draft_of
 
 NONE = "none"
+SKIP, STOP = "skip", "stop"
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 INITS = ("default", "model")
@@ -50,6 +51,8 @@ _LONGEST_ROW = 8192
 """Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
+DIGESTS = "data_digests"
+"""Field of recipe.json with a hash of each dataset."""
 STREAM = "stream.json"
 """File in a checkpoint with the state of the data stream (recipes/stream.py)."""
 # Training arguments that affect the results of a run; a resumed run must use the same values.
@@ -109,6 +112,11 @@ class Recipe:
     dataset_config: str | None = _option(None, "Configuration of a Hub dataset.")
     dataset_split: str = _option("train", "Split of a Hub dataset.")
     text_column: str = _option("text", "Column with the text.")
+    bad_files: str = _option(
+        SKIP,
+        "Local files that cannot be read: skip, which names them and goes on without them, or "
+        "stop, which ends the run.",
+    )
     rows_per_step: int | None = _option(
         None,
         "Rows per optimizer step on all devices together, instead of gradient_accumulation_steps.",
@@ -514,6 +522,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
+    yield from _not_among("bad_files", recipe.bad_files, (SKIP, STOP))
     try:
         kinds = {part.rows for part in parts(recipe)}
     except OptionError as error:
@@ -786,17 +795,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             f"{args.resume_from_checkpoint} holds no state of the optimizer (--save_only_model), "
             f"so the run cannot be resumed; train again in another --output_dir"
         )
-    for run in {folder, Path(args.resume_from_checkpoint).parent}:
-        if not (run / SETTINGS).exists():
-            continue
-        try:
-            before = dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise OptionError(
-                f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
-                f"started with are unknown; delete it to resume with the current settings, or give "
-                f"another --output_dir"
-            ) from None
+    for run, before in _settings_before(args):
         now = decisive(recipe, args)
         # Settings newer than the run have their default.
         newer = {"eval_strategy": "no", "label_smoothing_factor": 0.0}
@@ -809,11 +808,46 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             )
 
 
-def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
-    """Save the settings that a resumed run is compared with, atomically."""
+def check_data(args: TrainingArguments, digests: list[str]) -> None:
+    """Refuse to resume a run on other data.
+
+    Args:
+        args: arguments of the run.
+        digests: hash of each dataset.
+
+    Raises:
+        OptionError: the data is not that of the run.
+    """
+    if args.resume_from_checkpoint is None:
+        return
+    for run, before in _settings_before(args):
+        if before.get(DIGESTS, digests) != digests:  # older runs have none
+            raise OptionError(
+                f"{run} belongs to a run on other training data: files or documents have changed "
+                f"since; give it the same data to resume it, or give another --output_dir"
+            )
+
+
+def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The directories of the run to resume, with their settings."""
+    for run in {Path(args.output_dir), Path(args.resume_from_checkpoint).parent}:
+        if not (run / SETTINGS).exists():
+            continue
+        try:
+            yield run, dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise OptionError(
+                f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
+                f"started with are unknown; delete it to resume with the current settings, or give "
+                f"another --output_dir"
+            ) from None
+
+
+def write_settings(recipe: Recipe, args: TrainingArguments, digests: list[str]) -> None:
+    """Save the settings that a resumed run is compared with, and hashes of its data, atomically."""
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(decisive(recipe, args), indent=1) + "\n"
+    text = json.dumps(decisive(recipe, args) | {DIGESTS: digests}, indent=1) + "\n"
     with draft_of(folder / SETTINGS) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

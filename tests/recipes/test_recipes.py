@@ -55,7 +55,7 @@ def test_rows_are_the_documents_one_after_the_other(checkpoint: Path, streaming:
     if streaming:
         source = source.to_iterable_dataset()
     ids = [0, *tokenizer(long, add_special_tokens=False).input_ids, 1]
-    rows = data.rows(source, tokenizer, data.Pack(len(ids), masking=True), minimum=len(ids))
+    rows, _ = data.rows(source, tokenizer, data.Pack(len(ids), masking=True), minimum=len(ids))
     found = list(islice(rows, 5))
     assert len(found) == (5 if streaming else 2)  # a stream begins again
     for index, row in enumerate(found):

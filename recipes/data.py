@@ -319,6 +319,7 @@ def rows(
     *,
     minimum: int = 0,
     seed: int = 0,
+    files: Listing | None = None,
 ) -> tuple[Dataset | Stream, Contents]:
     """Pack documents into rows, each with its ``index``; also returns what they contain.
 
@@ -330,7 +331,7 @@ def rows(
     """
     if isinstance(data, IterableDataset):
         made = source(data, tokenizer, pack, minimum=minimum, seed=seed)
-        return Stream([made], [1.0], seed), first_contents(data)
+        return Stream([made], [1.0], seed), first_contents(data, files)
     minimum = max(minimum, pack.shortest)
     problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
@@ -358,15 +359,16 @@ def rows(
     return packed, contents(counts, data["digest"][:], problems, minimum, len(packed))
 
 
-def first_contents(data: Dataset | IterableDataset, files: Sequence[Any] = ()) -> Contents:
+def first_contents(data: Dataset | IterableDataset, files: Listing | None = None) -> Contents:
     """Contents of data that is read during training.
 
     Args:
         data: documents in the column ``text``.
-        files: names and sizes of its files.
+        files: its files, if it is local.
     """
     first = [row["text"] for row in data.take(_ENOUGH)]
-    found = beginning_of([*files, *first])
+    sizes = [] if files is None else [(file.name, file.stat().st_size) for file in files.files]
+    found = beginning_of([*sizes, *first])
     return found if isinstance(data, IterableDataset) else replace(found, documents=len(data))
 
 

@@ -624,6 +624,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
         )
         for part in given
     ]
+    listings = [data.files_of(part.dataset) for part in given]
     strict = recipe.bad_files == STOP
     texts = [
         data.documents(
@@ -655,14 +656,21 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             texts = [texts[0].skip(taken)]
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
-        made, found = data.rows(texts[0], tokenizer, packs[0], minimum=minima[0], seed=args.seed)
+        made, found = data.rows(
+            texts[0],
+            tokenizer,
+            packs[0],
+            minimum=minima[0],
+            seed=args.seed,
+            files=listings[0],
+        )
         return Data(made, held, (found,))
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
         for text, pack, minimum in zip(texts, packs, minima, strict=True)
     ]
     mixture = Stream(sources, [part.weight for part in given], args.seed)
-    return Data(mixture, held, tuple(map(data.first_contents, texts)))
+    return Data(mixture, held, tuple(map(data.first_contents, texts, listings)))
 
 
 def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:

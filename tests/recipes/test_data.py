@@ -109,7 +109,7 @@ def test_a_run_is_not_resumed_on_other_data(
     words = arguments(checkpoint, documents, run, save_steps=1, streaming=streaming)
     finetune.main(words)
     shutil.rmtree(run / "checkpoint-2")
-    documents.write_text(documents.read_text().replace("one", "two", 1))
+    documents.write_text(documents.read_text() + "\n" + json.dumps({"text": "more"}))
     with pytest.raises(OptionError, match="other training data"):
         finetune.main([*words, "--resume_from_checkpoint", "true"])
     documents.write_bytes(texts.read_bytes())

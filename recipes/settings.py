@@ -759,6 +759,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "cannot be written to" if there.is_dir() else "is not a directory"
         raise OptionError(f"--output_dir {folder}: {there} {what}; give another --output_dir")
+    _refuse_links(folder)
     last = _last_checkpoint(folder, args)
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None
@@ -791,7 +792,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             continue
         try:
             before = dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise OptionError(
                 f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
                 f"started with are unknown; delete it to resume with the current settings, or give "
@@ -807,6 +808,14 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
                 f"{run} belongs to a run with other settings ({', '.join(changed)}); use the "
                 f"same settings to resume it, or give another --output_dir"
             )
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise OptionError for files that are links: Trainer would write into what they lead to."""
+    files = (file for each in (folder, *_checkpoints(folder)) for file in each.glob("*"))
+    link = next((file for file in files if file.is_symlink() and not file.is_dir()), None)
+    if link is not None:
+        raise OptionError(f"{link} is a symbolic link; remove it, or give another --output_dir")
 
 
 def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
@@ -863,7 +872,7 @@ def _last_checkpoint(folder: Path, args: TrainingArguments) -> Path | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         if isinstance(state, dict) and isinstance(state.get("global_step"), int):
             return state

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import rope_ext
+from rope_ext.advice.describe import write_card
+from rope_ext.errors import AdapterError
 from rope_ext.import_path import isolated
 from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.models import tiny_llama
 from tests.helpers.sources import ROOT
 
 PLANTED = (
@@ -143,3 +147,33 @@ def test_other_programs_keep_their_import_path(words: list[str], tmp_path: Path)
     (tmp_path / "yours.py").write_text("print('imported')")
     done = started(tmp_path, *words)
     assert done.stdout == "imported\n", done.stderr
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A file of the user outside of the folder from elsewhere."""
+    path = tmp_path / "private.txt"
+    path.write_text("keep me")
+    return path
+
+
+def test_what_is_written_into_a_model_folder_does_not_follow_links(
+    tmp_path: Path, private: Path
+) -> None:
+    """A patch beside an adapter, a model card, and settings for an engine."""
+    folder = tmp_path / "model"
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    model.save_pretrained(folder)
+    (folder / "rope_ext.json").symlink_to(private)
+    with pytest.raises(AdapterError, match="symbolic link"):
+        rope_ext.save_sidecar(model, folder)
+    (folder / "README.md").symlink_to(tmp_path / "absent.md")
+    with pytest.raises(OSError, match="symbolic link"):
+        write_card(folder)
+    (folder / "config.json").rename(tmp_path / "config.json")
+    before = (tmp_path / "config.json").read_bytes()
+    (folder / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(OSError, match="symbolic link"):
+        rope_ext.export(model, "transformers").write(folder)
+    assert private.read_text() == "keep me" and not (tmp_path / "absent.md").exists()
+    assert (tmp_path / "config.json").read_bytes() == before

@@ -166,7 +166,7 @@ def test_links_in_a_folder_from_elsewhere_are_not_followed(
     link = folder.path / name
     link.parent.mkdir(parents=True)
     link.symlink_to(private)
-    with pytest.raises(MeasureError, match="link|wrote"), folder.lock():
+    with pytest.raises(MeasureError, match=r"link|wrote"), folder.lock():
         folder.check(["table.md"])
         folder.write({"table.md": b"results"})
     assert private.read_text() == "keep me" and link.is_symlink()

@@ -80,6 +80,7 @@ from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position.learned import TEMPERATURE, learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import patch_without_weights
 
 FITTED_ROWS = 16
@@ -534,7 +535,7 @@ class LongTrainer(Trainer):
             done = self.state.global_step * self.get_total_train_batch_size(self.args)
             state = self.train_dataset.state(done)
             if state is not None:
-                (folder / STREAM).write_text(json.dumps(state) + "\n", encoding="utf-8")
+                write_whole(folder / STREAM, json.dumps(state) + "\n")
 
     def _diverged(self, what: str) -> None:
         raise DivergedError(

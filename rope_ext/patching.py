@@ -454,7 +454,7 @@ def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> A
     file = Path(str(folder)) / SIDECAR
     try:
         trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError):  # on the Hub, or trained without a patch
+    except (OSError, ValueError, RecursionError):  # on the Hub, or trained without a patch
         trained = record
     if not trained.same(record):
         _logger.warning(

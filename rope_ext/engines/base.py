@@ -122,7 +122,7 @@ def _replaceable(path: Path, text: str) -> bool:
         before, after = json.loads(there), json.loads(text)
         names = "model_type vocab_size num_hidden_layers hidden_size intermediate_size"
         return all(before.get(name) == after.get(name) for name in names.split())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -282,7 +282,7 @@ class GGUFFile:
         prefix = f"{self.architecture}.rope.scaling."
         own = ("general.architecture", _MARK, *made.keys)  # set by the writer
         try:
-            with draft_of(output) as draft:
+            with draft_of(output.resolve()) as draft:  # of a link that the user named, the target
                 writer = gguf.GGUFWriter(draft, self.architecture)
                 writer.data_alignment = int(self.reader.alignment)
                 writer.add_bool(_MARK, True)

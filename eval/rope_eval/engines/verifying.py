@@ -12,7 +12,6 @@ import math
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -35,6 +34,7 @@ from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.engines.llama_cpp import following, write_model
 from rope_ext.errors import ExportError, RopeExtError, first_line, optional
+from rope_ext.import_path import isolated
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
@@ -455,10 +455,10 @@ def endpoint(address: str, model: str | None = None) -> Run:
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
-    optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
-    # Not as a file, whose folder would come first in sys.path.
+    package = optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
     script = Path(llama_server.__file__).read_text(encoding="utf-8")
-    command = [sys.executable, "-c", script, *words, *_EXACT]
+    found_in = Path(package.__file__).parents[1]  # may be on PYTHONPATH only
+    command = isolated(script, *words, *_EXACT, folder=str(found_in))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

@@ -9,6 +9,7 @@ times larger than others, and some are zero. So random numbers replace the outpu
 and norms in attention layers.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.position.direction import sees_ahead, visible_keys
 from rope_ext.rotary import context
 from rope_ext.rotary.hooks import rotation
 from rope_ext.rotary.probe import replaced
@@ -43,6 +45,7 @@ class Layout:
     key_heads: int
     inputs: int | None  # columns of hidden states; None: not its first argument
     scales: bool  # whether its attribute ``scaling`` is the softmax scale
+    ahead: bool  # whether queries see later keys
 
 
 def find_layouts(
@@ -154,6 +157,7 @@ class _Seen(NamedTuple):
     key: Tensor
     value: Tensor
     given: dict[str, Any]  # further arguments
+    ahead: bool  # whether queries see later keys
     hidden: Any = None  # the layer's first argument
     returned: Any = None  # the outputs of its submodules, by submodule
 
@@ -283,17 +287,25 @@ def _look(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention function that returns zeros, so that all rows stay equal."""
-    if attention_mask is not None and attention_mask is not _MASK:
+    if attention_mask is not None and not isinstance(attention_mask, _Mask):
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     look = context.forward_context.look
     assert look is not None, "only _forward sets this attention function"
-    look(_Seen(module, query, key, value, kwargs))
+    ahead = sees_ahead(module, attention_mask, kwargs)
+    look(_Seen(module, query, key, value, kwargs, ahead))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
 
 class _Mask:
     """Placeholder for the attention mask, which layers may only pass on."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments  # with which transformers requested it
+
+    @functools.cached_property
+    def visible(self) -> Tensor:
+        return visible_keys(self.arguments)
 
     def _touched(self, *args: Any, **kwargs: Any) -> None:
         raise _RefusedError("it computes with its attention mask outside of the attention function")
@@ -302,9 +314,8 @@ class _Mask:
     __torch_function__ = classmethod(cast("Any", _touched))  # torch calls this on the class
 
 
-_MASK = _Mask()
 AttentionInterface.register(_NAME, _look)
-AttentionMaskInterface.register(_NAME, lambda **arguments: _MASK)
+AttentionMaskInterface.register(_NAME, lambda **arguments: _Mask(**arguments))
 
 
 def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
@@ -324,7 +335,16 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
     inputs = x.shape[-1] if fits else None
     scaling = seen.given.get("scaling")
     scales = scaling is not None and vars(seen.module).get("scaling") == scaling
-    return Layout(site, of_query, local, heads, key.shape[1], inputs, scales)
+    return Layout(
+        site=site,
+        pairs=of_query,
+        local=local,
+        heads=heads,
+        key_heads=key.shape[1],
+        inputs=inputs,
+        scales=scales,
+        ahead=seen.ahead,
+    )
 
 
 def _pairs(x: Tensor, count: int) -> Pairs | None:

@@ -25,7 +25,14 @@ from rope_ext.position.direction import sees_ahead, visible_keys
 from rope_ext.rotary import context
 from rope_ext.rotary.hooks import rotation
 from rope_ext.rotary.probe import replaced
-from rope_ext.rotary.sites import RotarySite, run, sees_window, text_config, vocabulary_of
+from rope_ext.rotary.sites import (
+    RotarySite,
+    no_text,
+    run,
+    sees_window,
+    text_config,
+    vocabulary_of,
+)
 
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -165,6 +172,10 @@ class _Seen(NamedTuple):
 @torch.no_grad()
 def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> list[_Seen]:
     """Record queries and keys of each attention layer, with the rotations of :func:`_forward`."""
+    try:
+        vocabulary_of(decoder)
+    except UnsupportedModelError:
+        raise _RefusedError(no_text(decoder)) from None
     parameters = list(decoder.parameters())
     offloaded = any("_hf_hook" in vars(module) for module in decoder.modules())
     if not offloaded and any(parameter.is_meta for parameter in parameters):

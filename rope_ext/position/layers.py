@@ -9,6 +9,7 @@ times larger than others, and some are zero. So random numbers replace the outpu
 and norms in attention layers.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,10 +21,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.position.direction import sees_ahead, visible_keys
 from rope_ext.rotary import context
 from rope_ext.rotary.hooks import rotation
 from rope_ext.rotary.probe import replaced
-from rope_ext.rotary.sites import RotarySite, run, sees_window, text_config, vocabulary_of
+from rope_ext.rotary.sites import (
+    RotarySite,
+    no_text,
+    run,
+    sees_window,
+    text_config,
+    vocabulary_of,
+)
 
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -43,6 +52,7 @@ class Layout:
     key_heads: int
     inputs: int | None  # columns of hidden states; None: not its first argument
     scales: bool  # whether its attribute ``scaling`` is the softmax scale
+    ahead: bool  # whether queries see later keys
 
 
 def find_layouts(
@@ -154,6 +164,7 @@ class _Seen(NamedTuple):
     key: Tensor
     value: Tensor
     given: dict[str, Any]  # further arguments
+    ahead: bool  # whether queries see later keys
     hidden: Any = None  # the layer's first argument
     returned: Any = None  # the outputs of its submodules, by submodule
 
@@ -161,6 +172,10 @@ class _Seen(NamedTuple):
 @torch.no_grad()
 def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> list[_Seen]:
     """Record queries and keys of each attention layer, with the rotations of :func:`_forward`."""
+    try:
+        vocabulary_of(decoder)
+    except UnsupportedModelError:
+        raise _RefusedError(no_text(decoder)) from None
     parameters = list(decoder.parameters())
     offloaded = any("_hf_hook" in vars(module) for module in decoder.modules())
     if not offloaded and any(parameter.is_meta for parameter in parameters):
@@ -283,17 +298,25 @@ def _look(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention function that returns zeros, so that all rows stay equal."""
-    if attention_mask is not None and attention_mask is not _MASK:
+    if attention_mask is not None and not isinstance(attention_mask, _Mask):
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     look = context.forward_context.look
     assert look is not None, "only _forward sets this attention function"
-    look(_Seen(module, query, key, value, kwargs))
+    ahead = sees_ahead(module, attention_mask, kwargs)
+    look(_Seen(module, query, key, value, kwargs, ahead))
     rows, heads, tokens = query.shape[:3]
     return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
 
 class _Mask:
     """Placeholder for the attention mask, which layers may only pass on."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments  # with which transformers requested it
+
+    @functools.cached_property
+    def visible(self) -> Tensor:
+        return visible_keys(self.arguments)
 
     def _touched(self, *args: Any, **kwargs: Any) -> None:
         raise _RefusedError("it computes with its attention mask outside of the attention function")
@@ -302,9 +325,8 @@ class _Mask:
     __torch_function__ = classmethod(cast("Any", _touched))  # torch calls this on the class
 
 
-_MASK = _Mask()
 AttentionInterface.register(_NAME, _look)
-AttentionMaskInterface.register(_NAME, lambda **arguments: _MASK)
+AttentionMaskInterface.register(_NAME, lambda **arguments: _Mask(**arguments))
 
 
 def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
@@ -324,7 +346,16 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
     inputs = x.shape[-1] if fits else None
     scaling = seen.given.get("scaling")
     scales = scaling is not None and vars(seen.module).get("scaling") == scaling
-    return Layout(site, of_query, local, heads, key.shape[1], inputs, scales)
+    return Layout(
+        site=site,
+        pairs=of_query,
+        local=local,
+        heads=heads,
+        key_heads=key.shape[1],
+        inputs=inputs,
+        scales=scales,
+        ahead=seen.ahead,
+    )
 
 
 def _pairs(x: Tensor, count: int) -> Pairs | None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rope_ext.config.settings import METHODS, RopeSettings, rope_settings, trained_length
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
@@ -153,7 +154,24 @@ def text_config(module: nn.Module) -> Any:
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
-    return cast("Any", decoder).get_input_embeddings()
+    """Return a decoder's table of token embeddings; raises UnsupportedModelError without one."""
+    try:
+        found = cast("Any", decoder).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        found = None
+    if not hasattr(found, "num_embeddings"):
+        raise UnsupportedModelError(f"{type(decoder).__name__}: {no_text(decoder)}")
+    return found
+
+
+def no_text(decoder: nn.Module) -> str:
+    """Explain why ``decoder`` takes no token IDs, as a sentence for an error."""
+    models = (name for name, one in decoder.named_modules() if isinstance(one, PreTrainedModel))
+    inner = None if isinstance(decoder, PreTrainedModel) else next(models, None)
+    if inner is None:
+        return "it does not read token IDs of one vocabulary"
+    # as in a SentenceTransformer
+    return f"it is not a transformers model; pass the one in it, model.get_submodule({inner!r})"
 
 
 @torch.no_grad()
@@ -230,7 +248,15 @@ def _site(
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     columns = prove(decoder, module, layer_type, len(loaded))
+    given = length is not None
     length = trained_length(config) if length is None else length
+    patch = getattr(config, "patch_length", None)
+    if patch and not given:  # TimesFM reads patches of so many points of a series as one token
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
+            f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
+            f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
+        )
     if length is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "

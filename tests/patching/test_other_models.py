@@ -26,7 +26,7 @@ class Sentences(nn.Sequential):
 @pytest.mark.parametrize("name", ["DiaModel", "TimesFm2_5Model", "LasrEncoder", "NeuCodecModel"])
 def test_position_methods_refuse_models_without_token_ids(name: str) -> None:
     model = tiny_of(getattr(transformers, name))
-    with pytest.raises(rope_ext.UnsupportedModelError, match="token IDs.*yarn"):
+    with pytest.raises(rope_ext.UnsupportedModelError, match=r"token IDs.*yarn"):
         rope_ext.patch(model, "rerope", factor=4, original_max_position_embeddings=64)
 
 

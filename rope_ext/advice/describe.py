@@ -19,6 +19,7 @@ from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
+from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -196,6 +197,8 @@ def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[st
     for site in sites:
         if site.scaled:
             yield f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
+    if rotates_windows_only(decoder, sites):
+        yield f"sliding layers: {WINDOWS_ONLY}"
     record = record_of(text_config(decoder))
     if record is not None and record.plain:
         yield f"saved under {record.call()}, whose larger base is in force"

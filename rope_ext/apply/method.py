@@ -22,7 +22,12 @@ from rope_ext.methods.kinds import identity
 from rope_ext.methods.rope import reach
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options, refuse_moving
-from rope_ext.position.layers import find_layouts, ignores_scaling
+from rope_ext.position.layers import (
+    WINDOWS_ONLY,
+    find_layouts,
+    ignores_scaling,
+    rotates_windows_only,
+)
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
 from rope_ext.rotary.context import refuse_sharded, watch_generation
@@ -152,6 +157,7 @@ def apply_frequency(
     length = max(site.target_length(method) for site in scaled)
     targets = {site: target(place, site, method, options) for site in scaled}
     hooks.refuse_unused(place.decoder, scaled)
+    idle = rotates_windows_only(place.decoder, place.sites)  # its configuration is still unpatched
     growing = getattr(method, "mode", None) == "growing"
     precise = options.is_precise(length) and not (growing and options.precise == "auto")
     if growing and precise:
@@ -184,6 +190,10 @@ def apply_frequency(
         if precise or sequences is not None:
             hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
+    if idle:
+        notes.append(f"sliding layers: {WINDOWS_ONLY}")
+        family = type(place.decoder).__name__
+        _logger.warning("rope_ext: %s on %s: %s", method.name, family, WINDOWS_ONLY)
     notes += scale_softmax(scaled, (method,), changes)
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)

@@ -81,9 +81,9 @@ def forward_of(patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict) 
     if forward is None or not forward.located:
         raise UnsupportedModelError(
             f"{type(layer).__name__} was run by itself under {patch.method.name}, by model.forward "
-            f"(which runs no hooks), or again by gradient checkpointing with a mask of your own, so "  # noqa: E501
-            f"the positions of its tokens are not known; call the whole model itself, without that "
-            f"mask or without checkpointing"
+            f"(which runs no hooks), or again by gradient checkpointing with a mask of your own, "
+            f"so the positions of its tokens are not known; call the whole model itself, without "
+            f"that mask or without checkpointing"
         )
     return forward
 

@@ -9,8 +9,10 @@ times larger than others, and some are zero. So random numbers replace the outpu
 and norms in attention layers.
 """
 
+import copy
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -84,6 +86,72 @@ def find_layouts(
             f"correct here; {instead}"
         ) from error
     return layouts
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What the code of an attention layer does, whatever its weights are."""
+
+    rotates: bool
+    local: bool  # whether it has a sliding window
+    ahead: bool  # whether queries see later keys; False if its mask contains values of the input
+
+
+class _Rotated(Tensor):
+    """Marks cosines and sines, and everything that is computed from them."""
+
+
+@torch.no_grad()
+def survey(decoder: nn.Module, sites: list[RotarySite]) -> list[Surveyed] | None:
+    """Run the decoder that its configuration describes, without weights; returns its layers.
+
+    None: it cannot be run on the meta device.
+    """
+    found: list[Surveyed] = []
+
+    def mark(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output.as_subclass(_Rotated)
+        return tuple(one.as_subclass(_Rotated) for one in output)
+
+    def look(seen: _Seen) -> None:
+        local = sees_window(text_config(twin), seen.module, seen.given.get("sliding_window"))
+        ahead = False
+        with suppress(RuntimeError):  # of a tensor on the meta device
+            ahead = seen.ahead()
+        found.append(Surveyed(isinstance(seen.query, _Rotated), local, ahead))
+
+    try:
+        tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            twin = type(decoder)(copy.deepcopy(cast("Any", decoder).config)).eval()
+        for parameter in twin.parameters():  # some kernels of experts take no other dtype
+            parameter.data = parameter.data.to(torch.bfloat16)
+        for site in sites:
+            twin.get_submodule(site.name).register_forward_hook(mark)
+        with context.attending(twin, _NAME, look):
+            # With a mask, no value is read to tell packed documents apart.
+            twin(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    except Exception:
+        return None
+    return found
+
+
+def rotates_windows_only(decoder: nn.Module, sites: list[RotarySite]) -> bool:
+    """Whether layers that see the whole text have no positions, so that no method extends it.
+
+    False if :func:`survey` cannot tell.
+    """
+    if not any(site.shared for site in sites):  # all or none of its layers have a window
+        return False
+    layers = survey(decoder, sites) or []
+    return bool(layers) and all(layer.local for layer in layers if layer.rotates)
+
+
+WINDOWS_ONLY = (
+    "of its layers, only those with a window rotate, and the others have no positions (NoPE), so "
+    "no method lengthens their reach; use the model unpatched, at any length"
+)
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
@@ -163,10 +231,14 @@ class _Seen(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+    mask: Any  # a _Mask, or None
     given: dict[str, Any]  # further arguments
-    ahead: bool  # whether queries see later keys
     hidden: Any = None  # the layer's first argument
     returned: Any = None  # the outputs of its submodules, by submodule
+
+    def ahead(self) -> bool:
+        """Whether queries see later keys."""
+        return sees_ahead(self.module, self.mask, self.given)
 
 
 @torch.no_grad()
@@ -302,10 +374,9 @@ def _look(
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     look = context.forward_context.look
     assert look is not None, "only _forward sets this attention function"
-    ahead = sees_ahead(module, attention_mask, kwargs)
-    look(_Seen(module, query, key, value, kwargs, ahead))
+    look(_Seen(module, query, key, value, attention_mask, kwargs))
     rows, heads, tokens = query.shape[:3]
-    return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
+    return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
 
 class _Mask:
@@ -354,7 +425,7 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
         key_heads=key.shape[1],
         inputs=inputs,
         scales=scales,
-        ahead=seen.ahead,
+        ahead=seen.ahead(),
     )
 
 

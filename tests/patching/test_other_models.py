@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import rope_ext
-from tests.families.zoo import tiny_of
+from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.models import tiny_llama
 
 
@@ -80,3 +80,34 @@ def test_two_position_axes(method: str) -> None:
     fixed = output(**({"length": 150} if method == "dynamic_ntk" else {}))
     for options in ({}, {"precise": True}):
         torch.testing.assert_close(output(**options), fixed, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "exaone4", "llama4_text", "muse_glimmer"])
+def test_a_model_whose_full_layers_have_no_positions_gains_nothing(name: str, caplog) -> None:
+    model, said = tiny_model(name), "no method lengthens their reach"
+    assert said in str(rope_ext.describe(model))
+    for given in (model, model.config):
+        with pytest.raises(rope_ext.UnsupportedModelError, match=said):
+            rope_ext.recommend(given, 200)
+    rope_ext.patch(model, "yarn", factor=4)
+    assert said in caplog.text and said in str(rope_ext.describe(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_other_models_are_told_nothing_of_the_kind(name: str, caplog) -> None:
+    model = tiny_model(name)
+    rope_ext.recommend(model.config, 200)
+    rope_ext.patch(model, "yarn", factor=4)
+    assert "reach" not in caplog.text and "no positions" not in str(rope_ext.describe(model))
+
+
+def test_no_position_method_is_recommended_for_an_encoder() -> None:
+    model = tiny_of(transformers.ModernBertForMaskedLM)
+    found = rope_ext.recommend(model, 200)
+    methods = [found.method, *(method for method, _ in found.alternatives)]
+    assert not any(method.replaces_attention for method in methods)
+
+
+def test_no_position_method_is_recommended_for_a_bidirectional_configuration() -> None:
+    config = tiny_model("gemma2", use_bidirectional_attention=True).config
+    assert not rope_ext.recommend(config, 200).method.replaces_attention

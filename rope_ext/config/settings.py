@@ -104,10 +104,23 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
         # Equal tables apply at every length.
         options |= {"long_factor": long, "short_factor": None if short == long else short}
     given = entry.get("attention_factor")
+    if given is None and cls is YaRN and has_mscale(entry):
+        given = mscale_factor(entry, factor)
     if cls in (LongRoPE, YaRN) and given is not None:
         usual = cls is YaRN and math.isclose(given, yarn_factor(factor))
         options["attention_factor"] = None if usual else given
     return cls(factor=factor, **options)
+
+
+def has_mscale(entry: Mapping[str, Any]) -> bool:
+    """Whether transformers computes the attention factor from ``mscale`` and the factor."""
+    return bool(entry.get("mscale") and entry.get("mscale_all_dim"))
+
+
+def mscale_factor(entry: Mapping[str, Any], factor: float) -> float:
+    """Return the attention factor of an entry with ``mscale`` and ``mscale_all_dim``."""
+    grown = yarn_factor(factor) - 1
+    return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
 
 
 def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -121,17 +121,25 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     found = configured(text)
     if found is None:
         return None
-    (method, length), scaled = found, _scaled(text)
+    method, length = found
+    scaled = _scaled(text)
     target = not_none(scaled[0].target)
+    raises = any(settings.parameters.get("mscale_all_dim") for settings in scaled)
     for settings in scaled:
         part = cast("dict[str, Any]", settings.parameters)
+        if raises:  # a factor of 1 scales nothing, and the other fields have no method
+            part["factor"] = 1.0
+            continue
         for field in (*SCALING_FIELDS, "original_max_position_embeddings"):
             part.pop(field, None)
         part["rope_type"] = "default"
     text.max_position_embeddings = length
     try:
         model = built_on_meta(restored)
-        patch(model, method)
+        if raises:
+            patch(model, method.name, factor=method.factor, compose="raise")
+        else:
+            patch(model, method)
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
     state = not_none(current_patch(model))

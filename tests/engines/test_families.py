@@ -45,7 +45,7 @@ def claimed(engine: str) -> Iterator[Any]:
         kinds, others = family.kinds, [kind for kind in family.kinds if kind != "yarn"]
         if others and "yarn" in kinds:
             kinds = ("yarn", others[index % len(others)])
-        if name in miniatures():  # tests/real runs Gemma 3
+        if name in miniatures() and family.alone:  # tests/real runs Gemma 3, test_nested the whole
             yield from [pytest.param(name, kind, id=f"{name}-{kind}") for kind in kinds]
 
 

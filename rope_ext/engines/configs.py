@@ -206,8 +206,8 @@ def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
 def mlx(state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
-    A saved folder either runs as patched or raises an error (``apply/configuration.py``), except for
-    families that are read ``inside``, some of whose ``rope_parameters`` mlx-lm computes otherwise.
+    A saved folder either runs as patched or raises an error (``apply/configuration.py``), except
+    for families that are read ``inside``: mlx-lm computes some of their tables otherwise.
     """
     family = base.family_of(state, "mlx")
     if not family.kinds:

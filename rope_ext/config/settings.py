@@ -26,6 +26,9 @@ METHODS: Mapping[str, str] = {
 _SAME_NAMES = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
 """Options of YaRN or Llama 3 that entries store under the same name."""
 
+_ADDED = ("mscale", "mscale_all_dim")
+"""Options that a patch writes into ``rope_scaling`` only, for mlx-lm."""
+
 
 @dataclass(frozen=True)
 class RopeSettings:
@@ -153,3 +156,26 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
             f"{LONGEST}={longest} does not fit factor={settings.factor:g}: transformers uses the "
             f"factor, and {told}, which together reach {target} tokens"
         )
+
+
+def edits(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Describe changes by hand in ``saved``, the ``config.json`` of ``config``, written by a patch.
+
+    A patch writes every value twice, into ``rope_parameters`` and the older fields, of which a
+    reader uses one.
+    """
+    for name in path_to_text(config):
+        saved = saved.get(name) or {}
+    parameters, scaling = saved.get("rope_parameters"), saved.get("rope_scaling")
+    if not isinstance(parameters, dict):
+        return
+    twice = isinstance(scaling, dict) and "rope_theta" in scaling  # others write no base there
+    if twice:
+        names = {*parameters, *scaling} - ({*_ADDED} - {*parameters})
+        for name in sorted(names):
+            one, other = parameters.get(name), scaling.get(name)
+            if one != other:
+                yield f"{name} is {one!r} in rope_parameters, but {other!r} in rope_scaling"
+    base, theta = saved.get("rope_theta"), parameters.get("rope_theta")
+    if (twice or FIELD in saved) and not isinstance(base, (str, type(None))) and base != theta:
+        yield f"rope_theta is {theta!r} in rope_parameters, but {base!r} at the top level"

@@ -20,7 +20,13 @@ from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
 from rope_ext.saving.checkpoints import before_patch, load_config
-from rope_ext.saving.load import frequencies_of, read_adapter, read_sidecar, same
+from rope_ext.saving.load import (
+    frequencies_of,
+    read_adapter,
+    read_sidecar,
+    refuse_other_fields,
+    same,
+)
 
 Given = PreTrainedConfig | str | Path
 
@@ -55,6 +61,8 @@ def read_saved(given: Given) -> Saved:
     if record is not None:
         built = copy.deepcopy(config) if sidecar else record.restored(config)
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
+        if sidecar is None and not_none(current_patch(model)).saved.values:
+            refuse_other_fields(config, model, name)
         return Saved(model, config, name, "adapter" if sidecar else "record")
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))

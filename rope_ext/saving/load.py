@@ -6,6 +6,7 @@ The configuration of a model records its patch; that of an adapter is in a sidec
 import copy
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +25,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
+from rope_ext.config.record import FIELD, LENGTHS, SIDECAR, Record, record_of
+from rope_ext.config.settings import edits
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
-from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_decoder
+from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
 
@@ -87,7 +89,7 @@ def from_pretrained(
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
         raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
-    loaded, record = _load(path, kwargs)
+    loaded, record, config = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
@@ -98,6 +100,7 @@ def from_pretrained(
                 f"{path} was saved under {record.call()} with {record.outcome()}; the same call "
                 f"now gives {state.record.outcome()}: load the original model and patch it again"
             )
+        refuse_other_fields(config, model, path)
     return loaded
 
 
@@ -119,7 +122,7 @@ def _base_of(
     folder, gguf = gguf_source.split(base)
     try:
         cls = saved.get("base_model_class") or _TASKS.get(str(saved.get("task_type")), _CAUSAL)
-        model, record = _load(folder := hub.require_place(folder), {**kwargs, **gguf}, cls)
+        model, record, _ = _load(folder := hub.require_place(folder), {**kwargs, **gguf}, cls)
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
@@ -137,24 +140,19 @@ def _base_of(
 
 def _load(
     path: str, kwargs: dict[str, Any], class_name: str | None = None
-) -> tuple[Any, Record | None]:
-    """Load the unpatched model, as the saved class by default, and read its recorded patch."""
+) -> tuple[Any, Record | None, Any]:
+    """Load the unpatched model, as the saved class by default, and read its recorded patch.
+
+    Returns the model, the record and the configuration as saved.
+    """
     config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
-        options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
-        # Its rope_type may be one that plain transformers must refuse.
-        with (
-            configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
-            hub.loading("configuration", path),
-        ):
-            if gguf_file is None:
-                config = AutoConfig.from_pretrained(config or path, **options)
-            else:
-                config = gguf_source.load_config(path, gguf_file, **options)
+        config = _config(config or path, path, kwargs)
     where = f"config.json of {path}"
     found = record_of(config.get_text_config(decoder=True), where)
     record = None if found is None or found.plain else found  # a plain one is already in force
+    as_saved = config
     if record is not None:
         config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
@@ -183,7 +181,60 @@ def _load(
     if gguf_file is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
-    return loaded, record
+    return loaded, record, as_saved
+
+
+def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
+    """Load the configuration in ``place`` for the model in ``path``."""
+    options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
+    # Its rope_type may be one that plain transformers must refuse.
+    with (
+        configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
+        hub.loading("configuration", path),
+    ):
+        if kwargs.get("gguf_file") is not None:
+            return gguf_source.load_config(path, kwargs["gguf_file"], **options)
+        config = AutoConfig.from_pretrained(place, **options)
+        refuse_edits(config, place, **hub.of_hub(kwargs))
+        return config
+
+
+def refuse_edits(config: PreTrainedConfig, place: str, **where: Any) -> None:
+    """Raise RecordError if what a patch wrote into ``config.json`` was partly changed by hand."""
+    saved = PreTrainedConfig.get_config_dict(place, **where)[0]
+    told = "; ".join(edits(config, saved))
+    if told:
+        raise RecordError(
+            f"config.json of {place} was changed after a patch wrote it: {told}. Undo the change, "
+            f"or load the original model and patch it with other options"
+        )
+
+
+def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
+    """Raise RecordError if ``config.json`` has other values than its recorded patch writes.
+
+    ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it.
+    """
+    saved, written = config.get_text_config(decoder=True), text_config(text_decoder(model))
+    for name in ("rope_parameters", *LENGTHS):
+        one, other = getattr(saved, name, None), getattr(written, name, None)
+        if not _agree(one, other):
+            raise RecordError(
+                f"config.json of {place} was changed after a patch wrote it: {name} is {one!r}, "
+                f"but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or load "
+                f"the original model and patch it with other options"
+            )
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether values of a configuration are equal, up to the rounding of another device."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return all(_agree(one[name], other[name]) for name in one.keys() & other.keys())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=ROUNDING)
+    return one == other
 
 
 def _class(config: PreTrainedConfig, name: str | None) -> Any:

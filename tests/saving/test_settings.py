@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rope_ext
 from rope_ext.config.settings import ORIGINAL
 from rope_ext.rotary.sites import find_sites, text_decoder
-from tests.families.zoo import tiny_config
+from rope_ext.saving.checkpoints import load_model
+from tests.families.zoo import tiny_config, tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.saved_patches import edited
 
@@ -148,13 +149,77 @@ def test_a_temperature_of_its_own_is_not_left_to_the_engine(tmp_path: Path) -> N
         rope_ext.export(place, "vllm")
 
 
-def test_a_scaling_that_no_method_computes_is_left_to_the_engine(tmp_path: Path) -> None:
-    """As that of DeepSeek V3 and Kimi K2, whose temperature is in the softmax."""
+def test_a_temperature_in_the_softmax_scale_is_served_as_it_is(tmp_path: Path) -> None:
+    """As that of DeepSeek V3 and Kimi K2."""
     config = tiny_config("deepseek_v3")
     config.rope_parameters |= {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
     config.max_position_embeddings = 4 * LENGTH
     config.save_pretrained(tmp_path)
     described = rope_ext.describe(tmp_path)
     assert (described.length, described.target_length) == (LENGTH, 4 * LENGTH)
-    with pytest.raises(rope_ext.ExportError, match="'transformers' can run this folder"):
-        rope_ext.export(tmp_path, "vllm")
+    assert rope_ext.export(tmp_path, "vllm").command == f"vllm serve {tmp_path}"
+
+
+EDITS: dict[str, tuple[str, Any, tuple[str, str]]] = {
+    "a factor of yarn": ("yarn", ["rope_parameters", "factor", 8.0], ("8.0", "4.0")),
+    "a field too many": ("yarn", ["rope_parameters", "truncate", False], ("False", "None")),
+    "the older factor": ("yarn", ["rope_scaling", "factor", 8.0], ("8.0", "4.0")),
+    "the base of yarn": ("yarn", ["rope_theta", 5e5], ("500000.0", "10000.0")),
+    "the base of ntk": ("ntk", ["rope_parameters", "rope_theta", 5e5], ("500000.0", "48760")),
+    "the base of rerope": (
+        "rerope",
+        ["rope_parameters", "rope_theta", 5e5],
+        ("500000.0", "10000.0"),
+    ),
+    "the older base of rerope": ("rerope", ["rope_theta", 5e5], ("500000.0", "10000.0")),
+    "a dynamic method": (
+        "dynamic_yarn",
+        ["rope_parameters", "rope_theta", 5e5],
+        ("500000.0", "1000"),
+    ),
+}
+
+
+def changed_by_hand(place: Path, method: str, *change: Any, family: str = "llama") -> Path:
+    """A folder saved under a patch, whose ``config.json`` was then edited."""
+    rope_ext.patch(tiny_model(family), method, factor=4).save_pretrained(place)
+    *path, name, value = change
+    with edited(place) as saved:
+        for part in path:
+            saved = saved[part]
+        saved[name] = value
+    return place
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_a_configuration_changed_by_hand_is_refused(tmp_path: Path, case: str) -> None:
+    """One of the two places of each value is read, so the change would have no effect."""
+    method, change, values = EDITS[case]
+    place = changed_by_hand(tmp_path, method, *change)
+    for read in (rope_ext.from_pretrained, rope_ext.describe, load_model):
+        with pytest.raises(rope_ext.RecordError, match="changed after a patch") as raised:
+            read(str(place))
+        assert all(value in str(raised.value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "change"),
+    [
+        ("gemma3_text", "rerope", ["rope_parameters", "full_attention", "rope_theta", 5e5]),
+        ("llama", "dynamic_ntk", ["max_position_embeddings", 512]),
+        ("llama", "rerope", ["max_position_embeddings", 512]),
+    ],
+)
+def test_a_field_that_a_recorded_patch_replaces_is_not_changed(
+    tmp_path: Path, family: str, method: str, change: list[Any]
+) -> None:
+    place = changed_by_hand(tmp_path, method, *change, family=family)
+    with pytest.raises(rope_ext.RecordError, match=change[0]):
+        rope_ext.from_pretrained(place)
+
+
+def test_a_change_in_both_places_is_read(tmp_path: Path) -> None:
+    place = changed_by_hand(tmp_path, "yarn", "rope_parameters", "beta_fast", 16.0)
+    with edited(place) as saved:
+        saved["rope_scaling"]["beta_fast"] = 16.0
+    assert rope_ext.describe(place).options["beta_fast"] == 16

@@ -195,9 +195,11 @@ def apply_frequency(
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
     notes = []
     left = [site for site in place.sites if site not in place.scaled]
-    if left:
-        names = ", ".join(sorted({site.layer_type or site.name for site in left}))
-        notes.append(f"sliding layers: {names} see a limited window and stay as they were")
+    for local, why in ((True, "see a limited window"), (False, "are not scaled by the checkpoint")):
+        names = sorted({site.layer_type or site.name for site in left if site.local == local})
+        if names:
+            kind = "sliding layers" if local else "layers"
+            notes.append(f"{kind}: {', '.join(names)} {why} and stay as they were")
     if any(site.shared for site in place.scaled):
         notes.append(
             "sliding layers: they share the rotary module and are scaled along, as transformers "

@@ -15,6 +15,8 @@ from rope_ext.methods.rope import plain_number, reach, whole_number
 from rope_ext.methods.temperature import yarn_factor
 
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+TRAINED = "max_trained_positions"
+"""Trained length of checkpoints whose ``max_position_embeddings`` includes their scaling."""
 METHODS: Mapping[str, str] = {
     "yarn": "yarn",
     "llama3": "llama3",
@@ -26,6 +28,8 @@ METHODS: Mapping[str, str] = {
 _SAME_NAMES = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
 """Options of YaRN or Llama 3 that entries store under the same name."""
 
+_RENAMED = {"su": "longrope", "mrope": "default"}
+"""Older names of values of ``rope_type``."""
 _ADDED = ("mscale", "mscale_all_dim")
 """Options that a patch writes into ``rope_scaling`` only, for mlx-lm."""
 
@@ -55,6 +59,9 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
     kind = parameters.get("rope_type") or "default"
     factor = plain_number(parameters.get("factor"))
     length = target = whole_number(getattr(config, LONGEST, None))
+    trained = whole_number(getattr(config, TRAINED, None))
+    if kind == "default" and trained and target and getattr(config, FIELD, None) is None:
+        length = target = min(trained, target)
     if kind in ("yarn", "llama3", "longrope"):
         length = whole_number(parameters.get(ORIGINAL) or getattr(config, ORIGINAL, None)) or length
         if factor is None and length and target:
@@ -126,6 +133,21 @@ def mscale_factor(entry: Mapping[str, Any], factor: float) -> float:
     return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
 
 
+def unread(config: Any) -> Iterator[str]:
+    """Describe what a configuration says about its scaling, but transformers does not read."""
+    for kind, settings in all_settings(config).items():
+        of, named = "" if kind is None else f" of {kind}", settings.parameters.get("type")
+        named = _RENAMED.get(named, named)
+        if named not in (None, settings.rope_type):
+            yield (
+                f"rope_parameters{of} give {named!r} as type, which transformers does not read: "
+                f"rope_type {settings.rope_type!r} counts; write rope_type to scale it"
+            )
+    longest, trained = getattr(config, LONGEST, None), trained_length(config)
+    if trained is not None and trained == getattr(config, TRAINED, None) and trained != longest:
+        yield f"{TRAINED}={trained} is its trained length, not {LONGEST}={longest}"
+
+
 def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     """Describe contradictions in ``saved``, the ``config.json`` of ``config``, and what is used."""
     for name in path_to_text(config):
@@ -141,7 +163,7 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         given |= {style: entry.get(fact) for style, entry in entries.items()}
         if fact == "rope_type":
             kinds = {f"type of {style}": entry.get("type") for style, entry in entries.items()}
-            given |= {k: {"su": "longrope", "mrope": "default"}.get(v, v) for k, v in kinds.items()}
+            given |= {place: _RENAMED.get(name, name) for place, name in kinds.items()}
         others = {place: x for place, x in given.items() if x is not None and x != counts}
         ours = any(str(x).startswith("rope_ext:") for x in others.values())
         if others and counts is not None and not ours:

@@ -65,6 +65,15 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
+def _names_another(record: logging.LogRecord) -> bool:
+    """Whether a message of transformers is about another ``rope_type`` than :data:`CURE`."""
+    return CURE not in record.getMessage()
+
+
+# A saved patch has this rope_type on purpose, so that transformers refuses to build a model.
+logging.getLogger("transformers.modeling_rope_utils").addFilter(_names_another)
+
+
 def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes: Changes) -> None:
     """Write a patch into the configurations of the text model until ``changes`` are undone.
 

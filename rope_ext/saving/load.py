@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,8 @@ _LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 Frequencies = Mapping[str, Mapping[str, Any]]
 """Of every rotary site, by path and layer type: ``inv_freq`` (radians per token) and
 ``attention_scaling``, as stored in sidecars."""
+_Store = Iterable[tuple[str, torch.Tensor]]
+"""Tensors of a folder by name."""
 _SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
 _logger = logging.getLogger("rope_ext")
 
@@ -93,7 +94,7 @@ def from_pretrained(
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
-        _patch(model, record, path, stored, "save the complete model again")
+        _patch(model, record, path, [stored], "save the complete model again")
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
@@ -129,12 +130,12 @@ def _base_of(
             f"or pass base="
         ) from error
     if sidecar.is_of(model):
-        stored = tensors_of_adapter(path, where)
+        stores = [tensors_of_adapter(path, where)]
         if record is not None and record.same(sidecar.record):
             own = _stored(folder, kwargs.get("variant"), hub.of_hub(kwargs))
-            stored = chain(stored, own)  # disable_adapter() gives the base's own
+            stores.append(own)  # disable_adapter() gives the base's own
         cure = "nor does its base; pass base= as it was in training, or train it by modules_to_save"
-        _patch(model, sidecar.record, path, stored, cure)
+        _patch(model, sidecar.record, path, stores, cure)
     return model
 
 
@@ -249,14 +250,12 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
     return cls if known else getattr(transformers, _CAUSAL)  # for example, remote code
 
 
-def _patch(
-    model: Any, record: Record, path: str, stored: Iterable[tuple[str, torch.Tensor]], cure: str
-) -> None:
-    """Patch as recorded; ``stored`` has what the patch learned."""
+def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure: str) -> None:
+    """Patch as recorded; ``stores`` have what the patch learned."""
     with configuration.quieted(_logger, logging.ERROR):  # hides advice already followed
         patch(model, record.method, **record.arguments)
     with hub.loading("weights", path):
-        missing = copy_learned(model, stored)
+        missing = copy_learned(model, *stores)
     if missing:
         raise LoadError(
             f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in its "
@@ -277,21 +276,42 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def copy_learned(model: nn.Module, stored: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Copy a patch's learned parameters, and return the names of those that are not ``stored``."""
+def copy_learned(model: nn.Module, *stores: _Store) -> set[str]:
+    """Copy a patch's learned parameters, and return the names of those that are not in ``stores``.
+
+    The last of several stores counts. Raises ValueError for tensors that training cannot have
+    written, before any is copied.
+    """
     # Names within the decoder: their prefix depends on the saved class, and transformers renames it
     # for some families.
     wanted = learned.learned(text_decoder(model))
-    missing = set(wanted)
-    for key, value in stored if wanted else ():
-        for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
-            if value.shape == wanted[name].shape:
-                wanted[name].copy_(value)
-                missing.discard(name)
+    found: dict[str, torch.Tensor] = {}
+    for store in stores if wanted else ():
+        found |= _found_in(store, wanted)
+    for name, value in found.items():
+        wanted[name].copy_(value)
     for module in model.modules():
         if isinstance(module, learned.Learning):
             module.clamp()  # older versions stored values outside of their bounds
-    return missing
+    return wanted.keys() - found.keys()
+
+
+def _found_in(store: _Store, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``store`` of the ``wanted`` names and shapes."""
+    found: dict[str, torch.Tensor] = {}
+    keys: dict[str, str] = {}
+    for key, value in store:
+        for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
+            if value.shape != wanted[name].shape:
+                continue
+            if name in found:
+                raise ValueError(f"{keys[name]} and {key} both hold {name}; remove one of them")
+            if value.is_floating_point() != wanted[name].is_floating_point():
+                raise ValueError(f"{key} is {value.dtype}, and not {wanted[name].dtype}")
+            if not value.isfinite().all():
+                raise ValueError(f"{key} has values that are NaN or infinite")
+            found[name], keys[name] = value, key
+    return found
 
 
 def tensors_of_adapter(path: str, where: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -342,7 +362,7 @@ class Sidecar:
         if state.length != self.record.trained_length:
             return f"was trained on {state.length} tokens, not {self.record.trained_length}"
         if not self.record.same(state.record):
-            return f"is patched by {state.record.call()}"
+            return f"is patched by {self.record.difference(state.record)}"
         if not same(frequencies_of(state.sites, state), self.after):
             return "gets different frequencies from the same call in this version of rope_ext"
         return None
@@ -443,6 +463,8 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
     with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+        if wanted := learned.learned(text_decoder(model)):
+            _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)
 
 

@@ -136,9 +136,10 @@ def mscale_factor(entry: Mapping[str, Any], factor: float) -> float:
 def unread(config: Any) -> Iterator[str]:
     """Describe what a configuration says about its scaling, but transformers does not read."""
     for kind, settings in all_settings(config).items():
-        of, named = "" if kind is None else f" of {kind}", settings.parameters.get("type")
-        named = _RENAMED.get(named, named)
-        if named not in (None, settings.rope_type):
+        of = "" if kind is None else f" of {kind}"
+        given = settings.parameters.get("type") or settings.rope_type
+        named = _RENAMED.get(given, given)
+        if named != settings.rope_type:
             yield (
                 f"rope_parameters{of} give {named!r} as type, which transformers does not read: "
                 f"rope_type {settings.rope_type!r} counts; write rope_type to scale it"
@@ -191,8 +192,9 @@ def edits(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     parameters, scaling = saved.get("rope_parameters"), saved.get("rope_scaling")
     if not isinstance(parameters, dict):
         return
-    twice = isinstance(scaling, dict) and "rope_theta" in scaling  # others write no base there
-    if twice:
+    twice = False
+    if isinstance(scaling, dict) and "rope_theta" in scaling:  # others write no base there
+        twice = True
         names = {*parameters, *scaling} - ({*_ADDED} - {*parameters})
         for name in sorted(names):
             one, other = parameters.get(name), scaling.get(name)

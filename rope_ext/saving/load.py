@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.config.record import FIELD, LENGTHS, SIDECAR, Record, record_of
+from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.config.settings import edits
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
@@ -214,17 +214,17 @@ def refuse_edits(config: PreTrainedConfig, place: str, **where: Any) -> None:
 def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
     """Raise RecordError if ``config.json`` has other values than its recorded patch writes.
 
-    ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it.
+    ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it. Lengths are
+    not compared: training on longer texts raises them.
     """
     saved, written = config.get_text_config(decoder=True), text_config(text_decoder(model))
-    for name in ("rope_parameters", *LENGTHS):
-        one, other = getattr(saved, name, None), getattr(written, name, None)
-        if not _agree(one, other):
-            raise RecordError(
-                f"config.json of {place} was changed after a patch wrote it: {name} is {one!r}, "
-                f"but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or load "
-                f"the original model and patch it with other options"
-            )
+    one, other = getattr(saved, "rope_parameters", None), getattr(written, "rope_parameters", None)
+    if not _agree(one, other):
+        raise RecordError(
+            f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
+            f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or "
+            f"load the original model and patch it with other options"
+        )
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -460,6 +460,6 @@ def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> A
         _logger.warning(
             "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
             "patch it like that (replace=True)",
-            *(folder, trained.call(), record.call()),
+            *(folder, trained.call(), trained.difference(record)),
         )
     return original(*args, **kwargs)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
+from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
@@ -194,6 +195,7 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
     yield from gguf_source.scaling_notes(decoder.config)
+    yield from unread(text_config(decoder))
     for site in sites:
         if site.scaled:
             yield f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
-from rope_ext.config.settings import METHODS, method_of
+from rope_ext.config.settings import METHODS, has_mscale, method_of, mscale_factor
 from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope
@@ -20,7 +20,6 @@ from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import identity
 from rope_ext.methods.rope import reach
-from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options, refuse_moving
 from rope_ext.position.layers import (
     WINDOWS_ONLY,
@@ -206,9 +205,11 @@ def apply_frequency(
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
     notes = []
     left = [site for site in place.sites if site not in place.scaled]
-    if left:
-        names = ", ".join(sorted({site.layer_type or site.name for site in left}))
-        notes.append(f"sliding layers: {names} see a limited window and stay as they were")
+    for local, why in ((True, "see a limited window"), (False, "are not scaled by the checkpoint")):
+        names = sorted({site.layer_type or site.name for site in left if site.local == local})
+        if names:
+            kind = "sliding layers" if local else "layers"
+            notes.append(f"{kind}: {', '.join(names)} {why} and stay as they were")
     if any(site.shared for site in place.scaled):
         notes.append(
             "sliding layers: they share the rotary module and are scaled along, as transformers "
@@ -421,7 +422,8 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
     made = raised = not_none(method_of(own, old))
     follows = _follows_mscale(own, old)
     if follows:
-        made, raised = (replace(made, attention_factor=_implied(own, x)) for x in (old, factor))
+        made = replace(made, attention_factor=mscale_factor(own, old))
+        raised = replace(made, attention_factor=mscale_factor(own, factor))
     raised = replace(raised, factor=float(factor))
     target, loaded = reach(factor, length), site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
@@ -445,12 +447,7 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
 
 def _follows_mscale(entry: Mapping[str, Any], old: float) -> bool:
     """Whether the attention factor is what transformers computes from ``mscale`` and the factor."""
-    if not (entry.get("mscale") and entry.get("mscale_all_dim")):
+    if not has_mscale(entry):
         return False
-    given, implied = entry.get("attention_factor"), _implied(entry, old)
-    return given is None or math.isclose(given, implied, rel_tol=1e-6)
-
-
-def _implied(entry: Mapping[str, Any], factor: float) -> float:
-    grown = yarn_factor(factor) - 1
-    return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
+    given = entry.get("attention_factor")
+    return given is None or math.isclose(given, mscale_factor(entry, old), rel_tol=1e-6)

@@ -45,6 +45,8 @@ class Family:
     own_share: bool = False  # SGLang: it reads partial_rotary_factor outside rope_parameters
     unrun: str = ""  # vLLM: why only its rotary classes are tested
     inside: bool = False  # mlx-lm: it reads rope_parameters instead of the older fields
+    whole: str = ""  # mlx-lm: `model_type` of a larger model with this text model, tested
+    alone: bool = True  # mlx-lm: whether it loads the text model by itself
     name: str = ""  # llama.cpp: name of the architecture
     interleaved: bool = False
     """llama.cpp: it rotates neighboring columns, and transformers the halves of a head, so

@@ -189,19 +189,69 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     ``length`` is the trained length in tokens; None reads it from the configuration.
     """
     _require_in_use(decoder)
-    sites = []
+    sites, unused = [], _unused_modules(decoder)
     for name, module in decoder.named_modules():
-        for buffer in list(module._buffers):
+        for buffer in list(module._buffers) if name not in unused else ():
             if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
                 continue
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
-            sites.append(_site(decoder, name, module, prefix or None, length))
+            try:
+                sites.append(_site(decoder, name, module, prefix or None, length))
+            except UnsupportedModelError as error:
+                parts = [f"model.{part}" for part in _language_models(decoder)]
+                if not parts:
+                    raise
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__} consists of several models; pass the one to patch: "
+                    f"{' or '.join(parts)}"
+                ) from error
     if not sites:
         raise NoRopeError(
             f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no "
             f"module owns an inv_freq), so there is nothing to extend; choose a RoPE model"
         )
     return sites
+
+
+def _language_models(module: nn.Module) -> list[str]:
+    """Return names of submodules that are models with a text model of their own."""
+    models = [name for name, child in module.named_children() if hasattr(child, "get_decoder")]
+    return [
+        name for name in models if text_decoder(getattr(module, name)) is not getattr(module, name)
+    ]
+
+
+def _unused_modules(decoder: nn.Module) -> set[str]:
+    """Return names of rotary modules that no layer uses.
+
+    With ``rope_scaling_layers``, one of two modules ignores the scaling, and serves only the layers
+    that the list leaves out.
+    """
+    config = text_config(decoder)
+    listed = getattr(config, "rope_scaling_layers", None)
+    if listed is None or not set(range(config.num_hidden_layers)) <= set(listed):
+        return set()
+    trial = copy.deepcopy(config)
+    trial.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 2.0}
+    with torch.device("meta"):
+        built = type(decoder)(trial)
+    modules = built.named_modules()
+    return {name for name, module in modules if getattr(module, "rope_type", None) == "default"}
+
+
+def rebuilt(module: Any, config: Any) -> Any:
+    """Build a rotary module like ``module`` from a configuration, on the CPU.
+
+    Some ignore the configuration's scaling, by an argument of their own.
+    """
+    with torch.device("cpu"):
+        built = type(module)(config)
+        kind = getattr(module, "rope_type", None)
+        if not isinstance(kind, str) or kind == getattr(built, "rope_type", None):
+            return built
+        config = copy.deepcopy(config)
+        config.rope_parameters = {**config.rope_parameters, "rope_type": kind}
+        return type(module)(config)
 
 
 def chosen_sites(decoder: nn.Module, sites: list[RotarySite], sliding: str) -> list[RotarySite]:
@@ -335,9 +385,8 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> T
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
     try:
-        with torch.device("cpu"):
-            config = copy.deepcopy(module.config)  # some transformers functions add fields
-            built = type(module)(config).get_buffer(name).detach()
+        config = copy.deepcopy(module.config)  # some transformers functions add fields
+        built = rebuilt(module, config).get_buffer(name).detach()
     except Exception as raised:
         error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):

@@ -30,7 +30,7 @@ from typing_extensions import Self
 
 from rope_eval.engines import llama_server
 from rope_ext.engines import export
-from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
+from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.engines.llama_cpp import following, write_model
 from rope_ext.errors import ExportError, RopeExtError, first_line, optional
@@ -436,6 +436,12 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
         except ValueError as error:
             raise ExportError(f"flags={flags!r} is not valid: {error}") from None
         return lambda prompts: llama_cpp(words, prompts, _VOCABULARY)
+    family = ENGINES["mlx"].get(text_config(miniature.model).model_type)
+    if engine == "mlx" and family is not None and not family.alone:
+        raise ExportError(
+            f"a miniature is a text model alone, and mlx-lm loads the whole {family.whole!r} only; "
+            f"rope-ext export writes its config.json"
+        )
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()

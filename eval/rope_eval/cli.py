@@ -187,15 +187,18 @@ def verify(
 
     import rope_ext
     from rope_eval.engines import verifying
+    from rope_eval.server import require_url
     from rope_ext.saving.checkpoints import load_config
 
     longest = None if length is None else parse_length(length)
     server, engine = engine, engine or "llama.cpp"
     if longest is not None and longest < 2:
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
-    if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
+    if url is not None:
+        require_url(url, "http://HOST:PORT")
+    if url is not None and write is not None:
         raise OptionError(
-            f"--url {url!r} must be http://HOST:PORT, without --write, whose folder it serves"
+            f"--url {url!r} must be given without --write, whose folder the server serves"
         )
     if url is None and write is None and engine not in RUN_HERE:
         raise OptionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import random
@@ -327,6 +328,28 @@ def test_the_command_and_its_report(checkpoint: Path, tmp_path: Path, capsys) ->
     table = (tmp_path / "results" / "table.md").read_text()
     assert "our-model" in table and f"our-model served at {url}" in table
     assert "dtype" not in table and "factor" not in table
+
+
+def test_no_name_breaks_a_report_or_acts_in_it(checkpoint: Path, tmp_path: Path) -> None:
+    """The name of a model is text: no markup, formula of a plot or sheet, HTML, or escape code."""
+    name, output = (
+        "=1+1 [/red] :bomb: $\\x$ | <img src=x> ![x](http://x) \x1b[31m",
+        tmp_path / "out",
+    )
+    with serving(fake_of(checkpoint)) as url:
+        words = ["passkey", "--url", url, "--served-model-name", name, "--lengths", "128"]
+        words += ["--tokenizer", str(checkpoint), "--trials", "2", "--depths", "1"]
+        done = CliRunner().invoke(app, ["eval", *words, "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output and "[/red] :bomb:" in done.output
+    table = (output / "table.md").read_text(encoding="utf-8")
+    assert "\x1b" not in table and "<img" not in table and "](" not in table
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
+    with (output / "cells.csv").open(encoding="utf-8", newline="") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert not any(cell.startswith("=") for cell in cells)
+    assert any(cell.startswith("'=1+1") for cell in cells)
 
 
 def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, note_target, patch, unpatch
+from rope_ext.quoting import shell_word
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder
 from rope_ext.saving.folder import read_saved
 
@@ -390,7 +391,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
             where = folder.absolute() if inside else folder
             options = {"plugin": True} if by_plugin else {}
             made = export(where if whole else miniature.model, engine, **options)
-            enter = f"cd {shlex.quote(str(folder))} && " if inside else ""
+            enter = f"cd {shell_word(str(folder))} && " if inside else ""
             commands[engine] = enter + made.command
         except ExportError as error:
             refusals.append(str(error))

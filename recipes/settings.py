@@ -23,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from recipes.checks import missing, not_installed, out_of_range, unsupported
 from recipes.data import PYTHON_LIBRARY
+from recipes.shapes import config_of
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
 from rope_eval.tune.fitting import can_fit, supported
@@ -33,7 +34,7 @@ from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import FrequencyMethod, build_method, method_class
 from rope_ext.methods.rope import factor_to
 from rope_ext.methods.temperature import SSMax
-from rope_ext.saving.checkpoints import load_config, trained_length
+from rope_ext.saving.checkpoints import trained_length
 from rope_ext.saving.drafts import draft_of
 
 NONE = "none"
@@ -273,7 +274,7 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
         raise OptionError("--factor and --target_length set the same; give one of them")
     trained = values["original_max_position_embeddings"]
     if trained is None and values["model"] is not None:
-        trained = trained_length(load_config(values["model"]))
+        trained = trained_length(config_of(values["model"]))
     if trained is None:
         return  # a missing model is reported with the other mistakes
     if target <= trained:

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ from recipes.parallel import (
 from recipes.restoration import restoration_loss
 from recipes.retrieval import RetrievalRows
 from recipes.settings import (
+    ALL_LINEAR,
     LONG_ROWS,
     NONE,
     STOP,
@@ -62,6 +64,7 @@ from recipes.settings import (
     check_together,
     finished,
     how_to_resume,
+    lora_options,
     method_of,
     parts,
     read_settings,
@@ -248,14 +251,21 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
                 f"({first_line(error)}); give --attn sdpa, or another --model"
             ) from error
     if recipe.quantize:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=recipe.dtype,
-            bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
-        )
+        options["quantization_config"] = quantization(recipe)
     return loader(recipe.model, config)(recipe.model, **options)
+
+
+def quantization(recipe: Recipe) -> BitsAndBytesConfig:
+    """How bitsandbytes quantizes the base weights."""
+    if recipe.quantize_bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=recipe.dtype,
+        bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
+    )
 
 
 def _without_weights(config: Any, **options: Any) -> Any:
@@ -346,14 +356,15 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=DUMMY_TARGET_MODULES if recipe.lora_target == [NONE] else recipe.lora_target,
+        target_modules=_targets(recipe),
         modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
+        **lora_options(recipe),
     )
     named = [f".{name}" for name, _ in model.named_modules()]
     try:
-        for target in recipe.lora_target:
-            if target != NONE and not any(name.endswith(f".{target}") for name in named):
+        for target in settings.target_modules if isinstance(_targets(recipe), list) else ():
+            if not any(name.endswith(f".{target}") for name in named):
                 raise ValueError(f"it has no layer {target}")
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
@@ -372,6 +383,17 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     if extra and tied:
         model._tied_weights_keys = _shared(model)
     return whole
+
+
+def _targets(recipe: Recipe) -> list[str] | str:
+    """Names of layers, or a text for PEFT: all-linear, no layer, or a regular expression."""
+    [first, *others] = recipe.lora_target
+    if others:
+        return recipe.lora_target
+    if first == NONE:
+        return DUMMY_TARGET_MODULES
+    pattern = re.search(r"[\\*+?()\[\]|^$]", first)
+    return first if pattern or first == ALL_LINEAR else recipe.lora_target
 
 
 def _in_bfloat16(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:

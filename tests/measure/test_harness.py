@@ -60,7 +60,7 @@ def task(tmp_path: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     prompts = PasskeyPrompts(tokenizer)
     case = prompts.case(1500, 0.05, seed=0)
-    text = tokenizer.decode(case.ids[: -case.count], skip_special_tokens=True)
+    text = tokenizer.decode(case.ids, skip_special_tokens=True)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": text, "key": case.key}) + "\n")
     (tmp_path / "early_passkey.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl"))
     return tmp_path

@@ -161,7 +161,7 @@ def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
         found = None
     if not hasattr(found, "num_embeddings"):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {no_text(decoder)}")
-    return found
+    return cast("nn.Embedding", found)
 
 
 def no_text(decoder: nn.Module) -> str:

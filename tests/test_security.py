@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,9 +107,14 @@ def test_verify_in_a_model_folder_executes_nothing_of_it(
 
 
 @pytest.mark.slow
-def test_lm_eval_in_a_model_folder_executes_nothing_of_it(hostile: Path, executed: Path) -> None:
+def test_lm_eval_in_a_model_folder_executes_nothing_of_it(
+    hostile: Path, executed: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("lm_eval")
-    done = started(hostile, "-m", "rope_eval.lm_eval", "ls", "tasks")
+    folder = tmp_path / "model"
+    # `python -m rope_eval...` itself would run a rope_eval.py of this folder.
+    shutil.copytree(hostile, folder, ignore=shutil.ignore_patterns("rope_eval.py"))
+    done = started(folder, "-m", "rope_eval.lm_eval", "ls", "tasks")
     assert done.returncode == 0, done.stderr
     assert not executed.exists()
 

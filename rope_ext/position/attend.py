@@ -120,7 +120,7 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
 
 def _require_causal(asked: Asked, layer: Layer) -> None:
     """Raise if a call without a mask tensor shows later keys, as the patch found that none does."""
-    if _sees_all(asked) and asked.query.shape[2] > 1:
+    if asked.query.shape[2] > 1 and _sees_all(asked):
         what = f"{type(asked.module).__name__} with is_causal=False"
         raise direction.not_causal(what, layer.map.named, layer.map.instead)
 

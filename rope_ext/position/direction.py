@@ -35,11 +35,13 @@ def sees_all(module: nn.Module, mask: Any, given: Mapping[str, Any]) -> bool:
     the further arguments of the attention call. As for transformers' attention, ``is_causal`` of
     the call is used first, then that of the module.
     """
-    arguments = getattr(mask, "arguments", None) or {}
-    if not arguments.get("allow_is_causal_skip", True):
-        return False  # then transformers always creates the mask, which decides
     said = given.get("is_causal")
-    return not (getattr(module, "is_causal", True) if said is None else said)
+    causal = getattr(module, "is_causal", True) if said is None else said
+    if causal:
+        return False  # before reading the arguments, whose offset would recompile every step
+    arguments = getattr(mask, "arguments", None) or {}
+    # Without this permission, transformers always creates the mask, which decides.
+    return arguments.get("allow_is_causal_skip", True)
 
 
 def sees_ahead(module: nn.Module, mask: Any, given: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from rope_ext.position.forward import SPARE, PositionForward, require_known, sho
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import context, hooks
+from rope_ext.rotary.masks import mask_of_decoder
 from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -191,9 +192,7 @@ class Installed(context.Tracker):
         cache = context.cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
-        mask = given.get("attention_mask")
-        if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
-            mask = next(iter(mask.values()), None)
+        mask = mask_of_decoder(given.get("attention_mask"))
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, Tensor) else 0

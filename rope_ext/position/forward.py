@@ -164,6 +164,7 @@ class PositionForward(ForwardContext):
     reads = False  # whether values may be read
     apart = False  # whether there may be padding between the tokens of a row
     weights = False  # whether it returns attention weights
+    again = False  # whether gradient checkpointing reruns one of its layers
     padding: Tensor | None = None  # bool, [rows, room], False without a token
     documents: Tensor | None = None  # packed documents, int64, [rows, room]
     # A custom mask, bool, [rows or 1, heads or 1, tokens, keys]: its tokens may be a tree of

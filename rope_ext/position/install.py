@@ -1,5 +1,6 @@
 """Installs a position map on a decoder: hooks, learned modules and the attention function."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,12 @@ class Installed(context.Tracker):
                 )
             hook = partial(self.keep, site, names.index("position_embeddings"))
             changes.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        rotary = {site.module for site in sites}
+        for module in layouts:
+            if not rotary.isdisjoint(module.modules()):  # it rotates by itself
+                before = module.register_forward_pre_hook(self.enter_again, with_kwargs=True)
+                after = module.register_forward_hook(self.leave_again, always_call=True)
+                changes += [before.remove, after.remove]
         kept_sites = {rotated[module].site for module in kept}
         for site in sites:
             hook = partial(self.rotate, site, site in kept_sites)
@@ -236,9 +243,11 @@ class Installed(context.Tracker):
         self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
         """Rotary module hook: rotates to the positions at which keys are cached."""
-        forward = context.current(self.map)
-        if forward is None or not site.called(args, kwargs):
+        if not site.called(args, kwargs):
             return None
+        forward = context.current(self.map)
+        if forward is None:  # the trained rotation would be another one, without an error
+            raise inputs.run_by_itself(self.map, site.module)
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
         if native:
@@ -246,6 +255,24 @@ class Installed(context.Tracker):
             made = hooks.rotation(site, positions, *given)
             forward.made["native", site.name, site.layer_type] = made
         return forward.embeddings(site, output)
+
+    @context.as_forward
+    def enter_again(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Pre-hook of an attention layer with a rotary module: finds the forward of a rerun.
+
+        Gradient checkpointing reruns the rotary module, too, which gets no mask to find it by.
+        """
+        if context.current(self.map) is None:
+            again = copy.copy(inputs.forward_of(self.map, module, args, kwargs))
+            again.again = True
+            context.forward_context.stack.append(again)
+
+    @context.as_forward
+    def leave_again(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Hook of that layer, also after an error."""
+        forward = context.current(self.map)
+        if forward is not None and forward.again:
+            context.forward_context.stack.remove(forward)
 
     @context.as_forward
     def keep(

@@ -34,7 +34,7 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo, wrap
+from rope_ext.rotary.swapping import Changes, Grown, guard_buffers, set_attribute, undo, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
@@ -151,6 +151,7 @@ def patch(
     keywords.check(method)
     decoder = text_decoder(model)
     earlier, values = current_patch(model), Earlier(decoder)
+    grown = Grown(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
@@ -163,7 +164,7 @@ def patch(
         _patch(model, method, keywords)
         dropped = values.carry(decoder)
     except BaseException:
-        _go_back(model, earlier, values)  # if the replacement fails, restore the model
+        _go_back(model, earlier, values, grown)  # if the replacement fails, restore the model
         torch.set_rng_state(random)
         raise
     if dropped and earlier is not None:
@@ -242,16 +243,18 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
     quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
     with _lock, quiet():
-        earlier, values = current_patch(model), Earlier(text_decoder(model))
+        decoder = text_decoder(model)
+        earlier, values = current_patch(model), Earlier(decoder)
+        grown = Grown(decoder)
         change()
     try:
         yield
     finally:
         with _lock, quiet():
-            _go_back(model, earlier, values)
+            _go_back(model, earlier, values, grown)
 
 
-def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
+def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier, grown: Grown) -> None:
     """Undo the model's patch, and apply an earlier one with its learned parameters."""
     if current_patch(model) is not None:
         unpatch(model)
@@ -259,6 +262,8 @@ def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier) -> None:
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
             _patch(model, earlier.record.method, earlier.options)
         values.carry(text_decoder(model))
+        if getattr(earlier.record.method, "mode", None) == "growing":
+            grown.put_back()
 
 
 def current_patch(model: nn.Module) -> Patch | None:

@@ -24,10 +24,16 @@ from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import context, hooks
 from rope_ext.rotary.context import NOTE, ForwardContext
+from rope_ext.rotary.masks import tokens_among
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
 """Maximum number of queries whose logits on all slots are computed at once."""
+RE_PADDED = (
+    "the attention mask hides other tokens at the beginning of a row than the masks with which "
+    "this cache was filled, so the positions of its keys would not be those that they were cached "
+    "with; give every forward the same padding, or start with an empty cache"
+)
 COUNTED = (
     "with a cache, position ids have to count the tokens of the attention mask one by one under "
     "this patch; leave them out or give attention_mask.cumsum(-1) - 1, with padding_side='left'"
@@ -41,6 +47,8 @@ class CachedKeys:
     patch: tuple[Any, ...]  # must match to continue the cache
     counted: int | None = None  # slots up to which tokens are consecutive; None: all
     apart: bool = False  # whether rows may have padding between tokens
+    # lowest and highest slot of a row's first token; None: not read, or a row has only padding
+    origins: tuple[int, int] | None = None
 
 
 def require_known(cache: Cache, patch: PositionMap) -> None:
@@ -156,6 +164,7 @@ class PositionForward(ForwardContext):
     reads = False  # whether values may be read
     apart = False  # whether there may be padding between the tokens of a row
     weights = False  # whether it returns attention weights
+    again = False  # whether gradient checkpointing reruns one of its layers
     padding: Tensor | None = None  # bool, [rows, room], False without a token
     documents: Tensor | None = None  # packed documents, int64, [rows, room]
     # A custom mask, bool, [rows or 1, heads or 1, tokens, keys]: its tokens may be a tree of
@@ -174,11 +183,22 @@ class PositionForward(ForwardContext):
         self.padding = F.pad(mask, (0, self.room - mask.shape[1]))
 
     def show(self, mask: Tensor) -> None:
-        """Record :attr:`shown`."""
+        """Record :attr:`shown`, and as padding what it hides from every query."""
+        if mask.shape[2] not in (1, self.tokens) or mask.shape[3] < self.room:
+            raise UnsupportedModelError(
+                f"the attention mask has {mask.shape[2]} queries and {mask.shape[3]} keys, but "
+                f"this forward has {self.tokens} queries and {self.room} keys with those in the "
+                f"cache; give a mask of all of them, or one of two axes"
+            )
         self.shown = mask
-        if not self.begins:  # cached tokens that no query sees are padding
-            seen = mask[..., : self.filled].flatten(1, -2).any(1)
-            self.pad(F.pad(seen, (0, self.tokens), value=True))
+        seen = mask[..., : self.room].expand(self.rows, -1, self.tokens, -1)
+        tokens = tokens_among(seen, self.filled)
+        known: CachedKeys | None = getattr(self.cache, NOTE, None)
+        if not self.begins and known is not None and known.origins == (0, 0) and not known.apart:
+            # Cached tokens without padding still count where the mask hides them, as a window does.
+            cached = tokens[:, : self.filled]
+            tokens = torch.cat((cached.any(1, True).expand_as(cached), tokens[:, self.filled :]), 1)
+        self.pad(tokens)
 
     def split(self, documents: Tensor) -> None:
         """Record the documents that transformers separates, int64, ``[rows, keys]``."""
@@ -236,8 +256,8 @@ class PositionForward(ForwardContext):
         """Set the positions of a forward that starts its sequences, as passed to the model."""
         self._given = positions
         # Not always the first slot: with a custom mask, a suffix may precede its prefix.
-        first = positions[:, :1] if self.traced else positions.amin(1, keepdim=True)
-        if self.padding is not None:
+        first = positions[:, :1] if self.traced else _lowest(positions, self.real())
+        if self.shown is None and self.padding is not None:
             positions = positions.expand(len(self.padding), -1)
             first = positions.gather(1, self.origin().clamp(max=self.tokens - 1))
         elif self.documents is not None:
@@ -258,8 +278,10 @@ class PositionForward(ForwardContext):
         self.key = self.counted()
         new = self.filled + torch.arange(self.tokens, device=self.device)
         self.query = new[None] if self.padding is None else self.key.index_select(1, new)
+        self._require_same_padding()
         if self.shown is not None:  # may be a tree of drafts
-            self.query, key = positions, self.key.expand(max(len(self.key), len(positions)), -1)
+            self.query = positions = self._after_cache(positions)
+            key = self.key.expand(max(len(self.key), len(positions)), -1)
             self.key = key.index_copy(1, new, positions.expand(len(key), -1))
             return
         counts = positions == self.query
@@ -271,18 +293,62 @@ class PositionForward(ForwardContext):
         elif not bool(counts.all()):
             raise UnsupportedModelError(COUNTED)
 
+    def _require_same_padding(self) -> None:
+        """Raise if rows begin in other slots than when their keys were cached."""
+        known = None if self.traced else getattr(self.cache, NOTE, None)  # a graph cannot read it
+        if known is None or known.origins is None:
+            return
+        low, high = known.origins
+        if self.padding is None and low == 0:
+            return
+        origin = self.origin()
+        as_cached = (origin >= low) & (origin <= high)
+        # Rows may begin in this forward, or have only padding so far.
+        same = (as_cached | (origin >= self.filled) | ~self.real().any(1, keepdim=True)).all()
+        if not self.reads:
+            torch._assert_async(same, RE_PADDED)
+        elif not bool(same):
+            raise CacheError(RE_PADDED)
+
+    def _after_cache(self, positions: Tensor) -> Tensor:
+        """Return the positions of new tokens under a custom mask, counted from each row's first."""
+        if self.padding is None:
+            return positions
+        cached = self.key[:, self.filled - 1 : self.filled] + 1
+        by_slot = _lowest(positions, self.real()[:, self.filled :]) - cached
+        counts = (by_slot == 0) | (by_slot == self.origin()) | ~self.real().any(1, keepdim=True)
+        if not bool(counts.all()):
+            raise UnsupportedModelError(COUNTED)
+        return positions - by_slot
+
     def _counts(self) -> Tensor:
         """Whether the tokens of every row are consecutive; a scalar bool tensor."""
         return ((self.key == self.counted()) | ~self.real()).all()
 
     def note(self, cache: Cache) -> None:
+        """Record on a cache what its next forward has to know."""
         if self.exported or not self.located:
+            return
+        known: CachedKeys | None = None if self.begins else getattr(cache, NOTE, None)
+        if self.traced:
+            # Comparing would fail in a graph with dynamic shapes. If there are metadata, in_cache
+            # has compared them, but the cache may have been reset, so rows may begin elsewhere.
+            if known is None or known.origins is not None:
+                setattr(cache, NOTE, CachedKeys(self.map.key, None, self.apart))
             return
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
-        new = CachedKeys(self.map.key, None if counts else self.filled, self.apart)
+        origins = self._origins() if self.reads or known is None else known.origins
+        new = CachedKeys(self.map.key, None if counts else self.filled, self.apart, origins)
         if getattr(cache, NOTE, None) != new:
             setattr(cache, NOTE, new)
+
+    def _origins(self) -> tuple[int, int] | None:
+        """Return :attr:`CachedKeys.origins`."""
+        if not self.reads or not bool(self.real().any(1).all()):
+            return None  # rows that have only padding so far begin later
+        origin = self.origin()
+        return int(origin.amin()), int(origin.amax())
 
     def shared(self, name: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` computes in the first layer, for all layers."""
@@ -343,6 +409,13 @@ class PositionForward(ForwardContext):
         made = hooks.rotation(site, stored, inv_freq, scaling, self.map.precise, like)
         self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
         return self.made[name]
+
+
+def _lowest(positions: Tensor, real: Tensor) -> Tensor:
+    """Return the lowest position of a real token in every row, ``[rows, 1]``; 0 if it has none."""
+    highest = torch.iinfo(positions.dtype).max
+    of_row = torch.where(real, positions, highest).amin(1, keepdim=True)
+    return of_row.where(real.any(1, keepdim=True), 0)
 
 
 def once(tensors: list[Tensor]) -> list[Tensor]:

@@ -79,13 +79,18 @@ def forward_of(patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict) 
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
     forward = next((mask.owner for mask in masks if mask.owner is not None), current(patch))
     if forward is None or not forward.located:
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} was run by itself under {patch.method.name}, by model.forward "
-            f"(which runs no hooks), or again by gradient checkpointing with a mask of your own, "
-            f"so the positions of its tokens are not known; call the whole model itself, without "
-            f"that mask or without checkpointing"
-        )
+        raise run_by_itself(patch, layer)
     return forward
+
+
+def run_by_itself(patch: PositionMap, module: nn.Module) -> UnsupportedModelError:
+    """Return the error of a module that runs without a forward that its tokens belong to."""
+    return UnsupportedModelError(
+        f"{type(module).__name__} was run by itself under {patch.method.name}, by model.forward "
+        f"(which runs no hooks), or again by gradient checkpointing with a mask of your own, "
+        f"so the positions of its tokens are not known; call the whole model itself, without "
+        f"that mask or without checkpointing"
+    )
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:

@@ -1,5 +1,6 @@
 """Installs a position map on a decoder: hooks, learned modules and the attention function."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from rope_ext.position.forward import SPARE, PositionForward, require_known, sho
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import context, hooks
+from rope_ext.rotary.masks import mask_of_decoder
 from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
@@ -74,6 +76,12 @@ class Installed(context.Tracker):
                 )
             hook = partial(self.keep, site, names.index("position_embeddings"))
             changes.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        rotary = {site.module for site in sites}
+        for module in layouts:
+            if not rotary.isdisjoint(module.modules()):  # it rotates by itself
+                before = module.register_forward_pre_hook(self.enter_again, with_kwargs=True)
+                after = module.register_forward_hook(self.leave_again, always_call=True)
+                changes += [before.remove, after.remove]
         kept_sites = {rotated[module].site for module in kept}
         for site in sites:
             hook = partial(self.rotate, site, site in kept_sites)
@@ -199,9 +207,7 @@ class Installed(context.Tracker):
         cache = context.cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
             raise CacheError(self.unbatched())
-        mask = given.get("attention_mask")
-        if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
-            mask = next(iter(mask.values()), None)
+        mask = mask_of_decoder(given.get("attention_mask"))
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, Tensor) else 0
@@ -237,9 +243,11 @@ class Installed(context.Tracker):
         self, site: RotarySite, native: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> Any:
         """Rotary module hook: rotates to the positions at which keys are cached."""
-        forward = context.current(self.map)
-        if forward is None or not site.called(args, kwargs):
+        if not site.called(args, kwargs):
             return None
+        forward = context.current(self.map)
+        if forward is None:  # the trained rotation would be another one, without an error
+            raise inputs.run_by_itself(self.map, site.module)
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         forward.locate(positions)
         if native:
@@ -247,6 +255,24 @@ class Installed(context.Tracker):
             made = hooks.rotation(site, positions, *given)
             forward.made["native", site.name, site.layer_type] = made
         return forward.embeddings(site, output)
+
+    @context.as_forward
+    def enter_again(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Pre-hook of an attention layer with a rotary module: finds the forward of a rerun.
+
+        Gradient checkpointing reruns the rotary module, too, which gets no mask to find it by.
+        """
+        if context.current(self.map) is None:
+            again = copy.copy(inputs.forward_of(self.map, module, args, kwargs))
+            again.again = True
+            context.forward_context.stack.append(again)
+
+    @context.as_forward
+    def leave_again(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Hook of that layer, also after an error."""
+        forward = context.current(self.map)
+        if forward is not None and forward.again:
+            context.forward_context.stack.remove(forward)
 
     @context.as_forward
     def keep(

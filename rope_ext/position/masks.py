@@ -22,6 +22,7 @@ from rope_ext.errors import UnsupportedModelError
 from rope_ext.methods.geometry import ChunkGap, Distance
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import BandRotations
+from rope_ext.rotary.masks import visible
 
 _PACKED = "packed_sequence_mask_function."
 
@@ -163,15 +164,15 @@ class BatchMask:
         if self.causal or self.dense is None:
             return 0
         t = forward.key[:, self.offset :]
-        visible = shown(self.dense[..., : t.shape[1]])
-        t = t.to(visible.device).expand(forward.rows, -1)[:, None]
+        seen = shown(self.dense[..., : t.shape[1]])
+        t = t.to(seen.device).expand(forward.rows, -1)[:, None]
         newest = [  # position of the newest key that a query sees; [rows, heads, queries]
-            torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in visible.split(256, 2)
+            torch.where(part, t.int()[:, :, None], -1).amax(-1) for part in seen.split(256, 2)
         ]
         after = torch.cat(newest, 2) - t[..., -forward.tokens :]
         # What padding sees does not matter; transformers shows it all or no keys.
-        seen = visible[..., -1:, -forward.tokens :].squeeze(2)
-        after = after.where(seen | ~visible.all(-1), 0)
+        by_last = seen[..., -1:, -forward.tokens :].squeeze(2)
+        after = after.where(by_last | ~seen.all(-1), 0)
         if forward.padding is not None:
             after = after * forward.padding[:, None, -forward.tokens :].to(after.device)
         return int(after.clamp(min=0).amax())
@@ -199,15 +200,13 @@ class BatchMask:
 
 def shown(mask: Tensor) -> Tensor:
     """Convert a bool or additive mask to the visible keys."""
-    if mask.dtype == torch.bool:
-        return mask
-    hidden = mask <= -1e4
-    if not bool((hidden | (mask == 0)).all()):
+    seen = visible(mask)
+    if mask.dtype != torch.bool and not bool((~seen | (mask == 0)).all()):
         raise UnsupportedModelError(
             "an attention mask that adds to the logits instead of hiding tokens is not known to "
             "position methods; pass a mask of True and False, or use a frequency method"
         )
-    return ~hidden
+    return seen
 
 
 def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:

@@ -24,6 +24,7 @@ from rope_ext.position.layers import Layout
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.rotary import context
+from rope_ext.rotary.masks import mask_of_decoder
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "
@@ -47,11 +48,10 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
     if context.forward_context.look is not None or given.get("output_attentions"):
         return None
     rows, count = context.shape_of(given)
-    cache, mask = context.cache_among(given), given.get("attention_mask")
-    positions, forward = given.get("position_ids"), in_cache(position_map, cache, rows, count)
-    if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
-        mask = mask.get("full_attention", False)
-    if forward is None or mask is False or (isinstance(mask, BatchMask) and not mask.plain):
+    cache, positions = context.cache_among(given), given.get("position_ids")
+    mask = mask_of_decoder(given.get("attention_mask"))
+    forward = in_cache(position_map, cache, rows, count)
+    if forward is None or (isinstance(mask, BatchMask) and not mask.plain):
         return None
     padding = mask.valid if isinstance(mask, BatchMask) else mask
     if padding is not None and padding.ndim != 2:

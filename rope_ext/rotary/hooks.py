@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
-from rope_ext.rotary import context
+from rope_ext.rotary import context, masks
 from rope_ext.rotary.probe import refuse_presses, replaced
 from rope_ext.rotary.sites import PatchTarget, RotarySite, no_text, run, vocabulary_of
 from rope_ext.rotary.swapping import Changes, mark_hooked, wrap
@@ -163,7 +163,7 @@ class SequenceForward(context.ForwardContext):
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
         positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
-        lengths = documents(positions, *read(self.mask, filled, self.tokens))
+        lengths = documents(positions, *masks.read(self.mask, filled, self.tokens))
         of_row = lengths[:, -1]
         if self.traced:
             torch._assert_async((of_row > 0).all(), _EMPTY)
@@ -189,26 +189,6 @@ class SequenceForward(context.ForwardContext):
         if bool((of_row == of_row[0]).all()):
             of_row = of_row[:1]
         return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
-
-
-def read(mask: Any, filled: int, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return masks of real tokens and of sequence starts; bool, ``[rows, tokens]``, or None."""
-    if isinstance(mask, dict):  # one mask per kind of layer, created before the forward
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
-    if not isinstance(mask, Tensor):
-        return None, None
-    if mask.ndim == 2:
-        mask = mask[:, filled : filled + tokens]
-        return (mask != 0 if mask.shape[1] == tokens else None), None
-    if mask.ndim != 4 or filled or mask.shape[2] != tokens or mask.shape[3] < tokens:
-        return None, None
-    seen = mask if mask.dtype == torch.bool else mask.float().exp() > 0
-    seen = seen[..., :tokens].any(1)
-    real = seen.diagonal(dim1=1, dim2=2)
-    place = torch.arange(tokens, device=mask.device)
-    earliest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
-    # At an edge, no later token sees earlier ones; windows and branches are not edges.
-    return real, earliest.flip(1).cummin(1).values.flip(1) >= place
 
 
 def documents(positions: Tensor, real: Tensor | None, edges: Tensor | None) -> Tensor:

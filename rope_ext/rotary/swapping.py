@@ -136,6 +136,28 @@ def grow_buffers(site: RotarySite, changes: Changes) -> None:
         module.rope_type = "dynamic"
 
 
+class Grown:
+    """What transformers' own dynamic scaling has stored in ``decoder``: lengths and frequencies."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.stored = {}
+        for module in decoder.modules():
+            lengths = {k: v for k, v in vars(module).items() if k.endswith("max_seq_len_cached")}
+            if lengths:
+                buffers = {
+                    name: x.detach().clone() for name, x in module._buffers.items() if x is not None
+                }
+                self.stored[module] = lengths, buffers
+
+    def put_back(self) -> None:
+        """Continue from there, after the same patch was applied again."""
+        for module, (lengths, buffers) in self.stored.items():
+            vars(module).update(lengths)
+            for name, value in buffers.items():
+                if not value.is_meta and not module.get_buffer(name).is_meta:
+                    _put(module, name, value)
+
+
 def _restore(site: RotarySite, buffers: dict[str, Tensor]) -> None:
     for name, value in buffers.items():
         materialized = value.is_meta and not site.module.get_buffer(name).is_meta

@@ -187,3 +187,16 @@ def test_decoding_in_a_static_cache_is_one_graph_and_a_prefill_another(
         found.append(torch.cat([*said, decoded(model, ids[:, 81:84], [3], cache)], 1))
     torch.testing.assert_close(*found, **EXACT)
     assert not counters["graph_break"]
+
+
+def test_growing_keeps_the_longest_length_where_a_patch_returns(ids) -> None:
+    """After a refused replacement, and after a block without the patch."""
+    model = rope_ext.patch(tiny_llama(), "dynamic_ntk", factor=4, mode="growing")
+    logits(model, ids)
+    right = logits(model, ids[:, 10:80])  # by the frequencies of the longest length seen
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.patch(model, "yarn", factor=4, bias="alibi", layers=[99], replace=True)
+    assert torch.equal(logits(model, ids[:, 10:80]), right)
+    with rope_ext.unpatched(model):
+        logits(model, ids[:, :20])
+    assert torch.equal(logits(model, ids[:, 10:80]), right)

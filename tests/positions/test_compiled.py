@@ -119,3 +119,13 @@ def test_a_program_counts_the_tokens_of_padded_rows(
     rows = [ids[0, :55], ids[1, :41]]
     steps = (10, 12, 28, *[1] * 5)
     pieces_of_rows_are_as_alone(model, rows, "left", steps, static(model), own_positions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk"])
+def test_graphs_with_dynamic_shapes_decode_padded_rows(name: str, ids) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), name)
+    run = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
+    rows = [ids[0, :55], ids[1, :44]]
+    for steps in ([50, *[1] * 5], [51, *[1] * 4]):
+        pieces_of_rows_are_as_alone(run, rows, "left", steps, static(model))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import rope_ext
+from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, NEW, patch
 
@@ -85,3 +89,56 @@ def test_an_interrupted_call_frees_its_cache(name: str, ids) -> None:
     model(ids)
     gc.collect()
     assert [cache() for cache in caches] == [None, None]
+
+
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "olmo_hybrid"]
+"""Families with layers of attention and of states, whose masks differ."""
+
+
+def writes_padded_rows_as_alone(model_type: str, name: str, ids: torch.Tensor, order: Any) -> None:
+    """Into a static cache; ``order`` sorts the names of transformers' dict of masks."""
+    model = rope_ext.patch(tiny_model(model_type), name, factor=4)
+    decoder = model.model
+
+    def sort(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        masks = kwargs.get("attention_mask")
+        if isinstance(masks, dict):
+            kwargs["attention_mask"] = {key: masks[key] for key in order(masks)}
+        return args, kwargs
+
+    handle = decoder.register_forward_pre_hook(sort, prepend=True, with_kwargs=True)
+    ids, padding = ids[:, :60], torch.ones_like(ids[:, :60])
+    padding[1, :25] = 0
+    settings = {**NEW, "cache_implementation": "static"}
+    written = model.generate(ids, attention_mask=padding, **settings)
+    handle.remove()
+    alone = model.generate(ids[1:, 25:], use_cache=False, **NEW)
+    assert torch.equal(written[1, 60:], alone[0, 35:])
+
+
+@pytest.mark.parametrize("name", ["rerope", "dynamic_ntk"])
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_the_order_of_a_dict_of_masks_does_not_matter(model_type: str, name: str, ids) -> None:
+    for order in (sorted, lambda masks: sorted(masks, reverse=True)):
+        writes_padded_rows_as_alone(model_type, name, ids, order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_padded_rows_of_a_hybrid_under_any_hash_seed(seed: int) -> None:
+    """The dict is made from a set of strings, whose order depends on the seed."""
+    code = (
+        "import torch\n"
+        "from tests.positions.test_generate import HYBRIDS, writes_padded_rows_as_alone\n"
+        "ids = torch.randint(3, 100, (2, 90), generator=torch.Generator().manual_seed(0))\n"
+        "for model_type in HYBRIDS:\n"
+        "    writes_padded_rows_as_alone(model_type, 'rerope', ids, list)\n"
+    )
+    environment = os.environ | {
+        "PYTHONHASHSEED": str(seed),
+        "PYTHONPATH": os.pathsep.join([".", *sys.path]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from transformers import masking_utils
 
 import rope_ext
@@ -11,7 +14,7 @@ from rope_ext.position.masks import documents_of, is_plain
 from tests.families.images import kinds, with_image
 from tests.families.zoo import TEXT_VOCAB, tiny_model
 from tests.helpers.models import tiny_llama
-from tests.helpers.positions import EXACT, TOLD, WIDE, logits, patch
+from tests.helpers.positions import CACHES, EXACT, METHODS, TOLD, WIDE, logits, patch
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2]])
 
@@ -117,3 +120,109 @@ def test_packed_documents_whose_mask_is_made_around_the_decoder(compiled: bool, 
     patch(model, "self_extend", **WIDE["self_extend"], **TOLD)
     run = torch.compile(model, backend="eager") if compiled else model
     torch.testing.assert_close(logits(run, ids[:1], **given), before, **EXACT)
+
+
+PADDED = {"rerope": {}, "self_extend": {}, "dual_chunk": {}, "alibi": {}, "dynamic_ntk": {}}
+STEPS = (35, 55, 56, 57)
+"""Ends of a prompt of two chunks, and of two tokens that are decoded after it."""
+
+
+def four_axes(kind: str, padding: torch.Tensor, begin: int, slots: int) -> torch.Tensor:
+    """The causal mask behind padding ``[rows, tokens]``, ``[rows, 1, tokens, slots]``.
+
+    ``kind`` is what a padding token sees: nothing, itself, or all; or nothing in an additive mask.
+    """
+    rows, tokens = padding.shape
+    keys = torch.zeros(rows, 1, 1, slots, dtype=torch.bool)
+    keys[..., :tokens] = padding.bool()[:, None, None]
+    query, key = torch.arange(begin, tokens)[:, None], torch.arange(slots)
+    mask = keys & (key <= query)
+    if kind == "itself":
+        mask = mask | (key == query)
+    elif kind == "all":
+        mask = mask | ~padding.bool()[:, None, begin:, None]
+    elif kind == "additive":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return mask
+
+
+def through_a_cache(model: nn.Module, ids: torch.Tensor, padding, cache: str, mask: Any, positions):
+    """Logits of all chunks; ``mask`` makes that of a chunk from its padding, begin and slots."""
+    made, begin, parts = CACHES[cache](model.config), 0, []
+    for end in STEPS:
+        seen = padding[:, :end]
+        slots = 100 if cache == "static" else end
+        given = {"past_key_values": made, "attention_mask": mask(seen, begin, slots)}
+        if positions:
+            given["position_ids"] = (seen.cumsum(-1) - 1).clamp(min=0)[:, begin:]
+        parts.append(logits(model, ids[:, begin:end], **given))
+        begin = end
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("kind", ["nothing", "itself", "all", "additive"])
+def test_columns_that_a_mask_of_four_axes_hides_are_padding(name: str, kind: str, ids) -> None:
+    """In prefill and decoding, and where a mask of two axes goes on."""
+    model = rope_ext.patch(
+        tiny_llama(num_hidden_layers=1),
+        name,
+        **({} if name == "alibi" else {"factor": 4}),
+        **METHODS.get(name, {}),
+    )
+    # Row 1 begins in the first chunk and row 2 in the second one, in which row 0 has no padding.
+    ids = torch.cat((ids, ids[:1].flip(1)))[:, : STEPS[-1]]
+    rows = 3 if kind != "all" else 2  # nothing tells a chunk of padding that sees all from text
+    ids, padding = ids[:rows], torch.ones_like(ids[:rows])
+    for row, count in enumerate((0, 25, 41)[:rows]):
+        padding[row, :count] = 0
+    real = padding.bool()
+
+    def in_two(seen: torch.Tensor, begin: int, slots: int) -> torch.Tensor:
+        return seen
+
+    def in_four(seen: torch.Tensor, begin: int, slots: int) -> torch.Tensor:
+        return four_axes(kind, seen, begin, slots)
+
+    def in_four_then_two(seen: torch.Tensor, begin: int, slots: int) -> torch.Tensor:
+        return in_two(seen, begin, slots) if begin else in_four(seen, begin, slots)
+
+    right = through_a_cache(model, ids, padding, "dynamic", in_two, positions=False)
+    for cache in ("dynamic", "static"):
+        for mask in (in_four, in_four_then_two):
+            for positions in (False, True):
+                said = through_a_cache(model, ids, padding, cache, mask, positions)
+                torch.testing.assert_close(said[real], right[real], **EXACT)
+
+
+@pytest.mark.parametrize("two_axes", [True, False])
+def test_a_cache_is_not_continued_behind_other_padding(two_axes: bool, ids) -> None:
+    model, cache = patch(tiny_llama()), CACHES["dynamic"](None)
+    padding = torch.ones_like(ids[:, :41])
+    padding[1, :10] = 0
+    logits(model, ids[:, :40], attention_mask=padding[:, :40], past_key_values=cache)
+    padding[1, :20] = 0
+    other = padding if two_axes else four_axes("nothing", padding, 40, 41)
+    with pytest.raises(rope_ext.CacheError, match="same padding"):
+        logits(model, ids[:, 40:41], attention_mask=other, past_key_values=cache)
+
+
+def test_a_window_of_ones_own_hides_tokens_that_still_count(ids) -> None:
+    model, cache = patch(tiny_llama()), CACHES["dynamic"](None)
+    query, key = torch.arange(90)[:, None], torch.arange(90)
+    window = ((key <= query) & (key > query - 30))[None, None].expand(2, -1, -1, -1)
+    right = logits(model, ids, attention_mask=window)
+    begin, parts = 0, []
+    for end in (50, 88, 89, 90):
+        given = {"attention_mask": window[:, :, begin:end, :end], "past_key_values": cache}
+        parts.append(logits(model, ids[:, begin:end], **given))
+        begin = end
+    torch.testing.assert_close(torch.cat(parts, 1), right, **EXACT)
+
+
+def test_a_mask_of_too_few_keys_is_refused(ids) -> None:
+    model, cache = patch(tiny_llama()), CACHES["dynamic"](None)
+    logits(model, ids[:, :40], past_key_values=cache)
+    narrow = torch.ones(2, 1, 10, 10, dtype=torch.bool).tril()
+    with pytest.raises(rope_ext.UnsupportedModelError, match="10 keys"):
+        logits(model, ids[:, 40:50], attention_mask=narrow, past_key_values=cache)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rope_ext
+from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import GEOMETRIES, gradients, logits, patch
 
@@ -42,3 +43,23 @@ def test_attention_dropout_is_refused_in_training_only(ids) -> None:
     logits(model, ids)
     with pytest.raises(rope_ext.OptionError, match="attention_dropout = 0"):
         model.train()(ids)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "moshi"])
+def test_a_layer_that_runs_again_without_its_forward_is_refused(family: str, reentrant, ids):
+    """Moshi's layers rotate by themselves; a mask of one's own does not tell the forward."""
+    model = patch(tiny_model(family)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    mask = torch.ones(1, 1, 90, 90, dtype=torch.bool).tril()
+    loss = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().mean()
+    with pytest.raises(rope_ext.UnsupportedModelError, match="checkpointing"):
+        loss.backward()
+
+
+def test_a_rotary_module_by_itself_does_not_rotate_as_trained(ids) -> None:
+    model = patch(tiny_llama())
+    positions = torch.arange(90)[None]
+    with pytest.raises(rope_ext.UnsupportedModelError, match="by itself"):
+        model.model.rotary_emb(torch.zeros(1, 90, 64), positions)

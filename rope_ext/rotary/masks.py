@@ -1,0 +1,65 @@
+"""Reads padding and documents from the attention mask that a decoder received."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mask_of_decoder(mask: Any) -> Any:
+    """Return the mask from which padding is read, if there is one mask per kind of layer.
+
+    It is that of layers which attend to every token. The dict's order is that of a set, so it
+    depends on the hash seed, and masks of layers without attention cover only the new tokens.
+    """
+    if not isinstance(mask, dict):
+        return mask
+    if "full_attention" in mask:
+        return mask["full_attention"]
+    of_attention = [name for name in sorted(mask) if getattr(mask[name], "ndim", 0) == 4]
+    return mask[of_attention[0]] if of_attention else None
+
+
+def visible(mask: Tensor) -> Tensor:
+    """Convert a bool or additive mask to the visible keys, bool."""
+    return mask if mask.dtype == torch.bool else mask.float().exp() > 0
+
+
+def tokens_among(seen: Tensor, filled: int) -> Tensor:
+    """Return which of the visible keys are tokens, not padding; bool, ``[rows, keys]``.
+
+    ``seen`` is ``[rows, heads, queries, keys]``, and ``filled`` the number of keys before the
+    queries. A key is padding if no query sees it. Padding at the beginning of a row may see itself,
+    or every key, since some masks show something to every query.
+    """
+    seen = seen.any(1)
+    count = seen.shape[1]
+    new = torch.arange(count, device=seen.device)
+    by_last = seen[:, -1, filled:]  # padding before the last token is hidden from it
+    padding_sees_all = seen.all(-1) & ~by_last
+    seen = seen & ~padding_sees_all.unsqueeze(-1)
+    others = seen.clone()
+    others[:, new, filled + new] = False
+    others[:, -1, filled + count - 1] = True  # nothing comes after the last token to see it
+    first = others.any(1).to(torch.uint8).argmax(1, keepdim=True)
+    slots = torch.arange(filled + count, device=seen.device)
+    return seen.any(1) & (slots >= first)
+
+
+def read(mask: Any, filled: int, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return masks of real tokens and of sequence starts; bool, ``[rows, tokens]``, or None."""
+    mask = mask_of_decoder(mask)
+    if not isinstance(mask, Tensor):
+        return None, None
+    reached = filled + tokens
+    if mask.ndim == 2:
+        mask = mask[:, filled:reached]
+        return (mask != 0 if mask.shape[1] == tokens else None), None
+    if mask.ndim != 4 or mask.shape[2] != tokens or mask.shape[3] < reached:
+        return None, None
+    seen = visible(mask)[..., :reached].any(1)
+    real = seen[..., filled:].diagonal(dim1=1, dim2=2)
+    place = torch.arange(filled, reached, device=mask.device)
+    earliest = torch.where(real, seen.to(torch.uint8).argmax(2), place)
+    # At an edge, no later token sees earlier ones; windows and branches are not edges.
+    return real, earliest.flip(1).cummin(1).values.flip(1) >= place

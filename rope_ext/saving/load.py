@@ -6,6 +6,7 @@ The configuration of a model records its patch; that of an adapter is in a sidec
 import copy
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
+from rope_ext.config.bounds import MOST_BYTES, require_bounds
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
@@ -149,7 +151,7 @@ def _load(
             hub.loading("configuration", path),
         ):
             if gguf_file is None:
-                config = AutoConfig.from_pretrained(config or path, **options)
+                config = read_config(config or path, **options)
             else:
                 config = gguf_source.load_config(path, gguf_file, **options)
     where = f"config.json of {path}"
@@ -170,6 +172,8 @@ def _load(
                 f"{path} was saved under a patch that config= does not record; leave config= out, "
                 f"or modify the configuration that AutoConfig loads from {path}"
             )
+    if gguf_file is not None:
+        gguf_source.require_readable(path, gguf_file, **hub.of_hub(kwargs))
     try:
         with hub.loading("weights", path), _expecting_learned(record):
             loaded = _class(config, class_name).from_pretrained(path, **kwargs)
@@ -184,6 +188,16 @@ def _load(
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
     return loaded, record
+
+
+def read_config(path: str | PathLike[str], **options: Any) -> Any:
+    """Return ``AutoConfig.from_pretrained(path)``, after a check of the sizes in its JSON."""
+    file = os.path.join(path, "config.json")
+    if os.path.isfile(file) and os.path.getsize(file) > MOST_BYTES:
+        raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
+    values = PreTrainedConfig.get_config_dict(path, **hub.of_hub(options))[0]
+    require_bounds(values, f"the configuration of {path}")
+    return AutoConfig.from_pretrained(path, **options)
 
 
 def _class(config: PreTrainedConfig, name: str | None) -> Any:

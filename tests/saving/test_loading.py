@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_ext
+from rope_ext.saving import checkpoints
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
@@ -177,3 +179,27 @@ def test_a_record_sets_only_what_a_patch_writes(tmp_path, config: dict, message:
     (tmp_path / "config.json").write_text(json.dumps(saved))
     with pytest.raises(rope_ext.RecordError, match=message):
         rope_ext.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hidden_layers": 10**7},
+        {"head_dim": 10**9},
+        {"hidden_size": 10**9},
+        {"num_attention_heads": 10**7},
+        {"head_dim": 2**15, "num_attention_heads": 2**13},
+        {"vision_config": {"depths": [2, 2], "num_hidden_layers": 10**7}},
+    ],
+)
+@pytest.mark.every
+def test_a_configuration_of_a_size_that_no_model_has(tmp_path, folders, values: dict) -> None:
+    """It is refused before anything of that size is built."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "base", folder)
+    edit(folder / "config.json", **values)
+    start = time.monotonic()
+    for load in (rope_ext.describe, rope_ext.from_pretrained, checkpoints.load_model):
+        with pytest.raises(rope_ext.errors.RopeExtError, match="no model has more than"):
+            load(str(folder))
+    assert time.monotonic() - start < 10

@@ -55,7 +55,7 @@ def load(adapter: Path) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OptionError(
             f"cannot read {file} ({first_line(error)}); give the output_dir of a run that was "
             f"saved completely"

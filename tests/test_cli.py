@@ -132,6 +132,7 @@ REFUSED = {
     "describe M --method yarn": "needs factor=...; on the command line: --factor NUMBER",
     "describe M --method longrope --factor 4": "--option longrope.long_factor=VALUE",
     "describe M --method yarn --factor 4 --option beta_fast=no": "--option yarn.beta_fast=",
+    "describe M --method yarn --factor 4 --option yarn=8": "--option 'yarn=8' is not valid",
     "describe M --option yarn.beta_fast=16": "--option yarn.beta_fast=16 needs --method",
     "export M --engine vllm --method yarn": "needs factor=...; on the command line: --factor",
     "verify M --method yarn": "needs factor=...; on the command line: --factor",

@@ -10,7 +10,7 @@ from tests.helpers.sources import PACKAGES, ROOT, nodes
 
 ROOMS = {
     "rope_ext": (
-        "errors quoting version",
+        "errors import_path quoting version",
         "requirements methods",
         "encodings",
         "options",

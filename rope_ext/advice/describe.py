@@ -15,10 +15,12 @@ from transformers import PreTrainedConfig
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
+from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, current_patch
+from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.quoting import in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
@@ -194,9 +196,12 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
     yield from gguf_source.scaling_notes(decoder.config)
+    yield from unread(text_config(decoder))
     for site in sites:
         if site.scaled:
             yield f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
+    if rotates_windows_only(decoder, sites):
+        yield f"sliding layers: {WINDOWS_ONLY}"
     record = record_of(text_config(decoder))
     if record is not None and record.plain:
         yield f"saved under {record.call()}, whose larger base is in force"

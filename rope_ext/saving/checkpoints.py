@@ -56,7 +56,7 @@ def load_tokenizer(model: str) -> Any:
 
 def loader(model: str, config: Any) -> Callable[..., Any]:
     """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
-    ours = saved_under(config) is not None or model.endswith(gguf_source.SUFFIX)
+    ours = saved_under(config) is not None or gguf_source.is_file_name(model)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 
 

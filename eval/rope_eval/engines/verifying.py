@@ -11,7 +11,6 @@ import math
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,10 +28,11 @@ from typing_extensions import Self
 from rope_eval.engines import llama_server
 from rope_eval.server import Client, Completion, RequestError, shown_url
 from rope_ext.engines import export
-from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
+from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.engines.llama_cpp import following, write_model
 from rope_ext.errors import ExportError, RopeExtError, first_line, optional
+from rope_ext.import_path import isolated
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
@@ -433,6 +433,12 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
         except ValueError as error:
             raise ExportError(f"flags={flags!r} is not valid: {error}") from None
         return lambda prompts: llama_cpp(words, prompts, _VOCABULARY)
+    family = ENGINES["mlx"].get(text_config(miniature.model).model_type)
+    if engine == "mlx" and family is not None and not family.alone:
+        raise ExportError(
+            f"a miniature is a text model alone, and mlx-lm loads the whole {family.whole!r} only; "
+            f"rope-ext export writes its config.json"
+        )
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -452,10 +458,10 @@ def endpoint(address: str, model: str | None = None) -> Run:
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
-    optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
-    # Not as a file, whose folder would come first in sys.path.
+    package = optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
     script = Path(llama_server.__file__).read_text(encoding="utf-8")
-    command = [sys.executable, "-c", script, *words, *_EXACT]
+    found_in = Path(package.__file__).parents[1]  # may be on PYTHONPATH only
+    command = isolated(script, *words, *_EXACT, folder=str(found_in))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

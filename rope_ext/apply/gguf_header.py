@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from rope_ext.config.bounds import require_bounds
 
-MOST_ENTRIES = 2**22
-"""Entries of all arrays in a header; the largest vocabularies have 2**18, in several arrays."""
+MOST_ENTRIES = 2**21
+"""Entries of all arrays in a header; the largest vocabularies take 2**20 in several arrays."""
 MOST_KEYS = 2**16
 MOST_TENSORS = 2**16
 MOST_CHARACTERS = 2**24

@@ -14,6 +14,8 @@ _BOUNDS = (
     (re.compile(r"heads?$|heads_kv$|head_count$|head_count_kv$"), 2**14),
     (re.compile(r"head_dim$|head_size$|key_length$|value_length$|dimension_count$"), 2**16),
     (re.compile(r"hidden_size$|n_embd$|d_model$|embedding_length$|(^|_)dim$"), 2**22),
+    (re.compile(r"labels$"), 2**20),  # transformers makes a name for each
+    (re.compile(r"^r$"), 2**16),  # of an adapter
 )
 """The largest number in a field, by its name; the last part of a GGUF key counts.
 
@@ -36,9 +38,9 @@ def _sizes(values: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
     """Yield the name, value and bound of every size; nested ones, too."""
     heads, columns = 0, 0
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _sizes(value)
-            continue
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Mapping):
+                yield from _sizes(part)
         found = _largest(value)
         if found is None:
             continue

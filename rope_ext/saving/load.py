@@ -446,6 +446,8 @@ def read_adapter(path: str) -> dict[str, Any]:
         for name in map(saved.get, names):
             if not isinstance(name, (str, type(None))):
                 raise ValueError(f"{name!r} is not a name")
+        ranks = [saved.get("r"), *(saved.get("rank_pattern") or {}).values()]
+        require_bounds({"r": ranks}, path)
         return saved
 
 
@@ -476,6 +478,9 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
     with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+        file = hub.find(str(directory), "adapter_config.json", **hub.of_hub(kwargs))
+        if file is not None:
+            read_adapter(file)  # checks sizes, which PEFT builds before it reads the weights
         if wanted := learned.learned(text_decoder(model)):
             _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)

@@ -133,6 +133,19 @@ def test_a_broken_adapter_is_refused_and_the_model_left_alone(tmp_path, folders,
     rope_ext.load_adapter(rope_ext.patch(model, "rerope", factor=4), folders / "adapter")
 
 
+@pytest.mark.parametrize("values", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}])
+def test_an_adapter_of_a_rank_that_no_adapter_has(tmp_path, folders, values: dict) -> None:
+    """PEFT would build it before it looks into the file."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders / "adapter", folder)
+    edit(folder / CONFIG, **values)
+    base = AutoModelForCausalLM.from_pretrained(folders / "base")
+    model = rope_ext.patch(base, "rerope", factor=4)
+    for load in (rope_ext.from_pretrained, lambda path: rope_ext.load_adapter(model, path)):
+        with pytest.raises(rope_ext.LoadError, match="no model has more than"):
+            load(folder)
+
+
 def no_space(path: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -190,6 +203,8 @@ def test_a_record_sets_only_what_a_patch_writes(tmp_path, config: dict, message:
         {"num_attention_heads": 10**7},
         {"head_dim": 2**15, "num_attention_heads": 2**13},
         {"vision_config": {"depths": [2, 2], "num_hidden_layers": 10**7}},
+        {"parts": [{"num_hidden_layers": 10**7}]},
+        {"num_labels": 10**9},
     ],
 )
 @pytest.mark.every

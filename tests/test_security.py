@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import rope_ext
+from checkpoints import pretrained
+from lab.evidence.questions import MANUALS
+from recipes import django_docs
 from rope_ext.advice.describe import write_card
-from rope_ext.errors import AdapterError
+from rope_ext.errors import AdapterError, MeasureError
 from rope_ext.import_path import isolated
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.models import tiny_llama
@@ -177,3 +182,48 @@ def test_what_is_written_into_a_model_folder_does_not_follow_links(
         rope_ext.export(model, "transformers").write(folder)
     assert private.read_text() == "keep me" and not (tmp_path / "absent.md").exists()
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder from which pip takes packages instead of the network; a release leaves a file."""
+    folder = tmp_path / "releases"
+    folder.mkdir()
+    setup = f"open({str(tmp_path / 'executed')!r}, 'w').close(); raise SystemExit(9)".encode()
+    for package in ("django-5.2.8", "flask-3.1.2"):
+        with tarfile.open(folder / f"{package}.tar.gz", "w:gz") as files:
+            entry = tarfile.TarInfo(f"{package}/setup.py")
+            entry.size = len(setup)
+            files.addfile(entry, io.BytesIO(setup))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_release_with_another_sum_is_not_executed(
+    releases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip executes a source release to read its metadata."""
+    monkeypatch.setattr(django_docs, "FOLDER", tmp_path / "django")
+    with pytest.raises(SystemExit, match="cannot download django"):
+        django_docs.archive()
+    flask = next(manual for manual in MANUALS if manual.package == "flask")
+    with pytest.raises(MeasureError, match="cannot download flask"):
+        flask.read(tmp_path / "manuals")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_cached_checkpoint_that_was_changed_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROPE_EXT_PRETRAINED", str(tmp_path))
+    for name, find in (
+        ("SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf", pretrained.smollm2),
+        ("gemma-3-270m/gemma-3-270m-Q4_K_M.gguf", pretrained.gemma3),
+    ):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.write_bytes(b"GGUF of another")
+        with pytest.raises(pretrained.UnavailableError, match="SHA-256"):
+            find()
+        assert file.exists()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -48,13 +49,27 @@ def gemma3() -> Path:
 def _cached(name: str, packages: Sequence[str], sha256: str) -> Path:
     default = Path(sys.prefix) / "share" / "rope_ext" / "pretrained"
     path = Path(os.environ.get("ROPE_EXT_PRETRAINED") or default) / name
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.parent / ".lock"):
-        if not path.exists():  # another process may have downloaded it meanwhile
-            _download(path, packages, sha256)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.parent / ".lock"):
+            if not path.exists():  # another process may have downloaded it meanwhile
+                _download(path, packages, sha256)
+    _require_sum(path, sha256, path.stat().st_mtime_ns)
     return path
+
+
+@lru_cache  # it takes a second
+def _require_sum(path: Path, sha256: str, changed: int) -> None:
+    """Raise UnavailableError if a cached file is not the one that was downloaded."""
+    del changed  # asks again
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    if digest.hexdigest() != sha256:
+        raise UnavailableError(
+            f"{path} has the SHA-256 {digest.hexdigest()}, expected {sha256}; remove the file"
+        )
 
 
 def _download(path: Path, packages: Sequence[str], sha256: str) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Literal
+
+from checkpoints.sources import DownloadError, download
 
 RELEASE = "5.2.8"
 ARCHIVE = f"django-{RELEASE}.tar.gz"
@@ -31,9 +31,10 @@ def archive() -> Path:
     """
     path = FOLDER / ARCHIVE
     if not path.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        source = ["--no-binary", "django", f"django=={RELEASE}", "--dest", str(FOLDER)]
-        subprocess.run([*pip, *source], check=True)
+        try:
+            download("django", RELEASE, SHA256, FOLDER)
+        except DownloadError as error:
+            raise SystemExit(str(error)) from None
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != SHA256:
         raise SystemExit(f"{path} has the SHA-256 {found}, expected {SHA256}; remove it")

@@ -59,6 +59,7 @@ LONG_ROWS = ("consecutive", "mixed_windows")
 """Schemes for rows longer than the trained length; the others use short rows."""
 _LONGEST_ROW = 8192
 """Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
+_MOST_BYTES = 2**20  # of a recipe
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
 DIGESTS = "data_digests"
@@ -350,7 +351,16 @@ def _training_arguments(values: Mapping[str, Any], mistakes: Mistakes) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which YAML silently uses the last."""
+    """Rejects duplicate keys, of which YAML silently uses the last, and aliases.
+
+    Aliases of aliases make a file of a kilobyte a value of gigabytes.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            line = self.peek_event().start_mark.line + 1
+            raise yaml.YAMLError(f"line {line} has an alias (*name); write out its value")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
@@ -368,9 +378,12 @@ class _Loader(yaml.SafeLoader):
 def _words(file: str, names: set[str], mistakes: Mistakes) -> list[str]:
     """Convert a YAML file to command-line arguments."""
     try:
+        if os.path.getsize(file) > _MOST_BYTES:
+            raise OptionError(f"--config {file} has more than 1 MB; give a file of settings")
         values = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
-    except (OSError, TypeError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise OptionError(f"cannot read --config {file}: {error}") from None
+    except (OSError, TypeError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise OptionError(f"cannot read --config {file}: {reason}") from None
     if not isinstance(values, dict):
         raise OptionError(f"--config {file} must hold lines of the form `name: value`")
     words = []

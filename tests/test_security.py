@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+import torch
 
 import rope_ext
+from checkpoints import pretrained
+from lab.evidence.questions import MANUALS
+from recipes import django_docs
 from rope_ext.advice.describe import write_card
-from rope_ext.errors import AdapterError
+from rope_ext.errors import AdapterError, LoadError, MeasureError, RopeExtError
 from rope_ext.import_path import isolated
+from rope_ext.saving.checkpoints import load_config, load_tokenizer
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.models import tiny_llama
 from tests.helpers.sources import ROOT
@@ -183,3 +194,96 @@ def test_what_is_written_into_a_model_folder_does_not_follow_links(
         rope_ext.export(model, "transformers").write(folder)
     assert private.read_text() == "keep me" and not (tmp_path / "absent.md").exists()
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder from which pip takes packages instead of the network; a release leaves a file."""
+    folder = tmp_path / "releases"
+    folder.mkdir()
+    setup = f"open({str(tmp_path / 'executed')!r}, 'w').close(); raise SystemExit(9)".encode()
+    for package in ("django-5.2.8", "flask-3.1.2"):
+        with tarfile.open(folder / f"{package}.tar.gz", "w:gz") as files:
+            entry = tarfile.TarInfo(f"{package}/setup.py")
+            entry.size = len(setup)
+            files.addfile(entry, io.BytesIO(setup))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_a_release_with_another_sum_is_not_executed(
+    releases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip executes a source release to read its metadata."""
+    monkeypatch.setattr(django_docs, "FOLDER", tmp_path / "django")
+    with pytest.raises(SystemExit, match="cannot download django"):
+        django_docs.archive()
+    flask = next(manual for manual in MANUALS if manual.package == "flask")
+    with pytest.raises(MeasureError, match="cannot download flask"):
+        flask.read(tmp_path / "manuals")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_cached_checkpoint_that_was_changed_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROPE_EXT_PRETRAINED", str(tmp_path))
+    for name, find in (
+        ("SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf", pretrained.smollm2),
+        ("gemma-3-270m/gemma-3-270m-Q4_K_M.gguf", pretrained.gemma3),
+    ):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.write_bytes(b"GGUF of another")
+        with pytest.raises(pretrained.UnavailableError, match="SHA-256"):
+            find()
+        assert file.exists()
+
+
+@pytest.fixture
+def leaves(tmp_path: Path) -> str:
+    """Python code that leaves the file ``executed``."""
+    return f"open({str(tmp_path / 'executed')!r}, 'w').close()"
+
+
+def test_code_that_a_configuration_names_is_not_executed(tmp_path: Path, leaves: str) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    (folder / "theirs.py").write_text(leaves)
+    saved = json.loads((folder / "config.json").read_text())
+    named = {"AutoConfig": "theirs.A", "AutoModelForCausalLM": "theirs.B"}
+    for model_type in ("llama", "theirs"):
+        values = {**saved, "auto_map": named, "model_type": model_type}
+        (folder / "config.json").write_text(json.dumps(values))
+        for load in (rope_ext.describe, rope_ext.from_pretrained, load_config, load_tokenizer):
+            with contextlib.suppress(RopeExtError):  # the unknown type
+                load(str(folder))
+    assert not (tmp_path / "executed").exists()
+
+
+class Pickled:
+    """Executes code when it is unpickled."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return exec, (self.code,)
+
+
+def test_pickles_in_place_of_weights_are_not_executed(tmp_path: Path, leaves: str) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    torch.save({"model.embed_tokens.weight": Pickled(leaves)}, folder / "pytorch_model.bin")
+    with pytest.raises(LoadError):
+        rope_ext.from_pretrained(folder)
+    adapter = tmp_path / "adapter"
+    model = rope_ext.patch(tiny_llama(), "t5")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    rope_ext.save_sidecar(model, adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save({"a": Pickled(leaves)}, adapter / "adapter_model.bin")
+    with pytest.raises(RopeExtError):
+        rope_ext.load_adapter(rope_ext.patch(tiny_llama(), "t5"), adapter)
+    assert not (tmp_path / "executed").exists()

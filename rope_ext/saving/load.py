@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
+from rope_ext.config.bounds import MOST_BYTES, require_bounds
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.config.settings import edits
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
@@ -169,6 +171,8 @@ def _load(
                 f"{path} was saved under a patch that config= does not record; leave config= out, "
                 f"or modify the configuration that AutoConfig loads from {path}"
             )
+    if gguf_file is not None:
+        gguf_source.require_readable(path, gguf_file, **hub.of_hub(kwargs))
     try:
         with hub.loading("weights", path), _expecting_learned(record):
             loaded = _class(config, class_name).from_pretrained(path, **kwargs)
@@ -195,20 +199,29 @@ def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
     ):
         if kwargs.get("gguf_file") is not None:
             return gguf_source.load_config(path, kwargs["gguf_file"], **options)
-        config = AutoConfig.from_pretrained(place, **options)
-        refuse_edits(config, place, **hub.of_hub(kwargs))
-        return config
+        return read_config(place, **options)
 
 
-def refuse_edits(config: PreTrainedConfig, place: str, **where: Any) -> None:
-    """Raise RecordError if what a patch wrote into ``config.json`` was partly changed by hand."""
-    saved = PreTrainedConfig.get_config_dict(place, **where)[0]
+def read_config(place: str | PathLike[str], **options: Any) -> Any:
+    """Return ``AutoConfig.from_pretrained(place)``, after a check of the sizes in its JSON.
+
+    Raises:
+        LoadError: a size is larger than in any model.
+        RecordError: what a patch wrote was partly changed by hand.
+    """
+    file = os.path.join(place, "config.json")
+    if os.path.isfile(file) and os.path.getsize(file) > MOST_BYTES:
+        raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
+    saved = PreTrainedConfig.get_config_dict(place, **hub.of_hub(options))[0]
+    require_bounds(saved, f"the configuration of {place}")
+    config = AutoConfig.from_pretrained(place, **options)
     told = "; ".join(edits(config, saved))
     if told:
         raise RecordError(
             f"config.json of {place} was changed after a patch wrote it: {told}. Undo the change, "
             f"or load the original model and patch it with other options"
         )
+    return config
 
 
 def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
@@ -433,6 +446,8 @@ def read_adapter(path: str) -> dict[str, Any]:
         for name in map(saved.get, names):
             if not isinstance(name, (str, type(None))):
                 raise ValueError(f"{name!r} is not a name")
+        ranks = [saved.get("r"), *(saved.get("rank_pattern") or {}).values()]
+        require_bounds({"r": ranks}, path)
         return saved
 
 
@@ -463,6 +478,9 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
     with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+        file = hub.find(str(directory), "adapter_config.json", **hub.of_hub(kwargs))
+        if file is not None:
+            read_adapter(file)  # checks sizes, which PEFT builds before it reads the weights
         if wanted := learned.learned(text_decoder(model)):
             _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
 import rope_ext
 from rope_eval import sliding
 from rope_eval.cases import Case, Outcome, loss, share_found
+from rope_eval.data import prompts
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
@@ -269,6 +271,22 @@ def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) ->
     chat.chat_template = "nothing of yours"
     with pytest.raises(OptionError, match="leaves the user's text out"):
         Frame.from_tokenizer(chat)
+
+
+def test_a_chat_template_that_does_not_end_or_fails_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = AutoTokenizer.from_pretrained(checkpoint)
+    before = sys.gettrace()
+    monkeypatch.setattr(prompts, "_TEMPLATE_SECONDS", 0.5)
+    many = "{% for i in range(99999) %}"
+    chat.chat_template = many * 4 + "a" + "{% endfor %}" * 4
+    with pytest.raises(OptionError, match="does not end within"):
+        Frame.from_tokenizer(chat)
+    chat.chat_template = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
+    with pytest.raises(OptionError, match="fails"):
+        Frame.from_tokenizer(chat)
+    assert sys.gettrace() is before
 
 
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])

@@ -158,7 +158,7 @@ def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
     assert words[:2] == ["rope-ext", "compare"]
     made = command_for("compare", words).make_context("compare", words[2:]).params
     assert parse_options(made["options"]) == settings.options
-    assert made["models"] == list(settings.models) and made["windows"] == 64
+    assert list(made["models"]) == list(settings.models) and made["windows"] == 64
     assert (made["seed"], made["depths"]) == (settings.seed, 2) and made["protocol"] is None
 
 

@@ -124,6 +124,10 @@ def used(**changed: int) -> Any:
     return lambda answer: {**answer, "usage": {**answer["usage"], **changed}}
 
 
+def one_token_fewer(answer: dict[str, Any]) -> Any:
+    return used(prompt_tokens=answer["usage"]["prompt_tokens"] - 1)(answer)
+
+
 TEXT, LOSS = KEYS, Perplexity(BOOK, windows=2)
 
 
@@ -145,10 +149,13 @@ TEXT, LOSS = KEYS, Perplexity(BOOK, windows=2)
         (TEXT, used(prompt_tokens="100"), "prompt tokens is '100'"),
         (TEXT, choice(text="Mary had a little lamb. " * 50), "tokens are too many"),
         (TEXT, used(prompt_tokens=100), "says that it read 100 of"),
+        (TEXT, one_token_fewer, "says that it read"),
+        (LOSS, one_token_fewer, "says that it read"),
         (TEXT, used(completion_tokens=999), "wrote 999 of"),
         (LOSS, logprobs(lambda found: [None, 0.5, *found[2:]]), "prompt is 0.5"),
         (LOSS, logprobs(lambda found: [*found, -1.0]), "not those"),
         (LOSS, logprobs(lambda found: found[1:]), "not those"),
+        (LOSS, logprobs(lambda found: [-1.0, *found[1:]]), "instead of null"),
         (LOSS, logprobs(lambda found: [None, "no", *found[2:]]), "prompt is 'no'"),
         (LOSS, logprobs(lambda found: [None, None, *found[2:]]), "prompt is None"),
         (LOSS, logprobs(lambda found: [None, float("nan"), *found[2:]]), "prompt is nan"),

@@ -294,6 +294,21 @@ def test_the_command_line_is_over_the_file(tmp_path: Path) -> None:
     assert settings.method_of(recipe) == rope_ext.YaRN(factor=8, beta_fast=16)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &a [x]\nb: &b [*a, *a]\nlora_target: [*b, *b]\n", "alias"),
+        ("lora_target: " + "[" * 3000 + "\n", "cannot read --config"),
+        ("# " + "a" * 2**20 + "\n", "more than 1 MB"),
+    ],
+)
+def test_a_file_that_grows_when_it_is_read_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(OptionError, match=said):
+        settings.parse(["--config", str(file), "--output_dir", str(tmp_path / "run")])
+
+
 WINDOWS = {"positions": "mixed_windows", "pose_chunks": 0, "length": 256, "method": "dynamic_yarn"}
 REFUSED = [
     ({"model": "nowhere/at-all"}, "nowhere/at-all"),

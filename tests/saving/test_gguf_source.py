@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 import rope_ext
 from rope_ext.apply import gguf_source
 from rope_ext.cli import app
+from rope_ext.errors import RopeExtError
 from rope_ext.methods import Rope, build_method
 from rope_ext.saving import checkpoints
 from tests.helpers.models import LENGTH, tiny_llama
@@ -156,3 +159,48 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(rope_ext.LoadError, match=r"cannot read .*gone\.gguf as a GGUF file"):
         gguf_source.read_scaling(tmp_path / "gone.gguf")
+
+
+def text(words: str) -> bytes:
+    return struct.pack("<Q", len(words)) + words.encode()
+
+
+def header(*keys: bytes, tensors: int = 0, count: int | None = None) -> bytes:
+    counts = struct.pack("<QQ", tensors, len(keys) if count is None else count)
+    return b"GGUF" + struct.pack("<I", 3) + counts + b"".join(keys)
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int) -> bytes:
+    return struct.pack("<IQ", kind, count)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(key("a", 9, array(0, 2**40))),
+        header(key("a", 9, array(8, 2**40))),
+        header(key("a", 9, array(9, 1) * 5000)),
+        header(key("a", 8, struct.pack("<Q", 2**40))),
+        header(key("a", 13, b"")),
+        header(count=2**40),
+        header(tensors=2**40),
+        header(text("a") + struct.pack("<I", 2**31), tensors=1)[:-4],
+        header(key("llama.block_count", 4, struct.pack("<I", 10**7))),
+        header(key("llama.attention.key_length", 4, struct.pack("<I", 10**9))),
+    ],
+)
+@pytest.mark.every
+def test_a_header_that_declares_more_than_there_can_be(tmp_path: Path, content: bytes) -> None:
+    """The library would create what is declared, for minutes and in gigabytes."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content + b"\0" * 64)
+    start = time.monotonic()
+    for load in (rope_ext.describe, rope_ext.from_pretrained, checkpoints.load_tokenizer):
+        with pytest.raises(RopeExtError) as error:
+            load(str(path))
+        assert "\n" not in str(error.value) and str(path) in str(error.value)
+    assert time.monotonic() - start < 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_ext
+from rope_ext.saving import checkpoints
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
 
@@ -131,6 +133,19 @@ def test_a_broken_adapter_is_refused_and_the_model_left_alone(tmp_path, folders,
     rope_ext.load_adapter(rope_ext.patch(model, "rerope", factor=4), folders / "adapter")
 
 
+@pytest.mark.parametrize("values", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}])
+def test_an_adapter_of_a_rank_that_no_adapter_has(tmp_path, folders, values: dict) -> None:
+    """PEFT would build it before it looks into the file."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders / "adapter", folder)
+    edit(folder / CONFIG, **values)
+    base = AutoModelForCausalLM.from_pretrained(folders / "base")
+    model = rope_ext.patch(base, "rerope", factor=4)
+    for load in (rope_ext.from_pretrained, lambda path: rope_ext.load_adapter(model, path)):
+        with pytest.raises(rope_ext.LoadError, match="no model has more than"):
+            load(folder)
+
+
 def no_space(path: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -177,3 +192,29 @@ def test_a_record_sets_only_what_a_patch_writes(tmp_path, config: dict, message:
     (tmp_path / "config.json").write_text(json.dumps(saved))
     with pytest.raises(rope_ext.RecordError, match=message):
         rope_ext.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hidden_layers": 10**7},
+        {"head_dim": 10**9},
+        {"hidden_size": 10**9},
+        {"num_attention_heads": 10**7},
+        {"head_dim": 2**15, "num_attention_heads": 2**13},
+        {"vision_config": {"depths": [2, 2], "num_hidden_layers": 10**7}},
+        {"parts": [{"num_hidden_layers": 10**7}]},
+        {"num_labels": 10**9},
+    ],
+)
+@pytest.mark.every
+def test_a_configuration_of_a_size_that_no_model_has(tmp_path, folders, values: dict) -> None:
+    """It is refused before anything of that size is built."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "base", folder)
+    edit(folder / "config.json", **values)
+    start = time.monotonic()
+    for load in (rope_ext.describe, rope_ext.from_pretrained, checkpoints.load_model):
+        with pytest.raises(rope_ext.errors.RopeExtError, match="no model has more than"):
+            load(str(folder))
+    assert time.monotonic() - start < 10

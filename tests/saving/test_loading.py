@@ -98,7 +98,7 @@ def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, folders, ki
         rope_ext.from_pretrained(folders / "adapter", base=folder)
     if kind == "other sizes":
         edit(folder / "config.json", architectures="AModel")
-        with pytest.raises(rope_ext.LoadError, match="'AModel' is not a list of names"):
+        with pytest.raises(rope_ext.LoadError, match="'AModel'"):
             rope_ext.from_pretrained(folder)
 
 

@@ -40,6 +40,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
+from recipes.chat import require_template
 from recipes.contents import Contents
 from recipes.loss import ChunkedLoss, label_sums
 from recipes.parallel import (
@@ -54,6 +55,7 @@ from recipes.restoration import restoration_loss
 from recipes.retrieval import RetrievalRows
 from recipes.settings import (
     ALL_LINEAR,
+    CHAT,
     LONG_ROWS,
     NONE,
     STOP,
@@ -146,12 +148,23 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     if tokenizer is not None and recipe.length is not None and recipe.retrieval_share > 0:
         with mistakes.collected():
             RetrievalRows(tokenizer, recipe.retrieval_share).require_room(recipe.length)
+    if tokenizer is not None and uses_chat(recipe):
+        with mistakes.collected():
+            require_template(tokenizer)
     cases, length = [], recipe.eval_length or target
     if length and args.eval_strategy != "no" and tokenizer is not None:
         with mistakes.collected():
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
     mistakes.report()
     return Plan(config, tokenizer, target, length, cases)
+
+
+def uses_chat(recipe: Recipe) -> bool:
+    """Whether a dataset of the recipe has conversations."""
+    try:
+        return any(part.format == CHAT for part in parts(recipe))
+    except OptionError:  # reported with the other settings
+        return False
 
 
 def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
@@ -642,7 +655,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
     packs = [
         data.packer(
-            part.rows, tokenizer, recipe.length, recipe.document_masking, recipe.length * times
+            part.rows,
+            tokenizer,
+            recipe.length,
+            masking=recipe.document_masking,
+            most=recipe.length * times,
+            chat=part.format == CHAT,
         )
         for part in given
     ]
@@ -656,9 +674,11 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             column=part.column,
             streaming=recipe.streaming,
             strict=strict,
+            chat=part.format == CHAT,
         )
         for part in given
     ]
+    tokenize = [data.tokenization(tokenizer, part.format == CHAT) for part in given]
     held = None
     if args.eval_strategy != "no":
         apart = texts[0]
@@ -685,11 +705,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             minimum=minima[0],
             seed=args.seed,
             files=listings[0],
+            tokenize=tokenize[0],
         )
         return Data(made, held, (found,))
     sources = [
-        data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
-        for text, pack, minimum in zip(texts, packs, minima, strict=True)
+        data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed, tokenize=each)
+        for text, pack, minimum, each in zip(texts, packs, minima, tokenize, strict=True)
     ]
     mixture = Stream(sources, [part.weight for part in given], args.seed)
     return Data(mixture, held, tuple(map(data.first_contents, texts, listings)))

@@ -48,6 +48,8 @@ from rope_ext.saving.drafts import draft_of
 NONE = "none"
 ALL_LINEAR = "all-linear"
 SKIP, STOP = "skip", "stop"
+TEXT, CHAT = "text", "chat"
+FORMATS = (TEXT, CHAT)
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 INITS = ("default", "model")
@@ -122,6 +124,11 @@ class Recipe:
     dataset_config: str | None = _option(None, "Configuration of a Hub dataset.")
     dataset_split: str = _option("train", "Split of a Hub dataset.")
     text_column: str = _option("text", "Column with the text.")
+    format: str = _option(
+        TEXT,
+        "text, or chat: rows of messages, ShareGPT's conversations, prompt and completion, or "
+        "instruction and output, with a loss on the answers only; see recipes/chat.py.",
+    )
     bad_files: str = _option(
         SKIP,
         "Local files that cannot be read: skip, which names them and goes on without them, or "
@@ -135,7 +142,8 @@ class Recipe:
         default_factory=list,
         metadata={
             "help": "A mixture instead of dataset: JSON entries with dataset and weight, and "
-            "optionally config, split, column, rows, minimum_document. Weights are shares of rows."
+            "optionally config, split, column, format, rows, minimum_document. Weights are shares "
+            "of rows."
         },
     )
     streaming: bool = _option(False, "Read the data during training; needs max_steps.")
@@ -301,7 +309,7 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
     values["factor"] = float(factor_to(target, trained))
     if values["length"] is None:
         values["length"] = min(trained, _LONGEST_ROW)
-    if "minimum_document" not in typed:
+    if "minimum_document" not in typed and values["format"] != CHAT:
         values["minimum_document"] = values["length"] // 2
 
 
@@ -615,6 +623,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
+    yield from _of_chat(recipe, args)
     yield from _not_among("bad_files", recipe.bad_files, (SKIP, STOP))
     try:
         kinds = {part.rows for part in parts(recipe)}
@@ -671,6 +680,32 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
             f"--positions pose_released takes its chunks from a single document, unlike --rows "
             f"{shown}; give --positions pose, or leave --rows out"
         )
+
+
+def _of_chat(recipe: Recipe, args: Any) -> Iterator[str]:
+    """Errors about settings that conversations do not support."""
+    yield from _not_among("format", recipe.format, FORMATS)
+    try:
+        chats = [part for part in parts(recipe) if part.format == CHAT]
+    except OptionError:  # reported with the other settings of rows
+        return
+    if not chats:
+        return
+    released = scheme_of(recipe) == "pose_released"  # which sets the rows itself
+    if not released and any(part.rows != "packed" for part in chats):
+        yield "--format chat puts whole conversations into rows; leave --rows out"
+    if scheme_of(recipe) in ("pose_released", "mixed_windows"):
+        yield (
+            f"--positions {scheme_of(recipe)} cuts rows, and with --format chat answers would lose "
+            f"their questions; give --positions pose"
+        )
+    if args.eval_strategy != "no" and recipe.eval_dataset is None:
+        yield (
+            "--eval_strategy evaluates on text, and --format chat has none; give --eval_dataset "
+            "documents, or leave --eval_strategy out"
+        )
+    if recipe.init == "model":
+        yield "--init model fits to text, and --format chat has none; give --init default"
 
 
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
@@ -751,6 +786,7 @@ class Part:
     column: str = "text"
     rows: str = "packed"
     minimum_document: int = 0
+    format: str = TEXT
 
 
 def parts(recipe: Recipe) -> list[Part]:
@@ -769,6 +805,7 @@ def parts(recipe: Recipe) -> list[Part]:
                 recipe.text_column,
                 rows_of(recipe),
                 recipe.minimum_document,
+                recipe.format,
             )
         ]
     if recipe.dataset is not None:
@@ -802,11 +839,14 @@ def _part(text: str, recipe: Recipe) -> Part:
     for name in ("dataset", "weight"):
         if name not in given:
             raise OptionError(f"--datasets {text}: {name} is missing; give it")
+    chat = given.get("format", recipe.format) == CHAT
     part = Part(
         **{
             "column": recipe.text_column,
             "rows": rows_of(recipe),
-            "minimum_document": recipe.minimum_document,
+            "format": recipe.format,
+            # Short conversations are used, unless this dataset says otherwise.
+            "minimum_document": 0 if chat else recipe.minimum_document,
             **given,
         }
     )
@@ -814,8 +854,9 @@ def _part(text: str, recipe: Recipe) -> Part:
         value = getattr(part, name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise OptionError(f"--datasets {text}: {name} {value!r} is not valid")
-    for message in _not_among("rows", part.rows, ROWS):
-        raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
+    for name, choices in (("rows", ROWS), ("format", FORMATS)):
+        for message in _not_among(name, getattr(part, name), choices):
+            raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
     if part.minimum_document < 0:
         raise OptionError(
             f"--datasets {text}: minimum_document {part.minimum_document} is not valid; it must be "
@@ -837,6 +878,7 @@ _OF_PART: dict[str, Any] = {
     "column": str,
     "rows": str,
     "minimum_document": int,
+    "format": str,
 }
 
 

@@ -67,11 +67,11 @@ def passkeys(tokenizer: Any, length: int, number: int) -> list[Any]:
             f"a passkey prompt needs {prompts.minimum_length()} tokens, and evaluation rows have "
             f"{length}; give a larger --eval_length, or --eval_passkeys 0"
         )
-    return [prompts.case(length, (i + 0.5) / number, _SEED + i) for i in range(number)]
+    return [prompts.forward_case(length, (i + 0.5) / number, _SEED + i) for i in range(number)]
 
 
 def found(model: nn.Module, cases: Sequence[Any]) -> float:
-    """Share of the passkeys that greedy decoding finds."""
+    """Share of the passkeys that greedy decoding writes after the lead-in, by one forward each."""
     hits = [bool(score(model, [case.ids], case.count)[1].all()) for case in cases]
     return sum(hits) / len(hits)
 

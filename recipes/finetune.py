@@ -78,13 +78,14 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from rope_eval.folder import lock
-from rope_ext.command.terminal import first_process, stoppable, tell, tell_next, unused
+from rope_ext.command.terminal import first_process, show, stoppable, tell, tell_next, unused
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position.learned import TEMPERATURE, learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import patch_without_weights
 
 FITTED_ROWS = 16
@@ -569,7 +570,7 @@ class LongTrainer(Trainer):
             done = self.state.global_step * self.get_total_train_batch_size(self.args)
             state = self.train_dataset.state(done)
             if state is not None:
-                (folder / STREAM).write_text(json.dumps(state) + "\n", encoding="utf-8")
+                write_whole(folder / STREAM, json.dumps(state) + "\n")
 
     def _diverged(self, what: str) -> None:
         raise DivergedError(
@@ -756,8 +757,9 @@ class Steps(TrainerCallback):
         """Estimate the time after the first batch; Trainer does after the first step."""
         if self.batches:
             seconds = round((time.monotonic() - self.begun) * self.batches)
-            end = "" if args.disable_tqdm else "\n"  # of the bar's line
-            tell(f"{end}about {timedelta(seconds=seconds)} in all, after the first batch")
+            if not args.disable_tqdm:
+                tell("")  # ends the bar's line
+            tell(f"about {timedelta(seconds=seconds)} in all, after the first batch")
         self.batches = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -795,7 +797,7 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     if checkpoint is not None:
         if args.should_save:
             save_from(checkpoint, Path(args.output_dir))
-        print(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
+        show(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
         tell_next(next_command(recipe, args, plan))
         return
     with args.main_process_first(desc="reading the data"):

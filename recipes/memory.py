@@ -55,7 +55,7 @@ from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
 from recipes.shapes import config_of
 from rope_ext.advice.memory import Live, shown
-from rope_ext.command.terminal import tell, tell_next
+from rope_ext.command.terminal import show, tell, tell_next
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
 from rope_ext.saving.checkpoints import trained_length
 
@@ -410,15 +410,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = need(recipe, args, config)
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")
-    print(
+    show(
         f"{Path(options.recipe).name}: {found.parameters:,} parameters, {found.trained:,} of them "
         f"trained; {args.per_device_train_batch_size} x {recipe.length} tokens a device"
     )
-    print(table(found, options.devices))
-    print(line(found, options.devices))
+    show(table(found, options.devices))
+    show(line(found, options.devices))
     if options.card is not None:
         fits, sentence = verdict(found, options.devices, options.card)
-        print(sentence)
+        show(sentence)
         if not fits:
             parser.exit(1)
     for part in settings.parts(recipe) if recipe.dataset or recipe.datasets else ():

@@ -970,7 +970,7 @@ def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, 
             continue
         try:
             yield run, dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise OptionError(
                 f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
                 f"started with are unknown; delete it to resume with the current settings, or give "

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rope_ext.config.settings import METHODS, RopeSettings, rope_settings, trained_length
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
@@ -153,7 +154,24 @@ def text_config(module: nn.Module) -> Any:
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
-    return cast("Any", decoder).get_input_embeddings()
+    """Return a decoder's table of token embeddings; raises UnsupportedModelError without one."""
+    try:
+        found = cast("Any", decoder).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        found = None
+    if not hasattr(found, "num_embeddings"):
+        raise UnsupportedModelError(f"{type(decoder).__name__}: {no_text(decoder)}")
+    return cast("nn.Embedding", found)
+
+
+def no_text(decoder: nn.Module) -> str:
+    """Explain why ``decoder`` takes no token IDs, as a sentence for an error."""
+    models = (name for name, one in decoder.named_modules() if isinstance(one, PreTrainedModel))
+    inner = None if isinstance(decoder, PreTrainedModel) else next(models, None)
+    if inner is None:
+        return "it does not read token IDs of one vocabulary"
+    # as in a SentenceTransformer
+    return f"it is not a transformers model; pass the one in it, model.get_submodule({inner!r})"
 
 
 @torch.no_grad()
@@ -171,19 +189,69 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     ``length`` is the trained length in tokens; None reads it from the configuration.
     """
     _require_in_use(decoder)
-    sites = []
+    sites, unused = [], _unused_modules(decoder)
     for name, module in decoder.named_modules():
-        for buffer in list(module._buffers):
+        for buffer in list(module._buffers) if name not in unused else ():
             if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
                 continue
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
-            sites.append(_site(decoder, name, module, prefix or None, length))
+            try:
+                sites.append(_site(decoder, name, module, prefix or None, length))
+            except UnsupportedModelError as error:
+                parts = [f"model.{part}" for part in _language_models(decoder)]
+                if not parts:
+                    raise
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__} consists of several models; pass the one to patch: "
+                    f"{' or '.join(parts)}"
+                ) from error
     if not sites:
         raise NoRopeError(
             f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no "
             f"module owns an inv_freq), so there is nothing to extend; choose a RoPE model"
         )
     return sites
+
+
+def _language_models(module: nn.Module) -> list[str]:
+    """Return names of submodules that are models with a text model of their own."""
+    models = [name for name, child in module.named_children() if hasattr(child, "get_decoder")]
+    return [
+        name for name in models if text_decoder(getattr(module, name)) is not getattr(module, name)
+    ]
+
+
+def _unused_modules(decoder: nn.Module) -> set[str]:
+    """Return names of rotary modules that no layer uses.
+
+    With ``rope_scaling_layers``, one of two modules ignores the scaling, and serves only the layers
+    that the list leaves out.
+    """
+    config = text_config(decoder)
+    listed = getattr(config, "rope_scaling_layers", None)
+    if listed is None or not set(range(config.num_hidden_layers)) <= set(listed):
+        return set()
+    trial = copy.deepcopy(config)
+    trial.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 2.0}
+    with torch.device("meta"):
+        built = type(decoder)(trial)
+    modules = built.named_modules()
+    return {name for name, module in modules if getattr(module, "rope_type", None) == "default"}
+
+
+def rebuilt(module: Any, config: Any) -> Any:
+    """Build a rotary module like ``module`` from a configuration, on the CPU.
+
+    Some ignore the configuration's scaling, by an argument of their own.
+    """
+    with torch.device("cpu"):
+        built = type(module)(config)
+        kind = getattr(module, "rope_type", None)
+        if not isinstance(kind, str) or kind == getattr(built, "rope_type", None):
+            return built
+        config = copy.deepcopy(config)
+        config.rope_parameters = {**config.rope_parameters, "rope_type": kind}
+        return type(module)(config)
 
 
 def chosen_sites(decoder: nn.Module, sites: list[RotarySite], sliding: str) -> list[RotarySite]:
@@ -230,7 +298,15 @@ def _site(
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     columns = prove(decoder, module, layer_type, len(loaded))
+    given = length is not None
     length = trained_length(config) if length is None else length
+    patch = getattr(config, "patch_length", None)
+    if patch and not given:  # TimesFM reads patches of so many points of a series as one token
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
+            f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
+            f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
+        )
     if length is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
@@ -309,9 +385,8 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> T
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
     try:
-        with torch.device("cpu"):
-            config = copy.deepcopy(module.config)  # some transformers functions add fields
-            built = type(module)(config).get_buffer(name).detach()
+        config = copy.deepcopy(module.config)  # some transformers functions add fields
+        built = rebuilt(module, config).get_buffer(name).detach()
     except Exception as raised:
         error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):

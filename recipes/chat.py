@@ -31,7 +31,7 @@ _SHAPES = "messages, conversations, prompt with completion, or instruction with 
 
 
 def conversation_of(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON, with ``messages`` or with a ``prompt`` and a ``completion`` of text.
+    """Return a row as JSON: ``messages``, or a ``prompt`` and a ``completion`` of text.
 
     ``first`` is the number of messages before those that are answered.
 
@@ -48,7 +48,7 @@ def conversation_of(row: Mapping[str, Any]) -> str:
 
 
 def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in row.items() if value is not None}
+    given = _without_none(row)
     more = {"tools": given["tools"]} if given.get("tools") else {}
     if "messages" in given:
         return {"messages": _messages(given["messages"]), "first": 0, **more}
@@ -72,10 +72,17 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def _without_none(value: Any) -> Any:
+    """Without what Arrow adds where rows have different keys, also inside of tools."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
 def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for each in given:
-        message = {name: value for name, value in each.items() if value is not None}
+        message = dict(each.items())
         if "from" in message:
             role = message.pop("from")
             message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
@@ -98,7 +105,8 @@ class TokenizeChat:
     """Tokenizes conversations; ``scored`` is true for the tokens of answers.
 
     An answer is what the chat template adds for an assistant's message after its generation prompt,
-    with the end of the turn. A template with ``{% generation %}`` says it itself.
+    with the end of the turn. A template with ``{% generation %}`` says it itself. A template that
+    drops earlier reasoning (Qwen3) is replaced by TRL's template for training.
     """
 
     tokenizer: Any
@@ -125,26 +133,46 @@ class TokenizeChat:
                 "give rows with texts of prompt and completion"
             )
         options = {"tools": row["tools"]} if "tools" in row else {}
-        if first == 0 and _marks_answers(self.tokenizer):
+        if first == 0 and _marks_answers(self.tokenizer.chat_template):
             return self._marked(messages, options)
         whole = self._rendered(messages, options)
         spans = []
         for at in range(first, len(messages)):
             if messages[at]["role"] != "assistant":
                 continue
-            asked = self._rendered(messages[:at], options, add_generation_prompt=True)
-            answered = self._rendered(messages[: at + 1], options)
-            if not (whole.startswith(asked) and whole.startswith(answered)):
-                raise DataError(
-                    f"the chat template changes earlier messages when later ones follow, so the "
-                    f"answers of {str(messages[0])[:60]} cannot be found; give a chat template "
-                    f"with generation blocks, or prompt and completion"
-                )
-            spans.append((len(asked), len(answered)))
+            span = self._answer(whole, messages[: at + 1], options)
+            if span is None:
+                return self._by_training_template(messages, first, options)
+            spans.append(span)
         return self._in_spans(whole, spans)
 
+    def _answer(self, whole: str, messages: Any, options: Mapping[str, Any]) -> Any:
+        """Where the last of these messages is in the whole text; None if earlier text differs."""
+        asked = self._rendered(messages[:-1], options, add_generation_prompt=True)
+        answered = self._rendered(messages, options)
+        if not whole.startswith(answered):
+            # Phi-3 adds the end token to the last message only.
+            answered = answered.removesuffix(self.tokenizer.eos_token or "")
+        if whole.startswith(asked) and whole.startswith(answered):
+            return len(asked), len(answered)
+        return None
+
+    def _by_training_template(
+        self, messages: Any, first: int, options: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenize with TRL's template for training, which keeps earlier messages as they were."""
+        template = _training_template(self.tokenizer)
+        if template is None or first:
+            raise DataError(
+                f"the chat template changes earlier messages when later ones follow, so the "
+                f"answers of {str(messages[0])[:60]} cannot be found; install trl, which has "
+                f"templates for training of known models, give a chat template with generation "
+                f"blocks, or give texts of prompt and completion"
+            )
+        return self._marked(messages, {**options, "chat_template": template})
+
     def _marked(self, messages: Any, options: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        made = self.tokenizer.apply_chat_template(
+        made = self._templated(
             messages, return_dict=True, return_assistant_tokens_mask=True, **options
         )
         return list(made["input_ids"]), [bool(each) for each in made["assistant_masks"]]
@@ -152,11 +180,12 @@ class TokenizeChat:
     def _rendered(self, messages: Any, options: Mapping[str, Any], **more: Any) -> str:
         if not messages:  # an answer at the beginning
             return ""
+        return self._templated(messages, tokenize=False, **options, **more)
+
+    def _templated(self, messages: Any, **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
-        except (
-            Exception
-        ) as error:  # a template raises what it likes, such as for its order of roles
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template raises what it likes, as for the order of roles
             raise DataError(
                 f"the chat template does not accept {str(messages[0])[:60]} and what follows "
                 f"({first_line(error)}); correct or remove this conversation"
@@ -187,8 +216,20 @@ class TokenizeChat:
         return list(made["input_ids"]), scored
 
 
-def _marks_answers(tokenizer: Any) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+def _marks_answers(template: Any) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", str(template)) is not None
+
+
+def _training_template(tokenizer: Any) -> str | None:
+    """TRL's template for training in place of a known template; None without one."""
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+    except ImportError:
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except Exception:  # TRL does not know the template, or cannot render its own probe with it
+        return None
 
 
 @dataclass(frozen=True)

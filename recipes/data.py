@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -439,6 +440,14 @@ def source(
         long = _long(counts, minimum, pack, "the first")
         if len(counts) < _LOOKED_AT:
             _whole(long, pack)
+    longest = getattr(pack, "longest", None)
+    above = 0 if longest is None else sum(count > longest for count in counts)
+    if above:
+        warnings.warn(
+            f"{above} of the first {len(counts)} conversations have more than {longest} tokens; "
+            f"such conversations are dropped; give a longer --length to keep them",
+            stacklevel=2,
+        )
     return Source(data, tokenize, pack, minimum, seed)
 
 

@@ -84,6 +84,29 @@ def test_only_answers_have_a_loss(template: str, chatting: Path) -> None:
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(two["messages"], tokenize=False)
 
 
+@pytest.mark.parametrize("name", ["phi3", "qwen3"])
+def test_templates_that_change_earlier_messages(name: str, chatting: Path) -> None:
+    """Phi-3 ends a conversation with one more token, Qwen3 drops earlier reasoning."""
+    templates = pytest.importorskip("trl.chat_template_utils")
+    with_template(chatting, getattr(templates, f"{name}_chat_template"))
+    row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "six"}]}
+    tokenizer, ids, scored = tokenized(chatting, row)
+    kept = [token for token, one in zip(ids, scored, strict=True) if one]
+    between = [token for token, one in zip(ids, scored, strict=True) if not one]
+    assert ANSWERED in tokenizer.decode(kept) and "six" in tokenizer.decode(kept)
+    assert ASKED not in tokenizer.decode(kept) and tokenizer.decode(between).count(ASKED) == 2
+    assert "user" not in tokenizer.decode(kept) and "six" not in tokenizer.decode(between)
+
+
+def test_tools_reach_the_template_without_what_arrow_adds(chatting: Path) -> None:
+    with_template(chatting, "{{ tools[0] | tojson }}" + PLAIN)
+    tools = [{"name": "add", "parameters": {"a": {"type": "number", "default": None}}}]
+    tokenizer, ids, scored = tokenized(chatting, {"messages": [USER, ASSISTANT], "tools": tools})
+    text = tokenizer.decode(ids)
+    assert '"type": "number"' in text and "default" not in text
+    assert sum(scored) == len(tokenizer(f"{ANSWERED}</s>\n", add_special_tokens=False).input_ids)
+
+
 def test_texts_of_prompt_and_completion_need_no_template(checkpoint: Path) -> None:
     tokenizer, ids, scored = tokenized(checkpoint, {"prompt": "one two ", "completion": "three"})
     assert tokenizer.decode(ids) == "<s>one two three</s>"
@@ -226,6 +249,11 @@ def test_documents_and_conversations_are_mixed_by_weights(
         else:
             assert len(set(weights.tolist())) > 1
     finetune.main(words)
+
+    too_long = json.dumps({"messages": [USER, {"role": "assistant", "content": "word " * 500}]})
+    chats.write_text(f"{too_long}\n{chats.read_text()}")
+    with pytest.warns(UserWarning, match="1 of the first .* conversations have more than 256"):
+        finetune.read(recipe, args, plan)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_run_on_conversations(
     batches = []
 
     class Watched(data.Collator):
-        def __call__(self, rows: object) -> dict:
+        def __call__(self, rows: Any) -> dict:
             batches.append(super().__call__(rows))
             return batches[-1]
 

@@ -499,6 +499,7 @@ class Collator:
         retrieval: adds facts to some rows (recipes/retrieval.py), or None.
         weighted: also return the weights of these rows, which only the chunked loss reads. Labels
             with weight 0 are always ignored.
+        positioned: return positions also where they are consecutive.
     """
 
     scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
@@ -506,6 +507,7 @@ class Collator:
     epoch: int = 0
     retrieval: Callable[[Sequence[int], random.Random], Weighted] | None = None
     weighted: bool = True
+    positioned: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if rows[0].get("index", 0) < 0:  # Trainer is skipping to the checkpoint
@@ -551,7 +553,10 @@ class Collator:
         ids = _stacked([row["input_ids"] for row in rows])
         if "position_ids" in rows[0]:
             return _separated(ids, _stacked([row["position_ids"] for row in rows]))
-        return {"input_ids": ids, "labels": ids.clone()}
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if self.positioned:
+            batch["position_ids"] = torch.arange(ids.shape[1]).expand_as(ids).clone()
+        return batch
 
     def _drawn(self, row: Mapping[str, Any]) -> Drawn:
         return self.scheme(row["input_ids"], self._rng(row))

@@ -49,6 +49,7 @@ from recipes.parallel import (
     check_processes,
     context_parallel_size,
     leave,
+    shares_heads,
     warn_of_launch,
 )
 from recipes.restoration import restoration_loss
@@ -175,6 +176,8 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
             "--restoration needs whole rows, which context parallelism splits; give --restoration "
             "0, or launch with recipes/accelerate/fsdp2.yaml"
         )
+    if shares_heads(args.parallelism_config):
+        _check_ulysses(recipe, args, cp_size)
     check_parallelism(
         method_of(recipe),
         config,
@@ -185,6 +188,29 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
     )
     if recipe.positions == "random_floats":
         check_fractions()
+
+
+def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
+    other = "launch with recipes/accelerate/deepspeed_zero3.yaml"
+    if args.eval_strategy != "no":
+        raise OptionError(
+            f"--eval_strategy {args.eval_strategy} does not work with Ulysses, which shares rows "
+            f"of training only; leave it out and evaluate with rope-ext eval, or {other}"
+        )
+    if args.per_device_train_batch_size > 1 and not args.dataloader_drop_last:
+        raise OptionError(
+            "with Ulysses all batches have the same number of rows; give --dataloader_drop_last "
+            "true, or --per_device_train_batch_size 1"
+        )
+    # Trainer takes the mean of the batches' means, which is the mean of labels for equal numbers.
+    several = args.gradient_accumulation_steps > 1 or args.world_size > sp_size
+    if several and (recipe.retrieval_share or uses_chat(recipe)):
+        raise OptionError(
+            f"rows with different numbers of labels (--retrieval_share, --format chat) do not work "
+            f"with Ulysses in steps of several batches, whose loss would not be a mean over "
+            f"labels; give --gradient_accumulation_steps 1 and --num_processes {sp_size}, or "
+            f"{other}"
+        )
 
 
 def _check_length(recipe: Recipe, config: Any) -> int:
@@ -297,7 +323,11 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     # Under context parallelism, Trainer splits only the inputs that it knows.
     weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
-        scheme(recipe, plan.target), args.seed, retrieval=retrieval, weighted=weighted
+        scheme(recipe, plan.target),
+        args.seed,
+        retrieval=retrieval,
+        weighted=weighted,
+        positioned=shares_heads(args.parallelism_config),
     )
 
 

@@ -913,6 +913,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
                 fix += f", or --resume_from_checkpoint true to resume from {last.name}"
             raise OptionError(f"{folder} contains the results of a run or a model; give {fix}")
         return
+    _check_devices(args, folder if asked.lower() == "true" else Path(asked).parent)
     if asked.lower() == "true":
         args.resume_from_checkpoint = None if last is None else str(last)
         if last is None and _checkpoints(folder):  # killed while writing the first checkpoint
@@ -943,6 +944,19 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             )
 
 
+def _check_devices(args: TrainingArguments, run: Path) -> None:
+    """Refuse another number of processes, for which no checkpoint of ``run`` looks complete."""
+    for folder, before in _settings_of({run}):
+        devices = before.get("world_size", args.world_size)
+        if devices != args.world_size and _checkpoints(folder):
+            raise OptionError(
+                f"{folder} belongs to a run on {devices} devices, and this one has "
+                f"{args.world_size}: checkpoints hold the random state of each device, and a step "
+                f"has other rows; launch with --num_processes {devices} to resume it, or train its "
+                f"model on in another --output_dir (merge an adapter first, with recipes/merge.py)"
+            )
+
+
 def check_data(args: TrainingArguments, digests: list[str]) -> None:
     """Refuse to resume a run on other data.
 
@@ -965,7 +979,11 @@ def check_data(args: TrainingArguments, digests: list[str]) -> None:
 
 def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The directories of the run to resume, with their settings."""
-    for run in {Path(args.output_dir), Path(args.resume_from_checkpoint).parent}:
+    yield from _settings_of({Path(args.output_dir), Path(args.resume_from_checkpoint).parent})
+
+
+def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for run in runs:
         if not (run / SETTINGS).exists():
             continue
         try:

@@ -23,6 +23,9 @@ class Contents:
         dropped: number of documents that are too short.
         dropped_tokens: their tokens.
         minimum: length of the shortest document that is used, tokens.
+        long: number of conversations that do not fit into a row.
+        long_tokens: their tokens.
+        empty: number of documents without text, or conversations without an answer.
         rows: number of training rows.
         problems: reasons why files could not be read.
         digest: hash of the documents, or of the beginning of data read during training.
@@ -35,6 +38,9 @@ class Contents:
     dropped: int = 0
     dropped_tokens: int = 0
     minimum: int = 0
+    long: int = 0
+    long_tokens: int = 0
+    empty: int = 0
     rows: int | None = None
     problems: tuple[str, ...] = ()
 
@@ -66,6 +72,14 @@ class Contents:
                 f"{self.dropped:,} of {self.documents:,} documents have fewer than "
                 f"{self.minimum:,} tokens and are dropped, with {share:.1%} of the tokens"
             )
+        if self.long and self.tokens:
+            yield (
+                f"{self.long:,} of {self.documents:,} conversations have more than {row:,} tokens "
+                f"and are dropped, with {self.long_tokens / self.tokens:.1%} of the tokens; give a "
+                f"longer --length to keep them"
+            )
+        if self.empty:
+            yield f"{self.empty:,} documents are empty or have no answer, and are dropped"
         for problem in self.problems[:_SHOWN]:
             yield f"left out: {problem}"
         if len(self.problems) > _SHOWN:
@@ -73,7 +87,13 @@ class Contents:
 
 
 def contents(
-    counts: Sequence[int], digests: Sequence[int], problems: Sequence[str], minimum: int, rows: int
+    counts: Sequence[int],
+    digests: Sequence[int],
+    *,
+    problems: Sequence[str],
+    minimum: int,
+    longest: int | None,
+    rows: int,
 ) -> Contents:
     """Summarize tokenized documents.
 
@@ -82,10 +102,12 @@ def contents(
         digests: hash of the text of each document.
         problems: reasons why files could not be read.
         minimum: length of the shortest document that is used, tokens.
+        longest: length of the longest document that is used, tokens; None: any.
         rows: number of rows made of them.
     """
     sizes, texts = np.asarray(counts, np.int64), np.asarray(digests, np.int64)
     short = (sizes > 0) & (sizes < minimum)
+    above = sizes > longest if longest is not None else np.zeros_like(short)
     filled = texts[sizes > 0]
     return Contents(
         digest=hashlib.sha256(texts.astype("<i8").tobytes()).hexdigest()[:16],
@@ -95,6 +117,9 @@ def contents(
         dropped=int(short.sum()),
         dropped_tokens=int(sizes[short].sum()),
         minimum=minimum,
+        long=int(above.sum()),
+        long_tokens=int(sizes[above].sum()),
+        empty=len(sizes) - len(filled) - len(problems),  # a file with a problem is an empty one
         rows=rows,
         problems=tuple(problems),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
+from recipes.chat import TokenizeChat, Whole, conversation_of
 from recipes.contents import Contents, beginning_of, contents, digest_of
 from recipes.files import Listing, first_rows, is_saved, list_files, load_files, load_saved
 from recipes.positions import Drawn, MixedWindows
@@ -39,6 +41,7 @@ def documents(
     column: str = "text",
     streaming: bool = False,
     strict: bool = False,
+    chat: bool = False,
 ) -> Dataset | IterableDataset:
     """Load documents, one per row, in the column ``text``.
 
@@ -53,6 +56,7 @@ def documents(
         column: column with the text.
         streaming: read during training instead of storing everything on disk first.
         strict: raise an error for a file that cannot be read, instead of going on without it.
+        chat: rows are conversations (recipes/chat.py), which become JSON; ``column`` is not used.
 
     Raises:
         DataError: the dataset or the column does not exist.
@@ -61,8 +65,10 @@ def documents(
         listing = files_of(name)
         if listing is not None:
             files = listing.files
-            _require_column(name, first_rows(files, column, _ENOUGH), column)
-            return load_files(files, column, streaming=streaming, strict=strict)
+            first = first_rows(files, column, _ENOUGH)
+            _require(name, first, column, chat)
+            convert = conversation_of if chat else None
+            return load_files(files, column, streaming=streaming, strict=strict, convert=convert)
         data = _dataset(name, config, split, streaming)
         first = list(data.take(_ENOUGH))
     except DataError:
@@ -78,7 +84,9 @@ def documents(
             f"{nowhere(name)}; give --dataset an existing file or directory, a Hub dataset ID, or "
             f"{PYTHON_LIBRARY}"
         ) from error
-    _require_column(name, first, column)
+    _require(name, first, column, chat)
+    if chat:
+        return data.map(_as_conversation, remove_columns=list(first[0]))
     data = data.select_columns(column)
     return data if column == "text" else data.rename_column(column, "text")
 
@@ -110,9 +118,18 @@ def _dataset(name: str, config: str | None, split: str, streaming: bool) -> Any:
     return data.to_iterable_dataset() if streaming else data
 
 
-def _require_column(name: str, first: Sequence[Mapping[str, Any]], column: str) -> None:
+def _as_conversation(row: Mapping[str, Any]) -> dict[str, str]:
+    return {"text": conversation_of(row)}
+
+
+def _require(name: str, first: Sequence[Mapping[str, Any]], column: str, chat: bool) -> None:
+    """Check the first rows of a dataset."""
     if not first:
         raise DataError(f"the dataset {name!r} is empty; give another --dataset")
+    if chat:
+        for row in first:
+            conversation_of(row)
+        return
     keys = dict.fromkeys(key for row in first for key in row)
     texts = [key for key in keys if any(isinstance(row.get(key), str) for row in first)]
     if column not in texts:
@@ -127,6 +144,7 @@ class Tokenize:
     """Tokenizes documents, with one start token (if the tokenizer has one) and one end token."""
 
     tokenizer: Any
+    names = ("input_ids",)
 
     def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         head = list(beginning(self.tokenizer))
@@ -294,7 +312,14 @@ class DocumentStart:
         return ["input_ids"]
 
 
-def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> Any:
+def tokenization(tokenizer: Any, chat: bool) -> Any:
+    """Create what tokenizes documents, or conversations."""
+    return TokenizeChat(tokenizer) if chat else Tokenize(tokenizer)
+
+
+def packer(
+    kind: str, tokenizer: Any, length: int, masking: bool, most: int, chat: bool = False
+) -> Any:
     """Create the packer for a kind of rows.
 
     Args:
@@ -303,7 +328,11 @@ def packer(kind: str, tokenizer: Any, length: int, masking: bool, most: int) -> 
         length: length of a row in tokens.
         masking: add ``position_ids`` that restart in each document (packed and chunked rows).
         most: number of tokens that a row is picked from, for ``document``.
+        chat: pack whole conversations.
     """
+    if chat:
+        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return Whole(length, next(end for end in ends if end is not None), masking)
     if kind == "document":
         return DocumentStart(length, most)
     if kind == "bookended":
@@ -320,6 +349,7 @@ def rows(
     minimum: int = 0,
     seed: int = 0,
     files: Listing | None = None,
+    tokenize: Any = None,
 ) -> tuple[Dataset | Stream, Contents]:
     """Pack documents into rows, each with its ``index``; also returns what they contain.
 
@@ -330,19 +360,22 @@ def rows(
         DataError: no document is long enough, or the data does not fill a single row.
     """
     if isinstance(data, IterableDataset):
-        made = source(data, tokenizer, pack, minimum=minimum, seed=seed)
+        made = source(data, tokenizer, pack, minimum=minimum, seed=seed, tokenize=tokenize)
         return Stream([made], [1.0], seed), first_contents(data, files)
-    minimum = max(minimum, pack.shortest)
+    tokenize = tokenize or Tokenize(tokenizer)
+    minimum, longest = max(minimum, pack.shortest), getattr(pack, "longest", None)
     problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
+    columns = [name for name in ("input_ids", "scored") if name in tokenize.names]
     data = data.map(
-        Tokenize(tokenizer),
+        tokenize,
         batched=True,
         batch_size=64,
         remove_columns=data.column_names,
-        features=Features({"input_ids": List(Value("int32")), **numbers}),
+        features=Features({name: List(Value("int32")) for name in columns} | numbers),
     )
-    kept = data.filter(lambda row: row["tokens"] >= minimum)
+    most = math.inf if longest is None else longest
+    kept = data.filter(lambda row: minimum <= row["tokens"] <= most)
     counts = data["tokens"][:]
     long = _long(counts, minimum, pack, "all")
     batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents for _ROWS rows
@@ -351,12 +384,20 @@ def rows(
         pack,
         batched=True,
         batch_size=batch,
-        remove_columns=list(numbers),
+        remove_columns=[*numbers, *columns],
         features=Features(features),
     )
     numbered = Features({**features, "index": Value("int64")})
     packed = packed.map(_number, with_indices=True, features=numbered)
-    return packed, contents(counts, data["digest"][:], problems, minimum, len(packed))
+    found = contents(
+        counts,
+        data["digest"][:],
+        problems=problems,
+        minimum=minimum,
+        longest=longest,
+        rows=len(packed),
+    )
+    return packed, found
 
 
 def first_contents(data: Dataset | IterableDataset, files: Listing | None = None) -> Contents:
@@ -373,7 +414,13 @@ def first_contents(data: Dataset | IterableDataset, files: Listing | None = None
 
 
 def source(
-    data: Dataset | IterableDataset, tokenizer: Any, pack: Packer, *, minimum: int, seed: int
+    data: Dataset | IterableDataset,
+    tokenizer: Any,
+    pack: Packer,
+    *,
+    minimum: int,
+    seed: int,
+    tokenize: Any = None,
 ) -> Source:
     """Create one source of a stream.
 
@@ -382,7 +429,8 @@ def source(
     """
     if not isinstance(data, IterableDataset):
         data = data.to_iterable_dataset()
-    tokenize, minimum = Tokenize(tokenizer), max(minimum, pack.shortest)
+    tokenize = tokenize or Tokenize(tokenizer)
+    minimum = max(minimum, pack.shortest)
     counts: list[int] = []
     for batch in data.take(_LOOKED_AT).iter(_ENOUGH):
         counts += tokenize(batch)["tokens"]
@@ -392,6 +440,14 @@ def source(
         long = _long(counts, minimum, pack, "the first")
         if len(counts) < _LOOKED_AT:
             _whole(long, pack)
+    longest = getattr(pack, "longest", None)
+    above = 0 if longest is None else sum(count > longest for count in counts)
+    if above:
+        warnings.warn(
+            f"{above} of the first {len(counts)} conversations have more than {longest} tokens; "
+            f"such conversations are dropped; give a longer --length to keep them",
+            stacklevel=2,
+        )
     return Source(data, tokenize, pack, minimum, seed)
 
 
@@ -410,7 +466,13 @@ def _long(counts: list[int], minimum: int, pack: Packer, which: str) -> list[int
 def _whole(long: list[int], pack: Packer) -> float:
     """Number of rows from documents of these lengths."""
     made = sum(map(pack.rows, long))
-    if made < 1:
+    fills = getattr(pack, "longest", None) is not None
+    if fills and not made:
+        raise DataError(
+            f"all {len(long)} conversations have more than --length {pack.length} tokens; give a "
+            f"longer --length"
+        )
+    if made < 1 and not fills:
         raise DataError(
             f"the data has {sum(long)} tokens in {len(long)} documents, not enough for one row of "
             f"--length {pack.length}; use more data or a smaller --length"
@@ -437,6 +499,7 @@ class Collator:
         retrieval: adds facts to some rows (recipes/retrieval.py), or None.
         weighted: also return the weights of these rows, which only the chunked loss reads. Labels
             with weight 0 are always ignored.
+        positioned: return positions also where they are consecutive.
     """
 
     scheme: Callable[[Sequence[int], random.Random], Drawn] | None = None
@@ -444,20 +507,34 @@ class Collator:
     epoch: int = 0
     retrieval: Callable[[Sequence[int], random.Random], Weighted] | None = None
     weighted: bool = True
+    positioned: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if rows[0].get("index", 0) < 0:  # Trainer is skipping to the checkpoint
             nothing = torch.full((len(rows), 1), IGNORED)
             return {"input_ids": torch.zeros_like(nothing), "labels": nothing}
+        weights: torch.Tensor | None = None
         if self.retrieval is not None and "index" in rows[0]:
-            # A separate generator, so that positions are the same as without such rows.
-            made = [self.retrieval(row["input_ids"], self._rng(row, "retrieval:")) for row in rows]
-            rows = [{**row, "input_ids": ids} for row, (ids, _) in zip(rows, made, strict=True)]
+            made = [self._with_facts(row) for row in rows]
+            rows = [row for row, _ in made]
             weights = torch.tensor([each for _, each in made])
-            batch = self._batch(rows)
-            batch["labels"][weights == 0] = IGNORED
-            return {**batch, "loss_weights": weights} if self.weighted else batch
-        return self._batch(rows)
+        batch = self._batch(rows)
+        for number, row in enumerate(rows):
+            if "scored" in row:
+                unscored = ~torch.as_tensor(np.asarray(row["scored"], dtype=bool))
+                batch["labels"][number][unscored] = IGNORED
+        if weights is None:
+            return batch
+        batch["labels"][weights == 0] = IGNORED
+        return {**batch, "loss_weights": weights} if self.weighted else batch
+
+    def _with_facts(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[float]]:
+        """A row of text with facts, and the weights of its tokens; conversations stay."""
+        if "scored" in row:
+            return row, [1.0] * len(row["input_ids"])
+        # A separate generator, so that positions are the same as without such rows.
+        ids, weights = self.retrieval(row["input_ids"], self._rng(row, "retrieval:"))
+        return {**row, "input_ids": ids}, weights
 
     def _batch(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if self.scheme is not None and "index" in rows[0]:
@@ -476,7 +553,10 @@ class Collator:
         ids = _stacked([row["input_ids"] for row in rows])
         if "position_ids" in rows[0]:
             return _separated(ids, _stacked([row["position_ids"] for row in rows]))
-        return {"input_ids": ids, "labels": ids.clone()}
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if self.positioned:
+            batch["position_ids"] = torch.arange(ids.shape[1]).expand_as(ids).clone()
+        return batch
 
     def _drawn(self, row: Mapping[str, Any]) -> Drawn:
         return self.scheme(row["input_ids"], self._rng(row))

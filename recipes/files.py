@@ -109,7 +109,12 @@ def load_saved(path: Path, split: str) -> Dataset:
 
 
 def load_files(
-    files: Sequence[Path], column: str, *, streaming: bool, strict: bool
+    files: Sequence[Path],
+    column: str,
+    *,
+    streaming: bool,
+    strict: bool,
+    convert: Callable[[Row], str] | None = None,
 ) -> Dataset | IterableDataset:
     """Load documents in the column ``text``, and reasons in the column ``problem``.
 
@@ -118,6 +123,7 @@ def load_files(
         column: column with the text, in files that have columns.
         streaming: read while iterating instead of storing everything on disk first.
         strict: raise an error for a file that cannot be read, instead of a row with its problem.
+        convert: makes the document from a whole row, instead of ``column``.
     """
     # Sizes and times are in the arguments so that datasets does not use what it made of old files.
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -125,7 +131,7 @@ def load_files(
     return kind.from_generator(
         _documents,
         features=Features({"text": Value("string"), PROBLEM: Value("string")}),
-        gen_kwargs={"files": states, "column": column, "strict": strict},
+        gen_kwargs={"files": states, "column": column, "strict": strict, "convert": convert},
     )
 
 
@@ -174,26 +180,35 @@ def read_rows(file: Path, column: str) -> Iterator[Row]:
 
 
 def _documents(
-    files: Sequence[tuple[str, int, int]], column: str, strict: bool
+    files: Sequence[tuple[str, int, int]],
+    column: str,
+    strict: bool,
+    convert: Callable[[Row], str] | None,
 ) -> Iterator[dict[str, Any]]:
     for name, *_ in files:
         columns: set[str] = set()
         try:
             for row in read_rows(Path(name), column):
                 columns |= row.keys()
-                yield {"text": _checked(row.get(column), name), PROBLEM: None}
+                yield {"text": _text_of(row, name, column, convert), PROBLEM: None}
         except UnreadableError as error:
             if strict:
                 raise DataError(f"{error}; repair or remove it, or give --bad_files skip") from None
             yield {"text": None, PROBLEM: str(error)}
-        if columns and column not in columns:
+        if convert is None and columns and column not in columns:
             raise DataError(
                 f"{name} has no column {column!r} but {', '.join(sorted(columns))}; rename its "
                 f"own, give --text_column, or leave the file out"
             )
 
 
-def _checked(text: Any, name: str) -> str | None:
+def _text_of(row: Row, name: str, column: str, convert: Callable[[Row], str] | None) -> str | None:
+    if convert is not None:
+        try:
+            return convert(row)
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from None
+    text = row.get(column)
     if text is None:
         return None
     if not isinstance(text, str):

@@ -40,6 +40,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
+from recipes.chat import require_template
 from recipes.contents import Contents
 from recipes.loss import ChunkedLoss, label_sums
 from recipes.parallel import (
@@ -48,12 +49,14 @@ from recipes.parallel import (
     check_processes,
     context_parallel_size,
     leave,
+    shares_heads,
     warn_of_launch,
 )
 from recipes.restoration import restoration_loss
 from recipes.retrieval import RetrievalRows
 from recipes.settings import (
     ALL_LINEAR,
+    CHAT,
     LONG_ROWS,
     NONE,
     STOP,
@@ -147,12 +150,23 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     if tokenizer is not None and recipe.length is not None and recipe.retrieval_share > 0:
         with mistakes.collected():
             RetrievalRows(tokenizer, recipe.retrieval_share).require_room(recipe.length)
+    if tokenizer is not None and uses_chat(recipe):
+        with mistakes.collected():
+            require_template(tokenizer)
     cases, length = [], recipe.eval_length or target
     if length and args.eval_strategy != "no" and tokenizer is not None:
         with mistakes.collected():
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
     mistakes.report()
     return Plan(config, tokenizer, target, length, cases)
+
+
+def uses_chat(recipe: Recipe) -> bool:
+    """Whether a dataset of the recipe has conversations."""
+    try:
+        return any(part.format == CHAT for part in parts(recipe))
+    except OptionError:  # reported with the other settings
+        return False
 
 
 def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
@@ -162,6 +176,8 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
             "--restoration needs whole rows, which context parallelism splits; give --restoration "
             "0, or launch with recipes/accelerate/fsdp2.yaml"
         )
+    if shares_heads(args.parallelism_config):
+        _check_ulysses(recipe, args, cp_size)
     check_parallelism(
         method_of(recipe),
         config,
@@ -172,6 +188,29 @@ def _check_parallelism(recipe: Recipe, args: Any, config: Any) -> None:
     )
     if recipe.positions == "random_floats":
         check_fractions()
+
+
+def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
+    other = "launch with recipes/accelerate/deepspeed_zero3.yaml"
+    if args.eval_strategy != "no":
+        raise OptionError(
+            f"--eval_strategy {args.eval_strategy} does not work with Ulysses, which shares rows "
+            f"of training only; leave it out and evaluate with rope-ext eval, or {other}"
+        )
+    if args.per_device_train_batch_size > 1 and not args.dataloader_drop_last:
+        raise OptionError(
+            "with Ulysses all batches have the same number of rows; give --dataloader_drop_last "
+            "true, or --per_device_train_batch_size 1"
+        )
+    # Trainer takes the mean of the batches' means, which is the mean of labels for equal numbers.
+    several = args.gradient_accumulation_steps > 1 or args.world_size > sp_size
+    if several and (recipe.retrieval_share or uses_chat(recipe)):
+        raise OptionError(
+            f"rows with different numbers of labels (--retrieval_share, --format chat) do not work "
+            f"with Ulysses in steps of several batches, whose loss would not be a mean over "
+            f"labels; give --gradient_accumulation_steps 1 and --num_processes {sp_size}, or "
+            f"{other}"
+        )
 
 
 def _check_length(recipe: Recipe, config: Any) -> int:
@@ -284,7 +323,11 @@ def collator_of(recipe: Recipe, args: TrainingArguments, plan: Plan) -> data.Col
     # Under context parallelism, Trainer splits only the inputs that it knows.
     weighted = recipe.chunked_loss and context_parallel_size(args.parallelism_config) == 1
     return data.Collator(
-        scheme(recipe, plan.target), args.seed, retrieval=retrieval, weighted=weighted
+        scheme(recipe, plan.target),
+        args.seed,
+        retrieval=retrieval,
+        weighted=weighted,
+        positioned=shares_heads(args.parallelism_config),
     )
 
 
@@ -643,7 +686,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
     packs = [
         data.packer(
-            part.rows, tokenizer, recipe.length, recipe.document_masking, recipe.length * times
+            part.rows,
+            tokenizer,
+            recipe.length,
+            masking=recipe.document_masking,
+            most=recipe.length * times,
+            chat=part.format == CHAT,
         )
         for part in given
     ]
@@ -657,9 +705,11 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             column=part.column,
             streaming=recipe.streaming,
             strict=strict,
+            chat=part.format == CHAT,
         )
         for part in given
     ]
+    tokenize = [data.tokenization(tokenizer, part.format == CHAT) for part in given]
     held = None
     if args.eval_strategy != "no":
         apart = texts[0]
@@ -686,11 +736,12 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
             minimum=minima[0],
             seed=args.seed,
             files=listings[0],
+            tokenize=tokenize[0],
         )
         return Data(made, held, (found,))
     sources = [
-        data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
-        for text, pack, minimum in zip(texts, packs, minima, strict=True)
+        data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed, tokenize=each)
+        for text, pack, minimum, each in zip(texts, packs, minima, tokenize, strict=True)
     ]
     mixture = Stream(sources, [part.weight for part in given], args.seed)
     return Data(mixture, held, tuple(map(data.first_contents, texts, listings)))

@@ -40,13 +40,23 @@ def context_parallel_size(parallelism_config: ParallelismConfig | None = None) -
         parallelism_config: configuration of the training arguments; None reads the environment set
             by ``accelerate launch``.
     """
-    if parallelism_config is None:
+    return max(_sizes(parallelism_config))
+
+
+def shares_heads(parallelism_config: ParallelismConfig | None = None) -> bool:
+    """Whether ranks share each sequence through Ulysses, which needs explicit positions."""
+    return _sizes(parallelism_config)[1] > 1
+
+
+def _sizes(given: ParallelismConfig | None) -> tuple[int, int]:
+    """Ranks of context parallelism, and of sequence parallelism."""
+    if given is None:
         if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-            return 1
+            return 1, 1
         from accelerate import ParallelismConfig
 
-        parallelism_config = ParallelismConfig()
-    return max(parallelism_config.cp_size, getattr(parallelism_config, "sp_size", 1))
+        given = ParallelismConfig()
+    return given.cp_size, getattr(given, "sp_size", 1)
 
 
 def check_processes(known: int) -> None:

@@ -48,6 +48,8 @@ from rope_ext.saving.drafts import draft_of
 NONE = "none"
 ALL_LINEAR = "all-linear"
 SKIP, STOP = "skip", "stop"
+TEXT, CHAT = "text", "chat"
+FORMATS = (TEXT, CHAT)
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 INITS = ("default", "model")
@@ -123,6 +125,11 @@ class Recipe:
     dataset_config: str | None = _option(None, "Configuration of a Hub dataset.")
     dataset_split: str = _option("train", "Split of a Hub dataset.")
     text_column: str = _option("text", "Column with the text.")
+    format: str = _option(
+        TEXT,
+        "text, or chat: rows of messages, ShareGPT's conversations, prompt and completion, or "
+        "instruction and output, with a loss on the answers only; see recipes/chat.py.",
+    )
     bad_files: str = _option(
         SKIP,
         "Local files that cannot be read: skip, which names them and goes on without them, or "
@@ -136,7 +143,8 @@ class Recipe:
         default_factory=list,
         metadata={
             "help": "A mixture instead of dataset: JSON entries with dataset and weight, and "
-            "optionally config, split, column, rows, minimum_document. Weights are shares of rows."
+            "optionally config, split, column, format, rows, minimum_document. Weights are shares "
+            "of rows."
         },
     )
     streaming: bool = _option(False, "Read the data during training; needs max_steps.")
@@ -302,7 +310,7 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
     values["factor"] = float(factor_to(target, trained))
     if values["length"] is None:
         values["length"] = min(trained, _LONGEST_ROW)
-    if "minimum_document" not in typed:
+    if "minimum_document" not in typed and values["format"] != CHAT:
         values["minimum_document"] = values["length"] // 2
 
 
@@ -628,6 +636,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
+    yield from _of_chat(recipe, args)
     yield from _not_among("bad_files", recipe.bad_files, (SKIP, STOP))
     try:
         kinds = {part.rows for part in parts(recipe)}
@@ -684,6 +693,32 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
             f"--positions pose_released takes its chunks from a single document, unlike --rows "
             f"{shown}; give --positions pose, or leave --rows out"
         )
+
+
+def _of_chat(recipe: Recipe, args: Any) -> Iterator[str]:
+    """Errors about settings that conversations do not support."""
+    yield from _not_among("format", recipe.format, FORMATS)
+    try:
+        chats = [part for part in parts(recipe) if part.format == CHAT]
+    except OptionError:  # reported with the other settings of rows
+        return
+    if not chats:
+        return
+    released = scheme_of(recipe) == "pose_released"  # which sets the rows itself
+    if not released and any(part.rows != "packed" for part in chats):
+        yield "--format chat puts whole conversations into rows; leave --rows out"
+    if scheme_of(recipe) in ("pose_released", "mixed_windows"):
+        yield (
+            f"--positions {scheme_of(recipe)} cuts rows, and with --format chat answers would lose "
+            f"their questions; give --positions pose"
+        )
+    if args.eval_strategy != "no" and recipe.eval_dataset is None:
+        yield (
+            "--eval_strategy evaluates on text, and --format chat has none; give --eval_dataset "
+            "documents, or leave --eval_strategy out"
+        )
+    if recipe.init == "model":
+        yield "--init model fits to text, and --format chat has none; give --init default"
 
 
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
@@ -764,6 +799,7 @@ class Part:
     column: str = "text"
     rows: str = "packed"
     minimum_document: int = 0
+    format: str = TEXT
 
 
 def parts(recipe: Recipe) -> list[Part]:
@@ -782,6 +818,7 @@ def parts(recipe: Recipe) -> list[Part]:
                 recipe.text_column,
                 rows_of(recipe),
                 recipe.minimum_document,
+                recipe.format,
             )
         ]
     if recipe.dataset is not None:
@@ -815,11 +852,14 @@ def _part(text: str, recipe: Recipe) -> Part:
     for name in ("dataset", "weight"):
         if name not in given:
             raise OptionError(f"--datasets {text}: {name} is missing; give it")
+    chat = given.get("format", recipe.format) == CHAT
     part = Part(
         **{
             "column": recipe.text_column,
             "rows": rows_of(recipe),
-            "minimum_document": recipe.minimum_document,
+            "format": recipe.format,
+            # Short conversations are used, unless this dataset says otherwise.
+            "minimum_document": 0 if chat else recipe.minimum_document,
             **given,
         }
     )
@@ -827,8 +867,9 @@ def _part(text: str, recipe: Recipe) -> Part:
         value = getattr(part, name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise OptionError(f"--datasets {text}: {name} {value!r} is not valid")
-    for message in _not_among("rows", part.rows, ROWS):
-        raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
+    for name, choices in (("rows", ROWS), ("format", FORMATS)):
+        for message in _not_among(name, getattr(part, name), choices):
+            raise OptionError(f"--datasets {text}: {message.removeprefix('--')}")
     if part.minimum_document < 0:
         raise OptionError(
             f"--datasets {text}: minimum_document {part.minimum_document} is not valid; it must be "
@@ -850,6 +891,7 @@ _OF_PART: dict[str, Any] = {
     "column": str,
     "rows": str,
     "minimum_document": int,
+    "format": str,
 }
 
 
@@ -884,6 +926,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
                 fix += f", or --resume_from_checkpoint true to resume from {last.name}"
             raise OptionError(f"{folder} contains the results of a run or a model; give {fix}")
         return
+    _check_devices(args, folder if asked.lower() == "true" else Path(asked).parent)
     if asked.lower() == "true":
         args.resume_from_checkpoint = None if last is None else str(last)
         if last is None and _checkpoints(folder):  # killed while writing the first checkpoint
@@ -914,6 +957,19 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             )
 
 
+def _check_devices(args: TrainingArguments, run: Path) -> None:
+    """Refuse another number of processes, for which no checkpoint of ``run`` looks complete."""
+    for folder, before in _settings_of({run}):
+        devices = before.get("world_size", args.world_size)
+        if devices != args.world_size and _checkpoints(folder):
+            raise OptionError(
+                f"{folder} belongs to a run on {devices} devices, and this one has "
+                f"{args.world_size}: checkpoints hold the random state of each device, and a step "
+                f"has other rows; launch with --num_processes {devices} to resume it, or train its "
+                f"model on in another --output_dir (merge an adapter first, with recipes/merge.py)"
+            )
+
+
 def check_data(args: TrainingArguments, digests: list[str]) -> None:
     """Refuse to resume a run on other data.
 
@@ -936,7 +992,11 @@ def check_data(args: TrainingArguments, digests: list[str]) -> None:
 
 def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The directories of the run to resume, with their settings."""
-    for run in {Path(args.output_dir), Path(args.resume_from_checkpoint).parent}:
+    yield from _settings_of({Path(args.output_dir), Path(args.resume_from_checkpoint).parent})
+
+
+def _settings_of(runs: set[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for run in runs:
         if not (run / SETTINGS).exists():
             continue
         try:

@@ -34,6 +34,10 @@ class DataError(RopeExtError):
     """The data cannot be read, or does not fill a row."""
 
 
+Documents = Mapping[str, Sequence[Sequence[Any]]]
+"""``input_ids`` of documents, and ``scored`` where not all tokens have a loss."""
+
+
 class Packer(Protocol):
     """Makes rows of ``length`` tokens from documents."""
 
@@ -46,7 +50,7 @@ class Packer(Protocol):
     def rows(self, tokens: int) -> float:
         """Mean number of rows from a document with this many tokens."""
 
-    def __call__(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Any]: ...
+    def __call__(self, batch: Documents) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Source:
 
     def _rows(self, reading: Iterator[Any], turn: int, number: int) -> tuple[list[dict], bool]:
         """The rows of the next documents, and whether more documents may follow."""
-        kept: list[np.ndarray] = []
+        kept: list[dict[str, np.ndarray]] = []
         size = 0.0
         while size < self.block:
             # It warns that a shuffle buffer is not restored, but here the buffer is empty.
@@ -120,14 +124,18 @@ class Source:
                 if row.get(PROBLEM):
                     warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
             texts = [row["text"] for row in found]
-            tokens = self.tokenize({"text": texts})["input_ids"]
-            long = [np.asarray(ids, np.int32) for ids in tokens if len(ids) >= self.minimum]
-            size += sum(self.pack.rows(len(ids)) for ids in long)
-            kept += long
+            made = self.tokenize({"text": texts})
+            columns = [name for name in ("input_ids", "scored") if name in made]
+            for parts in zip(*(made[name] for name in columns), strict=True):
+                if len(parts[0]) >= self.minimum:
+                    arrays = [np.asarray(part, np.int32) for part in parts]
+                    kept.append(dict(zip(columns, arrays, strict=True)))
+                    size += self.pack.rows(len(parts[0]))
         rng = np.random.default_rng([self.seed, turn, number])
         if not kept:
             return [], False
-        packed = self.pack({"input_ids": [kept[i] for i in rng.permutation(len(kept))]})
+        order = rng.permutation(len(kept))
+        packed = self.pack({name: [kept[i][name] for i in order] for name in kept[0]})
         names = list(packed)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*packed.values(), strict=True)]
         return [rows[i] for i in rng.permutation(len(rows))], bool(found)

@@ -78,15 +78,30 @@ def test_sft_of_a_patched_model_is_that_of_a_natively_scaled_one(tmp_path, metho
     torch.testing.assert_close(got, want, rtol=0, atol=2e-2)
 
 
-def test_the_example_on_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_on_the_page_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all weights and of an adapter; what was trained is what comes back."""
     page = (Path(__file__).parents[2] / "docs" / "engines" / "beside.md").read_text("utf-8")
-    (block,) = re.findall(r"```python\n(import rope_ext\nfrom datasets.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page.split("## lm-evaluation")[0], re.DOTALL)
     save_checkpoint(tmp_path / "checkpoints" / "tiny-512")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(block.replace("report_to=[]", "report_to=[], bf16=False, use_cpu=True"), names)
-    assert names["trainer"].state.global_step == 2
-    assert names["tokenizer"].model_max_length == 4 * 128
+    ids = torch.arange(3, 203)[None] % 100
+    found = []
+    for block in blocks:
+        rate = "report_to=[], learning_rate=0.1, bf16=False, use_cpu=True"
+        exec(block.replace("report_to=[]", rate), names)
+        assert names["trainer"].state.global_step == 2
+        assert names["tokenizer"].model_max_length == 4 * 128
+        with torch.no_grad():
+            trained = names["trainer"].model.eval()(ids).logits
+            found.append(names["model"].eval()(ids).logits)
+        torch.testing.assert_close(found[-1], trained, rtol=0, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained("checkpoints/tiny-512")
+    with torch.no_grad():
+        untrained = rope_ext.patch(base, "yarn", factor=4).eval()(ids).logits
+    assert len(found) == 2
+    for logits in found:
+        assert (logits - untrained).abs().max() > 0.01  # it learned
 
 
 def lengths_of(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import islice
 from pathlib import Path
@@ -419,6 +420,24 @@ def test_a_run_and_what_it_leaves(
     (run / "checkpoint-9").mkdir()  # begun when the run was killed
     with pytest.raises(OptionError, match="checkpoint-2"):
         finetune.main(words)
+
+
+@pytest.mark.parametrize("name", ["true", "checkpoint-1"])
+def test_a_run_on_another_number_of_devices_is_not_begun_again(
+    name: str, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    finetune.main(arguments(checkpoint, texts, run, save_steps=1))
+    # As two processes leave it.
+    written = json.loads((run / "recipe.json").read_text())
+    (run / "recipe.json").write_text(json.dumps(written | {"world_size": 2}))
+    for saved in run.glob("checkpoint-*"):
+        state = saved / "rng_state.pth"
+        (saved / "rng_state_1.pth").write_bytes(state.read_bytes())
+        state.rename(saved / "rng_state_0.pth")
+    resume = name if name == "true" else run / name
+    with pytest.raises(OptionError, match=r"on 2 devices.*--num_processes 2"):
+        finetune.main(arguments(checkpoint, texts, run, resume_from_checkpoint=resume))
 
 
 def test_a_run_without_a_change_of_rope(checkpoint: Path, texts: Path, tmp_path: Path) -> None:

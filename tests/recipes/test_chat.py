@@ -1,0 +1,279 @@
+"""recipes/chat.py: conversations, of whose tokens only the answers have a loss."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import rope_ext
+from recipes import data, finetune, settings
+from recipes.chat import TokenizeChat, Whole, conversation_of
+from rope_ext import OptionError
+from tests.helpers.models import tiny_llama
+from tests.helpers.recipe_runs import WORDS, arguments, history
+
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]: "
+    "{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]: {% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]: "
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{{ eos_token }}\n{% endgeneration %}{% else %}{{ message['content'] }}{{ eos_token }}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]: {% endif %}"
+)
+FORGETFUL = (
+    "{% for message in messages %}{% if loop.last %}[{{ message['role'] }}]: "
+    "{{ message['content'] }}{% endif %}{% endfor %}"
+)
+ASKED, ANSWERED = "one two three", "four five"
+USER = {"role": "user", "content": ASKED}
+ASSISTANT = {"role": "assistant", "content": ANSWERED}
+SHAPES: list[dict[str, Any]] = [
+    {"messages": [{"role": "system", "content": "six"}, USER, ASSISTANT]},
+    {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWERED}]},
+    {"prompt": [USER], "completion": [ASSISTANT]},
+    {"prompt": [USER, {"role": "assistant", "content": "no"}, USER], "completion": [ASSISTANT]},
+    {"instruction": "one", "input": "two three", "output": ANSWERED},
+]
+
+
+@pytest.fixture
+def chatting(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose tokenizer has a chat template."""
+    folder = tmp_path / "chatting"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return with_template(folder, PLAIN)
+
+
+def with_template(folder: Path, template: str) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tokenized(folder: Path, row: dict[str, Any]) -> tuple[Any, list[int], list[bool]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = TokenizeChat(tokenizer)({"text": [conversation_of(row)]})
+    return tokenizer, found["input_ids"][0], found["scored"][0]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_only_answers_have_a_loss(template: str, chatting: Path) -> None:
+    with_template(chatting, template)
+    for row in SHAPES:
+        tokenizer, ids, scored = tokenized(chatting, row)
+        spelled = tokenizer.decode([token for token, one in zip(ids, scored, strict=True) if one])
+        assert spelled == f"{ANSWERED}</s>\n"
+        assert ids[0] == 0 and ids.count(0) == 1  # one start token
+    two = {"messages": [USER, ASSISTANT, USER, ASSISTANT]}
+    tokenizer, ids, scored = tokenized(chatting, two)
+    spelled = tokenizer.decode([token for token, one in zip(ids, scored, strict=True) if one])
+    assert spelled == 2 * f"{ANSWERED}</s>\n"
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(two["messages"], tokenize=False)
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3"])
+def test_templates_that_change_earlier_messages(name: str, chatting: Path) -> None:
+    """Phi-3 ends a conversation with one more token, Qwen3 drops earlier reasoning."""
+    templates = pytest.importorskip("trl.chat_template_utils")
+    with_template(chatting, getattr(templates, f"{name}_chat_template"))
+    row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "six"}]}
+    tokenizer, ids, scored = tokenized(chatting, row)
+    kept = [token for token, one in zip(ids, scored, strict=True) if one]
+    between = [token for token, one in zip(ids, scored, strict=True) if not one]
+    assert ANSWERED in tokenizer.decode(kept) and "six" in tokenizer.decode(kept)
+    assert ASKED not in tokenizer.decode(kept) and tokenizer.decode(between).count(ASKED) == 2
+    assert "user" not in tokenizer.decode(kept) and "six" not in tokenizer.decode(between)
+
+
+def test_tools_reach_the_template_without_what_arrow_adds(chatting: Path) -> None:
+    with_template(chatting, "{{ tools[0] | tojson }}" + PLAIN)
+    tools = [{"name": "add", "parameters": {"a": {"type": "number", "default": None}}}]
+    tokenizer, ids, scored = tokenized(chatting, {"messages": [USER, ASSISTANT], "tools": tools})
+    text = tokenizer.decode(ids)
+    assert '"type": "number"' in text and "default" not in text
+    assert sum(scored) == len(tokenizer(f"{ANSWERED}</s>\n", add_special_tokens=False).input_ids)
+
+
+def test_texts_of_prompt_and_completion_need_no_template(checkpoint: Path) -> None:
+    tokenizer, ids, scored = tokenized(checkpoint, {"prompt": "one two ", "completion": "three"})
+    assert tokenizer.decode(ids) == "<s>one two three</s>"
+    assert scored == [False] * scored.index(True) + [True] * sum(scored)
+    # A token with a space of the prompt and letters of the completion belongs to the completion.
+    assert tokenizer.decode(ids[scored.index(True) :]) == " three</s>"
+
+
+def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoint: Path) -> None:
+    for row, said in (
+        ({"words": "one"}, "columns words"),
+        ({"messages": [{"content": "one"}]}, "role"),
+        ({"messages": "one"}, "not a conversation"),
+    ):
+        with pytest.raises(data.DataError, match=said):
+            conversation_of(row)
+    with pytest.raises(data.DataError, match="no chat template"):
+        tokenized(checkpoint, SHAPES[0])
+    with pytest.raises(data.DataError, match="changes earlier messages"):
+        tokenized(with_template(chatting, FORGETFUL), {"messages": [USER, ASSISTANT, USER]})
+
+
+def test_conversations_are_kept_whole_by_hand() -> None:
+    documents = {
+        "input_ids": [[1, 2, 3], [4, 5, 6, 7], [8, 9], [10] * 6, []],
+        "scored": [[0, 0, 1], [0, 1, 1, 1], [0, 1], [1] * 6, []],
+    }
+    found = Whole(5, filler=0, masking=True)(documents)
+    assert [row.tolist() for row in found["input_ids"]] == [[4, 5, 6, 7, 0], [1, 2, 3, 8, 9]]
+    assert [row.tolist() for row in found["scored"]] == [[0, 1, 1, 1, 0], [0, 0, 1, 0, 1]]
+    assert [row.tolist() for row in found["position_ids"]] == [[0, 1, 2, 3, 0], [0, 1, 2, 0, 1]]
+
+
+def test_packed_conversations_do_not_see_each_other() -> None:
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    conversations = [list(range(3, 43)), list(range(40, 60)), list(range(90, 120))]
+    scored = [[0] * 20 + [1] * (len(ids) - 20) for ids in conversations]
+    scored[1] = [0] * 10 + [1] * 10
+    packed = Whole(100, 1, masking=True)({"input_ids": conversations, "scored": scored})
+    [row] = [{name: packed[name][0] for name in packed}]
+    batch = data.Collator()([row])
+    labels = batch.pop("labels")[0]
+    assert int((labels != data.IGNORED).sum()) == 20 + 10 + 10
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits[0]
+        ids, at = batch["input_ids"][0].tolist(), 0
+        for each in sorted(conversations, key=len, reverse=True):
+            assert ids[at : at + len(each)] == each
+            alone = model(torch.tensor([each]), use_cache=False).logits[0]
+            # float32 sums in another order
+            torch.testing.assert_close(together[at : at + len(each)], alone, rtol=1e-4, atol=1e-4)
+            at += len(each)
+
+
+def save_chats(path: Path, number: int, words: int = 20) -> Path:
+    draw = random.Random(0).choices
+    rows = []
+    for _ in range(number):
+        texts = [" ".join(draw(WORDS, k=words)) for _ in range(2)]
+        pair = zip(("user", "assistant"), texts, strict=True)
+        rows.append({"messages": [{"role": role, "content": text} for role, text in pair]})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("positions", ["pose", "documents"])
+def test_a_run_on_conversations(
+    positions: str,
+    chatting: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its first loss is the mean over the answers of all accumulated rows."""
+    batches = []
+
+    class Watched(data.Collator):
+        def __call__(self, rows: Any) -> dict:
+            batches.append(super().__call__(rows))
+            return batches[-1]
+
+    monkeypatch.setattr(data, "Collator", Watched)
+    chats = save_chats(tmp_path / "chats.jsonl", 9)
+    long = json.dumps({"messages": [USER, {"role": "assistant", "content": "word " * 500}]})
+    chats.write_text(f"{chats.read_text()}\n{long}\n")
+    more: dict[str, object] = {"format": "chat", "length": 300, "max_steps": 1}
+    more |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+    if positions == "documents":
+        more |= {"pose_chunks": 0, "document_masking": True}
+    run = tmp_path / "run"
+    finetune.main(arguments(chatting, chats, run, learning_rate=0.0, **more))
+    told = capsys.readouterr().err
+    assert "10 documents" in told
+    assert "1 of 10 conversations have more than 300 tokens and are dropped" in told
+
+    model = rope_ext.from_pretrained(run).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    total = count = 0.0
+    for batch in batches[:3]:
+        labels = batch.pop("labels")[0]
+        with torch.no_grad():
+            logits = model(**batch, use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits, labels[1:], reduction="sum", ignore_index=data.IGNORED
+        )
+        total += float(loss)
+        count += int((labels[1:] != data.IGNORED).sum())
+        scored = tokenizer.decode(labels[labels != data.IGNORED])
+        whole = tokenizer.decode(batch["input_ids"][0])
+        assert 0 < len(scored) < 0.6 * len(whole)
+        assert "user" not in scored and "[user]" in whole
+        assert int(batch["position_ids"].max()) >= 300 or positions == "documents"
+    assert history(run / "checkpoint-1")[0][1] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_documents_and_conversations_are_mixed_by_weights(
+    chatting: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Facts are asked for in rows of text only."""
+    chats = save_chats(tmp_path / "chats.jsonl", 40)
+    parts = [
+        {"dataset": str(texts), "weight": 0.75},
+        {"dataset": str(chats), "weight": 0.25, "format": "chat"},
+    ]
+    more = {"datasets": [json.dumps(part) for part in parts], "retrieval_share": 1.0, "length": 256}
+    words = arguments(chatting, texts, tmp_path / "run", dataset=None, **more)
+    recipe, args = settings.parse(words)
+    plan = finetune.check(recipe, args)
+    rows = list(islice(finetune.read(recipe, args, plan).rows, 1000))
+    assert sum("scored" in row for row in rows) == 250
+    batch = finetune.collator_of(recipe, args, plan)(rows[:20])
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    for row, ids, labels, weights in zip(
+        rows, batch["input_ids"], batch["labels"], batch["loss_weights"], strict=False
+    ):
+        assert ((labels != data.IGNORED) <= (weights > 0)).all()
+        if "scored" in row:
+            assert "[user]" in tokenizer.decode(ids) and set(weights.tolist()) == {1.0}
+            assert labels.ne(data.IGNORED).tolist() == [bool(one) for one in row["scored"]]
+        else:
+            assert len(set(weights.tolist())) > 1
+    finetune.main(words)
+
+    too_long = json.dumps({"messages": [USER, {"role": "assistant", "content": "word " * 500}]})
+    chats.write_text(f"{too_long}\n{chats.read_text()}")
+    with pytest.warns(UserWarning, match="1 of the first .* conversations have more than 256"):
+        finetune.read(recipe, args, plan)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"format": "chats"}, "did you mean 'chat'"),
+        ({"format": "chat", "rows": "chunked"}, "leave --rows out"),
+        ({"format": "chat", "positions": "pose_released", "pose_chunks": 0}, "their questions"),
+        ({"format": "chat", "eval_strategy": "steps"}, "give --eval_dataset"),
+        ({"format": "chat"}, "columns text, which make no conversation"),
+    ],
+    ids=str,
+)
+def test_settings_that_conversations_do_not_support_are_refused(
+    more: dict[str, object],
+    message: str,
+    checkpoint: Path,
+    texts: Path,
+    tmp_path: Path,
+    weights: None,
+) -> None:
+    with pytest.raises((OptionError, data.DataError), match=message):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))

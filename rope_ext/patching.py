@@ -18,7 +18,7 @@ from torch import nn
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
-from rope_ext.config.record import FIELD, SIDECAR, Recommendation, Record
+from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import AlreadyPatchedError, NotPatchedError, OptionError, brief
 from rope_ext.methods import FrequencyMethod, Method, build_method
@@ -34,13 +34,20 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, guard_buffers, set_attribute, undo, wrap
+from rope_ext.rotary.swapping import (
+    Changes,
+    guard_buffers,
+    separate_configurations,
+    set_attribute,
+    undo,
+    wrap,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
 _REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
-_lock = threading.RLock()  # for all models, since they may share a configuration
+_lock = threading.RLock()  # for all models, since they may share modules
 
 
 @contextmanager
@@ -292,13 +299,14 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 def _patch(
     model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
-    model, decoder = unwrap(model), text_decoder(model)
+    given, model, decoder = model, unwrap(model), text_decoder(model)
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    config, tokenizer = text_config(decoder), options.tokenizer
     changes: Changes = []
     try:
+        separate_configurations(given, WRITTEN, changes)
+        config, tokenizer = text_config(decoder), options.tokenizer
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
@@ -337,7 +345,7 @@ def _patch(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        configuration.write(place, values, record, changes)
+        configuration.write(place, values, record)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         _add_warnings(place, record, changes)

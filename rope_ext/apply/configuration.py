@@ -23,7 +23,6 @@ from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, text_config
-from rope_ext.rotary.swapping import ABSENT, Changes, restore
 
 Entries = dict[RotarySite, dict[str, Any]]
 """An entry of ``rope_parameters`` for each scaled site."""
@@ -65,8 +64,8 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes: Changes) -> None:
-    """Write a patch into the configurations of the text model until ``changes`` are undone.
+def write(place: PatchTarget, values: Mapping[str, Any], record: Record) -> None:
+    """Write a patch into the configurations of the text model, which are the model's own.
 
     The fields in ``OLDER`` only affect saved files: ``rope_scaling`` is a property of the class, so
     only ``to_dict`` sees a value on the instance. They are not written for classes that read their
@@ -74,29 +73,21 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
     """
     outermost: Any = place.model.config
     texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
-    before = [(c, dict(vars(c))) for c in {**texts, id(outermost): outermost}.values()]
-    try:
-        for config in texts.values():
-            vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
-            for name in FIELDS:  # in order: the original length before the maximum
-                if name in values:
-                    setattr(config, name, copy.deepcopy(values[name]))
-        if EXPERTS in values:
-            setattr(outermost, EXPERTS, values[EXPERTS])
-        for config in texts.values():
-            fields = getattr(type(config), "__dataclass_fields__", {})
-            ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
-            if ours and hasattr(config, "rope_parameters"):
-                for name in OLDER:
-                    vars(config).pop(name, None)
-                vars(config).update(copy.deepcopy(_older_fields(place, record)))
-                setattr(PreTrainedConfig, "max_position_embeddings", _Unknown())  # noqa: B010
-    finally:
-        for config, old in before:
-            now = vars(config)
-            names = [k for k in old | now if old.get(k, ABSENT) is not now.get(k, ABSENT)]
-            own = {name: old.get(name, ABSENT) for name in names}
-            changes.append(functools.partial(restore, config, own))
+    for config in texts.values():
+        vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
+        for name in FIELDS:  # in order: the original length before the maximum
+            if name in values:
+                setattr(config, name, copy.deepcopy(values[name]))
+    if EXPERTS in values:
+        setattr(outermost, EXPERTS, values[EXPERTS])
+    for config in texts.values():
+        fields = getattr(type(config), "__dataclass_fields__", {})
+        ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
+        if ours and hasattr(config, "rope_parameters"):
+            for name in OLDER:
+                vars(config).pop(name, None)
+            vars(config).update(copy.deepcopy(_older_fields(place, record)))
+            setattr(PreTrainedConfig, "max_position_embeddings", _Unknown())  # noqa: B010
 
 
 class _Unknown:

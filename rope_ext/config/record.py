@@ -29,6 +29,8 @@ FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
 """All fields that a patch writes to the text model's configuration, in this order."""
 OLDER = ("rope_theta", "rope_scaling")
 """Fields that transformers read before version 5, and that other programs still read."""
+WRITTEN = (*FIELDS, *OLDER, EXPERTS)
+"""All fields that a patch may write to a model's configurations."""
 
 ARGUMENTS: Mapping[str, Any] = Options().recorded()
 """The keyword arguments of ``patch`` that a record stores, with their defaults."""

@@ -16,6 +16,44 @@ from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import logits
 
 
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # gemma3 has sub-configurations
+def test_models_of_one_configuration_object_do_not_follow_each_other(
+    tmp_path, family: str, name: str
+) -> None:
+    model = tiny_model(family)
+    other = type(model)(model.config)
+    model.save_pretrained(tmp_path)  # which notes class and dtype in the configuration
+    before = [snapshot(one) for one in (model, other)]
+    described = rope_ext.describe(other)
+    rope_ext.patch(model, name, factor=4)
+    assert not changed(before[1], snapshot(other))
+    assert rope_ext.describe(other) == rope_ext.describe(copy.deepcopy(other)) == described
+    other.save_pretrained(tmp_path)
+    assert rope_ext.describe(tmp_path).method is None
+    follower = type(model)(model.config) if name == "yarn" else None
+    rope_ext.unpatch(model)
+    assert not changed(before[0], snapshot(model)) and model.config is other.config
+    if follower is not None:  # which has the scaling that the configuration had
+        assert follower.config.get_text_config().max_position_embeddings == 4 * LENGTH
+
+
+@pytest.mark.parametrize("name", ["yarn", "rerope"])
+def test_what_is_set_in_the_configuration_under_a_patch_stays(model, name: str) -> None:
+    before = model.config
+    before.id2label = {0: "no"}
+    rope_ext.patch(model, name, factor=4)
+    model.config.use_cache = False
+    model.config.id2label[1] = "yes"
+    model.config.max_position_embeddings = 999  # a field of the patch
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        config = rope_ext.unpatch(one).config
+        assert config is one.model.config and config.max_position_embeddings == LENGTH
+        assert config.use_cache is False and config.id2label == {0: "no", 1: "yes"}
+    assert model.config is before and twin.config is not before
+
+
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope", "t5"])
 def test_unpatched_is_the_original_for_a_while(model, ids, name: str) -> None:
     before = logits(model, ids)

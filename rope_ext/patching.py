@@ -345,7 +345,7 @@ def _patch(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        configuration.write(place, values, record)
+        configuration.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         _add_warnings(place, record, changes)

@@ -5,7 +5,6 @@ only if transformers builds the patched frequencies from a saved and reloaded co
 """
 
 import copy
-import functools
 import itertools
 import logging
 import math
@@ -23,6 +22,7 @@ from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, text_config
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 Entries = dict[RotarySite, dict[str, Any]]
 """An entry of ``rope_parameters`` for each scaled site."""
@@ -64,7 +64,7 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def write(place: PatchTarget, values: Mapping[str, Any], record: Record) -> None:
+def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes: Changes) -> None:
     """Write a patch into the configurations of the text model, which are the model's own.
 
     The fields in ``OLDER`` only affect saved files: ``rope_scaling`` is a property of the class, so
@@ -80,6 +80,8 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record) -> None
                 setattr(config, name, copy.deepcopy(values[name]))
     if EXPERTS in values:
         setattr(outermost, EXPERTS, values[EXPERTS])
+        if not _reads_experts(place.model):  # models built from it look it up, and fail
+            set_attribute(outermost, "_experts_implementation_internal", CURE, changes)
     for config in texts.values():
         fields = getattr(type(config), "__dataclass_fields__", {})
         ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
@@ -88,6 +90,14 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record) -> None
                 vars(config).pop(name, None)
             vars(config).update(copy.deepcopy(_older_fields(place, record)))
             setattr(PreTrainedConfig, "max_position_embeddings", _Unknown())  # noqa: B010
+
+
+def _reads_experts(model: nn.Module) -> bool:
+    """Whether a module looks up its experts implementation in the model's configuration."""
+    return any(
+        hasattr(module, "is_transposed") and getattr(module, "config", None) is model.config
+        for module in model.modules()
+    )
 
 
 class _Unknown:

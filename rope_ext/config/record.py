@@ -120,6 +120,7 @@ class Record:
                 del vars(text)[name]
         for name, value in self.config.items():
             if name == EXPERTS:
+                vars(config).pop(EXPERTS, None)  # of a model in memory
                 config._experts_implementation = value  # transformers' attribute for this field
             elif value is not None:
                 setattr(text, name, copy.deepcopy(value))

@@ -38,6 +38,26 @@ def test_models_of_one_configuration_object_do_not_follow_each_other(
         assert follower.config.get_text_config().max_position_embeddings == 4 * LENGTH
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("phi3", "rerope"), ("phi3", "dynamic_ntk"), ("blt", "yarn"), ("gemma3", "rerope")],
+)
+def test_a_model_built_from_the_configuration_of_a_patch_is_refused(ids, family, name) -> None:
+    model = tiny_model(family)
+    before, plain = snapshot(model), logits(model, ids)
+    rope_ext.patch(model, name, factor=4)
+    said = logits(model, ids)
+    for build in (type(model), AutoModelForCausalLM.from_config):
+        with pytest.raises((KeyError, ValueError), match=r"rope_ext\.from_pretrained"):
+            build(copy.deepcopy(model.config))
+    assert torch.equal(logits(model, ids), said)
+    assert rope_ext.describe(model.config).method == name  # which needs no weights
+    with rope_ext.unpatched(model):
+        AutoModelForCausalLM.from_config(model.config)
+    rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model)) and torch.equal(logits(model, ids), plain)
+
+
 @pytest.mark.parametrize("name", ["yarn", "rerope"])
 def test_what_is_set_in_the_configuration_under_a_patch_stays(model, name: str) -> None:
     before = model.config

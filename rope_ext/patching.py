@@ -20,7 +20,13 @@ from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
 from rope_ext.encodings import Encoding
-from rope_ext.errors import AlreadyPatchedError, NotPatchedError, OptionError, brief
+from rope_ext.errors import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    OptionError,
+    UnsupportedModelError,
+    brief,
+)
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
@@ -194,6 +200,8 @@ def patch(
             "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
             folder,
         )
+    for text in _changed(state.sites):
+        _logger.warning("rope_ext: %s on %s: configuration: %s", method.name, family, text)
     # A problem only if plain transformers silently computes something else.
     prefix = "sequences: " if state.saved.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
@@ -303,10 +311,12 @@ def _patch(
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
+    refuse_changed(decoder, scaled, options.original_max_position_embeddings)
     changes: Changes = []
     try:
         separate_configurations(given, WRITTEN, changes)
         config, tokenizer = text_config(decoder), options.tokenizer
+        configuration.correct(decoder, sites)
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
@@ -330,6 +340,7 @@ def _patch(
             config=configuration.before(config, saved.values),
         )
         values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
+        notes += [f"configuration: {text}" for text in _changed(sites)]
         if rounded:
             notes.append(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
@@ -379,6 +390,26 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 
+def configuration_notes(sites: Sequence[RotarySite]) -> tuple[str, ...]:
+    """Say what the configuration was changed to after loading, which changes nothing."""
+    changed = dict.fromkeys(site.changed for site in sites if site.changed is not None)
+    return tuple(f"configuration: {text}; {cure}" for text, cure in changed)
+
+
+def _changed(sites: Sequence[RotarySite]) -> list[str]:
+    return [*dict.fromkeys(site.changed[0] for site in sites if site.changed is not None)]
+
+
+def refuse_changed(decoder: nn.Module, sites: list[RotarySite], length: int | None) -> None:
+    """Raise if the configuration of a scaled checkpoint was changed, so that its length is lost."""
+    for site in sites if length is None else ():
+        if site.changed is not None and site.rope_type != "default":
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__} was loaded with rope_type {site.rope_type!r}, and its "
+                f"configuration was changed since: {'; '.join(site.changed)}"
+            )
+
+
 def note_target(model: nn.Module, target: int) -> None:
     """Set the target length of a patched model if its configuration gives a different one."""
     decoder = text_decoder(model)
@@ -401,7 +432,9 @@ def first_site(
             f"this model is patched with {there.method}; call rope_ext.unpatch(model) first"
         )
     decoder = text_decoder(model)
-    return chosen_sites(decoder, find_sites(decoder, length), sliding_layers)[0]
+    sites = chosen_sites(decoder, find_sites(decoder, length), sliding_layers)
+    refuse_changed(decoder, sites, length)
+    return sites[0]
 
 
 class _Limit:

@@ -18,7 +18,7 @@ from rope_ext.config.record import option_texts, record_of
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
-from rope_ext.patching import Patch, current_patch
+from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -151,7 +151,8 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
         method, lengths = patch.method, (patch.length, patch.target_length)
         return Description(name, method.name, method.options(), *lengths, shown, patch.notes)
     notes, target = tuple(_unpatched_notes(decoder, sites)), sites[0].rope.length
-    found = configured(text_config(decoder))
+    changed = any(site.changed for site in sites)
+    found = None if changed else configured(text_config(decoder))
     length, scaling = (target, None) if found is None else (found[1], call_text(found[0]))
     return Description(name, None, {}, length, target, shown, notes, scaling)
 
@@ -193,6 +194,7 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
     yield from gguf_source.scaling_notes(decoder.config)
+    yield from configuration_notes(sites)
     for site in sites:
         if site.scaled:
             yield f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
+from rope_ext.config.settings import SCALING_FIELDS
 from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
@@ -43,12 +44,6 @@ READ: Mapping[str, tuple[str, ...]] = {
 }
 """For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
-# Fields of a scaled entry besides its base; composing replaces all of them.
-SCALING_FIELDS = (
-    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
-    *("low_freq_factor", "mscale", "mscale_all_dim", "rope_type", "short_factor", "truncate"),
-    "type",
-)
 UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (plain {})"
 REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
 
@@ -62,6 +57,17 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def correct(decoder: nn.Module, sites: list[RotarySite]) -> None:
+    """Return a model's own configuration to what was loaded, where it was changed since."""
+    config = text_config(decoder)
+    for site in sites:
+        if site.changed and site.rope_type == "default":
+            part = part_of(config.rope_parameters, site)
+            part.clear()
+            part.update(copy.deepcopy(dict(site.settings.parameters)))
+            config.max_position_embeddings = site.settings.target
 
 
 def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes: Changes) -> None:

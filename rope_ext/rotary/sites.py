@@ -9,13 +9,21 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext.config.settings import METHODS, RopeSettings, rope_settings, trained_length
+from rope_ext.config.record import record_of
+from rope_ext.config.settings import (
+    METHODS,
+    RopeSettings,
+    patch_for,
+    rope_settings,
+    trained_length,
+    unscaled,
+)
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
@@ -43,10 +51,12 @@ class RotarySite:
     local: bool  # whether only sliding-window layers use it
     shared: bool  # whether layers with and without a sliding window use it
     columns: Columns  # the verified layout of the module's output
-    settings: RopeSettings  # RoPE settings in the configuration when it was found
+    settings: RopeSettings  # RoPE settings, of the configuration unless it was changed
     # latent attention layers whose softmax scale has the checkpoint's factor (mscale_all_dim)
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False  # whether a cast has rounded the buffer
+    # what the configuration says that is not in force in the loaded model, and what to do
+    changed: tuple[str, str] | None = None
     # with compose="raise", the checkpoint's own rope_parameters entry with the larger factor, and
     # the resulting length in tokens. The other fields then describe the unscaled embedding
     raised: tuple[Mapping[str, Any], int] | None = None
@@ -228,9 +238,15 @@ def _site(
         )
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
-    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
+    rebuilt = _rebuilt(module)
+    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rebuilt, rope_type in _MOVING)
     columns = prove(decoder, module, layer_type, len(loaded))
-    length = trained_length(config) if length is None else length
+    settings, given, changed = rope_settings(config, layer_type), length, None
+    length = trained_length(config) if given is None else given
+    found = _Loaded(decoder, name, module, layer_type, rope_type, loaded)
+    if record_of(config) is None:  # else the record has the trained length
+        settings, changed = found.settings(settings, rebuilt)
+        length = settings.target if changed and given is None else length
     if length is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
@@ -241,7 +257,6 @@ def _site(
             f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
             f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
         )
-    settings = rope_settings(config, layer_type)
     bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in METHODS
     base = _base(decoder, settings.parameters.get("rope_theta"), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
@@ -263,7 +278,82 @@ def _site(
         settings=settings,
         baked=tuple(softmax_scales(decoder, mscale_all_dim=0) or ()) if bakes else (),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
+        changed=changed,
     )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A rotary module as loaded, to compare with its configuration, which may have been changed."""
+
+    decoder: nn.Module
+    name: str
+    module: nn.Module
+    layer_type: str | None
+    rope_type: str
+    inv_freq: Tensor
+
+    def settings(
+        self, said: RopeSettings, rebuilt: nn.Module | Exception
+    ) -> tuple[RopeSettings, tuple[str, str] | None]:
+        """Return the settings in force, and what the configuration says instead, if anything."""
+        length = getattr(self.module, "original_max_seq_len", None)  # of the configuration then
+        length = said.target if type(length) is not int else length
+        in_force = self._is_in_force(said, rebuilt)
+        if in_force and (said.rope_type != "default" or length == said.target):
+            return said, None
+        base = self._base()
+        if base is None and not in_force and self.rope_type == said.rope_type == "default":
+            return said, None  # frequencies that were set on purpose
+        what = f"max_position_embeddings {said.target}"
+        cure = f"pass original_max_position_embeddings={said.target} if it was trained on them"
+        now = said if base is None else unscaled(said, base, length)
+        if not in_force:
+            factor = "" if said.factor is None else f", factor {said.factor:g}"
+            theta = said.parameters.get("rope_theta")
+            what = f"rope_type {said.rope_type!r}{factor}, rope_theta {theta}"
+            cure = f"call {patch_for(said, now)}"
+        if self.rope_type != "default":
+            now = replace(said, length=length, target=length)
+            cure = "load the model with that configuration"
+        why = "which is not in force, since a change after loading has no effect on the model"
+        return now, (f"it says {what}, {why}", cure)
+
+    def _is_in_force(self, said: RopeSettings, rebuilt: nn.Module | Exception) -> bool:
+        """Whether a module that is built from the configuration now has these frequencies."""
+        if isinstance(rebuilt, Exception):
+            return not hasattr(self.module, "rope_type") or self.rope_type == said.rope_type
+        built = rebuilt.get_buffer(f"{self.layer_type}_inv_freq" if self.layer_type else "inv_freq")
+        same = self._type_of(rebuilt) == self.rope_type
+        if same and (self.rope_type in _MOVING or _are_equal(built, self.inv_freq)):
+            return True
+        # Some decoders pass more than the configuration to a module.
+        try:
+            with torch.device("meta"):
+                decoder = type(self.decoder)(copy.deepcopy(text_config(self.decoder)))
+            other = self._type_of(decoder.get_submodule(self.name))
+        except Exception:
+            return False
+        return other == self.rope_type != self._type_of(rebuilt)
+
+    def _type_of(self, module: nn.Module) -> Any:
+        kinds = getattr(module, "rope_type", "default")
+        return kinds.get(self.layer_type) if isinstance(kinds, dict) else kinds
+
+    def _base(self) -> float | None:
+        """Return the base if these frequencies are unscaled and geometric."""
+        if self.rope_type != "default" or len(self.inv_freq) < 2 or not 0 < self.inv_freq[1] < 1:
+            return None
+        base = float(f"{self.inv_freq[1].double().item() ** -len(self.inv_freq):.6g}")
+        rotating = torch.where(self.inv_freq > 0, geometric(base, 2 * len(self.inv_freq)), 0.0)
+        return base if _are_equal(rotating, self.inv_freq) else None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether frequencies are equal up to the rounding of float32."""
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=ROUNDING, atol=0)
 
 
 def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, float] | None:
@@ -298,7 +388,23 @@ def _base(decoder: nn.Module, base: Any, loaded: Tensor) -> float:
     return float(number)
 
 
-def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> Tensor:
+def _rebuilt(module: nn.Module) -> nn.Module | Exception:
+    """Build a rotary module from its configuration as it is now, or return why that fails."""
+    try:
+        with torch.device("cpu"):
+            config: Any = copy.deepcopy(module.config)  # some transformers functions add fields
+            return type(module)(config)
+    except Exception as error:
+        return error
+
+
+def _loaded(
+    decoder: nn.Module,
+    module: nn.Module,
+    name: str,
+    rebuilt: nn.Module | Exception,
+    moving: bool,
+) -> Tensor:
     """Return the frequencies that a buffer was loaded with, float32 on the CPU.
 
     They are rebuilt if the buffer is on the meta device, or was rounded by a cast to bfloat16 or
@@ -308,12 +414,10 @@ def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> T
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
-    try:
-        with torch.device("cpu"):
-            config = copy.deepcopy(module.config)  # some transformers functions add fields
-            built = type(module)(config).get_buffer(name).detach()
-    except Exception as raised:
-        error = raised
+    if isinstance(rebuilt, nn.Module):
+        built = rebuilt.get_buffer(name).detach()
+    else:
+        error = rebuilt
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):
         return built
     if found is not None and whole:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import training_args
+import torch
+from transformers import Trainer, TrainingArguments, training_args
 from transformers.integrations import integration_utils
+
+from rope_ext.errors import first_line
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -124,13 +127,32 @@ def not_installed(values: Mapping[str, Any]) -> Iterator[str]:
                 f"--report_to {name} needs a package that is not installed; install {name}, or "
                 f"give --report_to none"
             )
-    optim = str(getattr(values.get("optim"), "value", values.get("optim")))
-    if re.search("bnb|8bit|paged", optim):
-        yield from missing(f"--optim {optim}", "bitsandbytes", "leave --optim out")
     if values.get("use_liger_kernel"):
         yield from missing(
             "--use_liger_kernel true", "liger-kernel", "leave --use_liger_kernel out"
         )
+
+
+def unusable_optimizer(args: Any) -> Iterator[str]:
+    """An error message if Trainer cannot create the optimizer, which it notices only later.
+
+    Args:
+        args: TrainingArguments; plain values, which transformers rejected, are not checked.
+    """
+    if not isinstance(args, TrainingArguments):
+        return
+    # Low-rank optimizers search their layers in the model, and only miss their package here.
+    low_rank = args.optim_target_modules or re.match("galore|apollo", args.optim.value)
+    errors = (ImportError,) if low_rank else (ImportError, ValueError, RuntimeError)
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(1, 1))
+    except errors as error:
+        yield (
+            f"--optim {args.optim.value} cannot be used here ({first_line(error)}); install what "
+            f"it needs, or leave --optim out"
+        )
+    except ValueError:
+        return
 
 
 def missing(setting: str, package: str, instead: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
+from recipes.contents import Contents, beginning_of, contents, digest_of
+from recipes.files import Listing, first_rows, is_saved, list_files, load_files, load_saved
 from recipes.positions import Drawn, MixedWindows
 from recipes.retrieval import Weighted
-from recipes.stream import DataError, Packer, Source, Stream
+from recipes.stream import PROBLEM, DataError, Packer, Source, Stream
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_ext.errors import first_line, is_path, nowhere
@@ -25,7 +27,6 @@ PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
 
 IGNORED = -100  # label without a loss, as in torch and transformers
-_READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _LOOKED_AT, _ENOUGH = 1024, 16  # documents sampled from a stream: at most, and long ones needed
 _ROWS = 100  # rows packed at once; on average, half a row is dropped
 
@@ -37,34 +38,32 @@ def documents(
     split: str = "train",
     column: str = "text",
     streaming: bool = False,
+    strict: bool = False,
 ) -> Dataset | IterableDataset:
     """Load documents, one per row, in the column ``text``.
 
+    Local files also give the column ``problem``, with the reason why one could not be read.
+
     Args:
         name: ``python-library``, a file (txt and md: one document; jsonl, json and parquet: one
-            per row), a directory of such files, or a Hub dataset ID.
+            per row; also .gz), a directory of such files or of datasets' ``save_to_disk``, or a
+            Hub dataset ID.
         config: configuration of a Hub dataset.
         split: split of a Hub dataset; ``train`` or ``held_out`` for ``python-library``.
         column: column with the text.
         streaming: read during training instead of storing everything on disk first.
+        strict: raise an error for a file that cannot be read, instead of going on without it.
 
     Raises:
         DataError: the dataset or the column does not exist.
     """
     try:
-        if name == PYTHON_LIBRARY:
-            library = python_library("held_out" if split == "held_out" else "train")
-            data: Any = Dataset.from_dict({"text": library})
-            data = data.to_iterable_dataset() if streaming else data
-        elif Path(name).exists():
-            data = _local(Path(name), streaming, column)
-        elif is_path(name):  # do not ask the Hub, which takes a minute without a network
-            raise DataError(
-                f"there is no file or directory {name!r}; give --dataset an existing one, a Hub "
-                f"dataset ID, or {PYTHON_LIBRARY}"
-            )
-        else:
-            data = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        listing = files_of(name)
+        if listing is not None:
+            files = listing.files
+            _require_column(name, first_rows(files, column, _ENOUGH), column)
+            return load_files(files, column, streaming=streaming, strict=strict)
+        data = _dataset(name, config, split, streaming)
         first = list(data.take(_ENOUGH))
     except DataError:
         raise
@@ -72,44 +71,55 @@ def documents(
         cause: BaseException = error
         while cause.__cause__ is not None:  # the outer error is generic
             cause = cause.__cause__
+        if isinstance(cause, DataError):
+            raise cause from None
         raise DataError(
             f"cannot read the dataset {name!r} ({first_line(cause) or type(cause).__name__})"
             f"{nowhere(name)}; give --dataset an existing file or directory, a Hub dataset ID, or "
             f"{PYTHON_LIBRARY}"
         ) from error
+    _require_column(name, first, column)
+    data = data.select_columns(column)
+    return data if column == "text" else data.rename_column(column, "text")
+
+
+def files_of(name: str) -> Listing | None:
+    """The files of a dataset; None if it is not a file or a directory of files.
+
+    Raises:
+        DataError: the directory has no files to read.
+    """
+    if name == PYTHON_LIBRARY or not Path(name).exists() or is_saved(Path(name)):
+        return None
+    return list_files(Path(name))
+
+
+def _dataset(name: str, config: str | None, split: str, streaming: bool) -> Any:
+    if name == PYTHON_LIBRARY:
+        library = python_library("held_out" if split == "held_out" else "train")
+        data: Any = Dataset.from_dict({"text": library})
+    elif Path(name).exists():
+        data = load_saved(Path(name), split)
+    elif is_path(name):  # do not ask the Hub, which takes a minute without a network
+        raise DataError(
+            f"there is no file or directory {name!r}; give --dataset an existing one, a Hub "
+            f"dataset ID, or {PYTHON_LIBRARY}"
+        )
+    else:
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    return data.to_iterable_dataset() if streaming else data
+
+
+def _require_column(name: str, first: Sequence[Mapping[str, Any]], column: str) -> None:
     if not first:
         raise DataError(f"the dataset {name!r} is empty; give another --dataset")
-    texts = [key for key in first[0] if any(isinstance(row.get(key), str) for row in first)]
+    keys = dict.fromkeys(key for row in first for key in row)
+    texts = [key for key in keys if any(isinstance(row.get(key), str) for row in first)]
     if column not in texts:
         raise DataError(
             f"the dataset {name!r} has no text column {column!r}; set --text_column. Text columns: "
             f"{', '.join(texts) or 'none'}"
         )
-    data = data.select_columns(column)
-    return data if column == "text" else data.rename_column(column, "text")
-
-
-def _local(path: Path, streaming: bool, column: str) -> Any:
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    kinds: dict[str, list[str]] = {}
-    for file in files:
-        if file.suffix in _READERS and file.is_file():
-            kinds.setdefault(_READERS[file.suffix], []).append(str(file))
-    if not kinds:
-        raise DataError(f"{path} has no text files; supported suffixes: {', '.join(_READERS)}")
-    parts = []
-    for kind, names in kinds.items():
-        options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-        options |= {"data_files": names, "split": "train", "streaming": streaming}
-        part: Any = datasets.load_dataset(kind, **options)
-        if len(kinds) > 1 and kind == "text" and column != "text":
-            part = part.rename_column("text", column)
-        if len(kinds) > 1 and not any(column in row for row in part.take(_ENOUGH)):
-            raise DataError(
-                f"{names[0]} has no column {column!r}; rename its own, or leave {kind} files out"
-            )
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,8 @@ class Tokenize:
             ended = tail and ids[-1:] == tail
             whole = [*([] if begun else head), *ids, *([] if ended else tail)]
             made.append(whole if ids else [])
-        return {"input_ids": made, "tokens": [len(ids) for ids in made]}
+        digests = [digest_of(text) for text in texts]
+        return {"input_ids": made, "tokens": [len(ids) for ids in made], "digest": digests}
 
 
 @dataclass(frozen=True)
@@ -308,8 +319,9 @@ def rows(
     *,
     minimum: int = 0,
     seed: int = 0,
-) -> Dataset | Stream:
-    """Pack documents into rows, each with its ``index``.
+    files: Listing | None = None,
+) -> tuple[Dataset | Stream, Contents]:
+    """Pack documents into rows, each with its ``index``; also returns what they contain.
 
     Rows of a stream are shuffled and repeat forever. Rows of data on disk stay in order, and
     Trainer samples from them.
@@ -318,11 +330,17 @@ def rows(
         DataError: no document is long enough, or the data does not fill a single row.
     """
     if isinstance(data, IterableDataset):
-        return Stream([source(data, tokenizer, pack, minimum=minimum, seed=seed)], [1.0], seed)
+        made = source(data, tokenizer, pack, minimum=minimum, seed=seed)
+        return Stream([made], [1.0], seed), first_contents(data, files)
     minimum = max(minimum, pack.shortest)
-    tokens = Features({"input_ids": List(Value("int32")), "tokens": Value("int64")})
+    problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
+    numbers = {"tokens": Value("int64"), "digest": Value("int64")}
     data = data.map(
-        Tokenize(tokenizer), batched=True, batch_size=64, remove_columns=["text"], features=tokens
+        Tokenize(tokenizer),
+        batched=True,
+        batch_size=64,
+        remove_columns=data.column_names,
+        features=Features({"input_ids": List(Value("int32")), **numbers}),
     )
     kept = data.filter(lambda row: row["tokens"] >= minimum)
     counts = data["tokens"][:]
@@ -330,10 +348,28 @@ def rows(
     batch = math.ceil(_ROWS * len(long) / _whole(long, pack))  # documents for _ROWS rows
     features = {name: List(Value("int32")) for name in pack.names}
     packed = kept.map(
-        pack, batched=True, batch_size=batch, remove_columns=["tokens"], features=Features(features)
+        pack,
+        batched=True,
+        batch_size=batch,
+        remove_columns=list(numbers),
+        features=Features(features),
     )
     numbered = Features({**features, "index": Value("int64")})
-    return packed.map(_number, with_indices=True, features=numbered)
+    packed = packed.map(_number, with_indices=True, features=numbered)
+    return packed, contents(counts, data["digest"][:], problems, minimum, len(packed))
+
+
+def first_contents(data: Dataset | IterableDataset, files: Listing | None = None) -> Contents:
+    """Contents of data that is read during training.
+
+    Args:
+        data: documents in the column ``text``.
+        files: its files, if it is local.
+    """
+    first = [row["text"] for row in data.take(_ENOUGH)]
+    sizes = [] if files is None else [(file.name, file.stat().st_size) for file in files.files]
+    found = beginning_of([*sizes, *first])
+    return found if isinstance(data, IterableDataset) else replace(found, documents=len(data))
 
 
 def source(

@@ -21,7 +21,7 @@ from rope_ext.errors import OptionError
 
 NAME = "evaluation"  # name of the plot and of the file with its numbers
 _SEED = 0
-_PANELS = {"eval_loss": "loss, nats per token", "eval_passkey": "passkeys, share found"}
+_PANELS = {"eval_loss": "cross entropy, nats per token", "eval_passkey": "share found"}
 _READ = 4  # documents tokenized at once
 
 
@@ -67,23 +67,38 @@ def passkeys(tokenizer: Any, length: int, number: int) -> list[Any]:
             f"a passkey prompt needs {prompts.minimum_length()} tokens, and evaluation rows have "
             f"{length}; give a larger --eval_length, or --eval_passkeys 0"
         )
-    return [prompts.case(length, (i + 0.5) / number, _SEED + i) for i in range(number)]
+    return [prompts.forward_case(length, (i + 0.5) / number, _SEED + i) for i in range(number)]
 
 
 def found(model: nn.Module, cases: Sequence[Any]) -> float:
-    """Share of the passkeys that greedy decoding finds."""
+    """Share of the passkeys that greedy decoding writes after the lead-in, by one forward each."""
     hits = [bool(score(model, [case.ids], case.count)[1].all()) for case in cases]
     return sum(hits) / len(hits)
 
 
-def report(history: Sequence[dict[str, Any]], length: int, folder: Path) -> None:
+def report(
+    history: Sequence[dict[str, Any]],
+    *,
+    title: str,
+    training: str,
+    length: int,
+    passkeys: int,
+    folder: Path,
+) -> None:
     """Write ``evaluation.json`` and ``evaluation.png`` from Trainer's log.
 
     Args:
         history: log history of Trainer's state; for repeated steps, the last entry counts.
+        title: title of the plot: the model and its method.
+        training: label of the training loss.
         length: evaluated length in tokens.
+        passkeys: number of passkeys in each evaluation.
         folder: output directory.
     """
+    held_out = {
+        "eval_loss": f"held-out rows of {length} tokens",
+        "eval_passkey": f"{passkeys} passkeys in {length} tokens",
+    }
     steps = {entry["step"]: entry for entry in history if "eval_loss" in entry}
     curve = [
         {"step": step, **{name: entry[name] for name in _PANELS if name in entry}}
@@ -95,14 +110,14 @@ def report(history: Sequence[dict[str, Any]], length: int, folder: Path) -> None
     panels = np.atleast_1d(figure.subplots(len(shown), sharex=True))
     for number, (axes, name) in enumerate(zip(panels, shown, strict=True)):
         if name == "eval_loss" and losses:
-            axes.plot(*zip(*losses, strict=True), color="#999999", linewidth=1, label="training")
+            axes.plot(*zip(*losses, strict=True), color="#999999", linewidth=1, label=training)
         points = [(entry["step"], entry[name]) for entry in curve]
-        label = f"held out, {length} tokens"
-        axes.plot(*zip(*points, strict=True), linewidth=1.7, markersize=5, label=label,
+        axes.plot(*zip(*points, strict=True), linewidth=1.7, markersize=5, label=held_out[name],
                   **style_of(number))  # fmt: skip
         axes.set_ylabel(_PANELS[name])
+        axes.legend(frameon=False)
         bare(axes)
-    panels[0].legend(frameon=False)
+    panels[0].set_title(title)
     if "eval_passkey" in shown:
         panels[-1].set_ylim(-0.04, 1.04)
     panels[-1].set_xlabel("step")

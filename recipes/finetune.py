@@ -13,6 +13,7 @@ import contextlib
 import copy
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import rope_ext
 from recipes import data, evaluation, positions
-from recipes.loss import ChunkedLoss
+from recipes.contents import Contents
+from recipes.loss import ChunkedLoss, label_sums
 from recipes.parallel import (
     check_fractions,
     check_parallelism,
@@ -51,14 +53,18 @@ from recipes.parallel import (
 from recipes.restoration import restoration_loss
 from recipes.retrieval import RetrievalRows
 from recipes.settings import (
+    ALL_LINEAR,
     LONG_ROWS,
     NONE,
+    STOP,
     STREAM,
     Recipe,
+    check_data,
     check_output,
     check_together,
     finished,
     how_to_resume,
+    lora_options,
     method_of,
     parts,
     read_settings,
@@ -70,13 +76,14 @@ from recipes.settings import (
 )
 from recipes.stream import Stream
 from rope_eval.folder import lock
-from rope_ext.command.terminal import first_process, stoppable, tell, tell_next, unused
+from rope_ext.command.terminal import first_process, show, stoppable, tell, tell_next, unused
 from rope_ext.encodings import Encoding
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, first_line
 from rope_ext.methods import DynamicMethod, Method, SSMax, Temperature, reach
 from rope_ext.position.learned import TEMPERATURE, learned
 from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.checkpoints import load_config, load_tokenizer, loader, saved_under
+from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import patch_without_weights
 
 FITTED_ROWS = 16
@@ -244,14 +251,21 @@ def _bare(recipe: Recipe, config: Any, meta: bool) -> Any:
                 f"({first_line(error)}); give --attn sdpa, or another --model"
             ) from error
     if recipe.quantize:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=recipe.dtype,
-            bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
-        )
+        options["quantization_config"] = quantization(recipe)
     return loader(recipe.model, config)(recipe.model, **options)
+
+
+def quantization(recipe: Recipe) -> BitsAndBytesConfig:
+    """How bitsandbytes quantizes the base weights."""
+    if recipe.quantize_bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=recipe.dtype,
+        bnb_4bit_quant_storage=recipe.dtype,  # FSDP needs one dtype for all weights
+    )
 
 
 def _without_weights(config: Any, **options: Any) -> Any:
@@ -342,14 +356,15 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=DUMMY_TARGET_MODULES if recipe.lora_target == [NONE] else recipe.lora_target,
+        target_modules=_targets(recipe),
         modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
+        **lora_options(recipe),
     )
     named = [f".{name}" for name, _ in model.named_modules()]
     try:
-        for target in recipe.lora_target:
-            if target != NONE and not any(name.endswith(f".{target}") for name in named):
+        for target in settings.target_modules if isinstance(_targets(recipe), list) else ():
+            if not any(name.endswith(f".{target}") for name in named):
                 raise ValueError(f"it has no layer {target}")
         whole = peft.get_peft_model(model, settings)
     except ValueError as error:
@@ -368,6 +383,17 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     if extra and tied:
         model._tied_weights_keys = _shared(model)
     return whole
+
+
+def _targets(recipe: Recipe) -> list[str] | str:
+    """Names of layers, or a text for PEFT: all-linear, no layer, or a regular expression."""
+    [first, *others] = recipe.lora_target
+    if others:
+        return recipe.lora_target
+    if first == NONE:
+        return DUMMY_TARGET_MODULES
+    pattern = re.search(r"[\\*+?()\[\]|^$]", first)
+    return first if pattern or first == ALL_LINEAR else recipe.lora_target
 
 
 def _in_bfloat16(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
@@ -439,6 +465,23 @@ class LongTrainer(Trainer):
         )
         return self.optimizer
 
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Like Trainer's; the weights of labels take the place of their number.
+
+        So the loss of a step is the mean by weights over all accumulated rows of all processes.
+        """
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if count is None or "loss_weights" not in batches[0]:
+            return batches, count
+        sums = torch.stack([label_sums(batch) for batch in batches]).sum(0).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            sums = self.accelerator.gather(sums[None]).sum(0)
+        weights, labels = sums
+        # Trainer has divided its count by the devices that share a row.
+        return batches, count * (weights / labels)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Like Trainer's.
 
@@ -475,7 +518,15 @@ class LongTrainer(Trainer):
             metrics = super().evaluate(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)
-            evaluation.report(self.state.log_history, self.plan.eval_length, folder)
+            recipe = self.recipe
+            evaluation.report(
+                self.state.log_history,
+                title=f"{Path(recipe.model).name}, {recipe.method}, factor {recipe.factor:g}",
+                training=training_loss(recipe),
+                length=self.plan.eval_length,
+                passkeys=len(self.plan.passkeys),
+                folder=folder,
+            )
         return metrics
 
     def evaluation_loop(
@@ -506,7 +557,7 @@ class LongTrainer(Trainer):
             done = self.state.global_step * self.get_total_train_batch_size(self.args)
             state = self.train_dataset.state(done)
             if state is not None:
-                (folder / STREAM).write_text(json.dumps(state) + "\n", encoding="utf-8")
+                write_whole(folder / STREAM, json.dumps(state) + "\n")
 
     def _diverged(self, what: str) -> None:
         raise DivergedError(
@@ -514,6 +565,16 @@ class LongTrainer(Trainer):
             f"in {self.args.output_dir} are older; train again in another --output_dir with a "
             f"smaller --learning_rate, more --warmup_steps or a smaller --max_grad_norm"
         )
+
+
+def training_loss(recipe: Recipe) -> str:
+    """What Trainer logs as the loss."""
+    parts = [f"training rows of {recipe.length} tokens"]
+    if recipe.retrieval_share:
+        parts.append(f"{recipe.retrieval_share:g} of them ask for facts")
+    if recipe.restoration:
+        parts.append(f"plus {recipe.restoration:g} times the restoration loss")
+    return ", ".join(parts)
 
 
 def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -557,8 +618,23 @@ def scheme(recipe: Recipe, target: int) -> Any:
     return found[name](target) if name in found else None
 
 
-def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]:
-    """Training rows, and evaluation rows or None.
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Args:
+        rows: training rows.
+        held_out: evaluation rows, or None.
+        contents: what each dataset contains.
+    """
+
+    rows: Any
+    held_out: Any
+    contents: tuple[Contents, ...]
+
+
+def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
+    """Read the training rows, and evaluation rows if the run is evaluated.
 
     Raises:
         DataError: data cannot be read, or does not fill a row.
@@ -571,6 +647,8 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
         )
         for part in given
     ]
+    listings = [data.files_of(part.dataset) for part in given]
+    strict = recipe.bad_files == STOP
     texts = [
         data.documents(
             part.dataset,
@@ -578,6 +656,7 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
             split=part.split,
             column=part.column,
             streaming=recipe.streaming,
+            strict=strict,
         )
         for part in given
     ]
@@ -586,7 +665,9 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
         apart = texts[0]
         if recipe.eval_dataset is not None:
             name, split = recipe.eval_dataset, recipe.eval_split
-            apart = data.documents(name, split=split, column=recipe.text_column, streaming=True)
+            apart = data.documents(
+                name, split=split, column=recipe.text_column, streaming=True, strict=strict
+            )
         held, taken = evaluation.held_out(
             apart,
             tokenizer,
@@ -598,12 +679,37 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> tuple[Any, Any]
             texts = [texts[0].skip(taken)]
     minima = [part.minimum_document for part in given]
     if not recipe.datasets:
-        return data.rows(texts[0], tokenizer, packs[0], minimum=minima[0], seed=args.seed), held
+        made, found = data.rows(
+            texts[0],
+            tokenizer,
+            packs[0],
+            minimum=minima[0],
+            seed=args.seed,
+            files=listings[0],
+        )
+        return Data(made, held, (found,))
     sources = [
         data.source(text, tokenizer, pack, minimum=minimum, seed=args.seed)
         for text, pack, minimum in zip(texts, packs, minima, strict=True)
     ]
-    return Stream(sources, [part.weight for part in given], args.seed), held
+    mixture = Stream(sources, [part.weight for part in given], args.seed)
+    return Data(mixture, held, tuple(map(data.first_contents, texts, listings)))
+
+
+def tell_contents(recipe: Recipe, args: TrainingArguments, found: Data) -> None:
+    """Say what the training data contains, and how often the run reads it."""
+    needed = None
+    if args.max_steps > 0:
+        ranks = args.world_size / context_parallel_size(args.parallelism_config)
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        needed = args.max_steps * each * ranks
+    elif args.num_train_epochs and found.contents[0].rows:
+        needed = args.num_train_epochs * found.contents[0].rows
+    for part, contents in zip(parts(recipe), found.contents, strict=True):
+        files = str(data.files_of(part.dataset) or "")
+        share = f" ({part.weight:g} of the rows)" if recipe.datasets else ""
+        for line in contents.lines(part.dataset + share, files, recipe.length, needed):
+            tell(line)
 
 
 def resume_stream(rows: Stream, args: TrainingArguments) -> None:
@@ -630,8 +736,9 @@ class Steps(TrainerCallback):
         """Estimate the time after the first batch; Trainer does after the first step."""
         if self.batches:
             seconds = round((time.monotonic() - self.begun) * self.batches)
-            end = "" if args.disable_tqdm else "\n"  # of the bar's line
-            tell(f"{end}about {timedelta(seconds=seconds)} in all, after the first batch")
+            if not args.disable_tqdm:
+                tell("")  # ends the bar's line
+            tell(f"about {timedelta(seconds=seconds)} in all, after the first batch")
         self.batches = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -669,22 +776,25 @@ def run(recipe: Recipe, args: TrainingArguments, plan: Plan) -> None:
     if checkpoint is not None:
         if args.should_save:
             save_from(checkpoint, Path(args.output_dir))
-        print(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
+        show(f"{args.output_dir}: training is finished; it contains {checkpoint.name}'s model")
         tell_next(next_command(recipe, args, plan))
         return
     with args.main_process_first(desc="reading the data"):
-        rows, held = read(recipe, args, plan)
+        found = read(recipe, args, plan)
+    tell_contents(recipe, args, found)
+    check_data(args, [each.digest for each in found.contents])
     # The first process locks for all, next to the directory, which may be uploaded. Some clusters
     # have file systems without locks: continue there.
     folder = Path(args.output_dir).resolve()
     alone = lock(folder.parent, folder.name, option="--output_dir", required=False)
     with alone if first_process() else contextlib.nullcontext():
-        _train(recipe, args, plan, rows, held)
+        _train(recipe, args, plan, found)
     tell_next(next_command(recipe, args, plan))
 
 
-def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held: Any) -> None:
+def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, found: Data) -> None:
     set_seed(args.seed)
+    rows = found.rows
     model = build(recipe, plan.config, rows=rows)
     if recipe.lora_r and args.should_log:
         model.print_trainable_parameters()
@@ -699,14 +809,14 @@ def _train(recipe: Recipe, args: TrainingArguments, plan: Plan, rows: Any, held:
         args,
         data_collator=steps.collator,
         train_dataset=rows,
-        eval_dataset=held,
+        eval_dataset=found.held_out,
         processing_class=plan.tokenizer,
         callbacks=[steps],
         plan=plan,
     )
     steps.tokens = trainer.get_total_train_batch_size(args) * recipe.length
     if args.should_save:
-        write_settings(recipe, args)
+        write_settings(recipe, args, [each.digest for each in found.contents])
     if isinstance(rows, Stream):
         resume_stream(rows, args)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +18,25 @@ from rope_ext.errors import UnsupportedModelError
 _MARK = 1024.0
 
 
+def label_sums(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the weights of a batch's labels, and the number of these labels.
+
+    The first token of a row is not predicted, so its label does not count.
+
+    Args:
+        batch: ``labels`` and their ``loss_weights``, both ``[rows, tokens]``.
+    """
+    scored = batch["labels"][:, 1:] != IGNORED
+    weights = batch["loss_weights"][:, 1:] * scored
+    return torch.stack((weights.sum(), scored.sum().to(weights.dtype)))
+
+
 class ChunkedLoss:
     """Makes the output layer of a model compute the loss in chunks, without storing all logits.
 
     The loss is computed in the layer's own forward, where FSDP and DeepSpeed have gathered its
-    weight. A call without labels returns logits as usual.
+    weight. A call without labels returns logits as usual. With ``loss_weights``, the loss is the
+    mean by weights; ``num_items_in_batch`` is the sum of the weights that it is divided by.
 
     Args:
         model: a causal language model, including its adapter if it has one.
@@ -48,7 +63,7 @@ class ChunkedLoss:
         self.labels: torch.Tensor | None = (
             None  # shifted: each label is at the token that predicts it
         )
-        self.count: torch.Tensor | int | None = None
+        self.divisor: torch.Tensor | int | None = None  # sum of the weights of all labels of a step
         self.weights: torch.Tensor | None = None  # weight of each label in the loss
         self.returned: torch.Tensor | None = None  # set by the output layer: the loss and _MARK
         self.head, self.logits = head, head.forward
@@ -75,7 +90,7 @@ class ChunkedLoss:
         if labels is not None and shift_labels is None:  # context parallelism shifts them itself
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         self.labels = None if labels is None else shift_labels
-        self.count = num_items_in_batch
+        self.divisor = num_items_in_batch
         self.weights = None
         if loss_weights is not None:
             self.weights = nn.functional.pad(loss_weights, (0, 1))[..., 1:]
@@ -100,11 +115,11 @@ class ChunkedLoss:
             ignore_index=IGNORED,
             options=nn.LinearCrossEntropyOptions(),
         )
-        count = (labels != IGNORED).sum() if self.count is None else self.count
-        losses = losses.float()
+        losses, scored = losses.float(), (labels != IGNORED).float()
         if self.weights is not None:
-            losses = losses * self.weights.flatten().to(losses.device)
-        loss = losses.sum() / count
+            weights = self.weights.flatten().to(losses.device)
+            losses, scored = losses * weights, scored * weights
+        loss = losses.sum() / (scored.sum() if self.divisor is None else self.divisor)
         self.labels, self.returned = None, torch.stack((loss, torch.full_like(loss, _MARK)))
         return self.returned
 

@@ -14,7 +14,11 @@ are estimated:
 * the mask of packed documents, once as created, and once in the compute dtype for each layer that
   stores it;
 * under context parallelism, the keys and values of one layer, gathered from all ranks;
-* 4-bit weights, in blocks of 64 with quantized constants, and one dequantized matrix.
+* 4-bit weights, in blocks of 64 with quantized constants, or 8-bit weights with a constant for
+  each row, and one dequantized matrix;
+* 8-bit and 4-bit states of optimizers, with a scale for each block.
+
+What it does not know, it names as not estimated: states of other optimizers (``STATES``).
 
 For small Llamas on a CPU, in float32 and under bfloat16, the peak equals that of torch's own tensor
 tracker to the byte; compared with its allocator it is up to 0.5 % too low with gradient
@@ -41,10 +45,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -52,54 +53,27 @@ from recipes import finetune, settings
 from recipes.checks import POSITIVE, at_least, out_of_range
 from recipes.restoration import OPTIONS, distance
 from recipes.settings import mask_bytes
+from recipes.shapes import config_of
 from rope_ext.advice.memory import Live, shown
-from rope_ext.command.terminal import tell, tell_next
+from rope_ext.command.terminal import show, tell, tell_next
 from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
-from rope_ext.saving.checkpoints import load_config, trained_length
+from rope_ext.saving.checkpoints import trained_length
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
-TWO_STATES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")  # each of the weights' size
+_FULL, _BYTE, _HALF = 4.0, 1 + 4 / 256, 0.5 + 4 / 128  # with a scale for each block of states
+_SMALL = 4096  # parameters with fewer values keep states in float32
+STATES: dict[str, tuple[int, float]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), (2, _FULL)),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), (2, _BYTE)),
+    **dict.fromkeys(("adamw_torch_8bit",), (2, _BYTE)),
+    **dict.fromkeys(("adamw_torch_4bit",), (2, _HALF)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), (1, _FULL)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (1, _BYTE)),
+}
+"""Optimizers whose states are known: their number per trained weight, and bytes of each. Paged
+states are counted too, although they can move to the host."""
 OF_CONSTANTS = 256  # quantization constants per second-level constant
 _CAUSAL = "recipes_memory_causal"  # names with sdpa or flash take special paths
-
-# Published shapes, so that planning a run needs no download and no license.
-SHAPES: dict[str, PreTrainedConfig] = {
-    "meta-llama/Llama-2-7b-hf": LlamaConfig(max_position_embeddings=4096),
-    "meta-llama/Meta-Llama-3-8B": LlamaConfig(
-        vocab_size=128256,
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
-    "Qwen/Qwen2.5-7B": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "Qwen/Qwen3-8B-Base": Qwen3Config(
-        vocab_size=151936,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "mistralai/Mistral-7B-v0.3": MistralConfig(
-        vocab_size=32768,
-        max_position_embeddings=32768,
-        sliding_window=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-}
-SHAPES["meta-llama/Meta-Llama-3-8B-Instruct"] = SHAPES["meta-llama/Meta-Llama-3-8B"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +103,7 @@ class Need:
         keys: bytes of the keys and values of a whole sequence in one layer.
         step: peak activation memory in bytes by tokens per row, sharded.
         length: tokens per row.
+        missing: what is not estimated.
     """
 
     parameters: int
@@ -139,6 +114,7 @@ class Need:
     keys: float
     step: Callable[[int], float]
     length: int
+    missing: tuple[str, ...] = ()
 
     def sharded(self, devices: int) -> Memory:
         """Memory per device with FSDP2 or ZeRO-3, where each device has its own rows."""
@@ -242,21 +218,24 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
         config: configuration of the model.
 
     Raises:
-        OptionError: the length is missing, or the optimizer is not supported.
+        OptionError: the length is missing.
     """
-    if args.optim not in TWO_STATES:
-        raise OptionError(
-            f"--optim {args.optim.value} is not supported here; it must be one of "
-            f"{', '.join(TWO_STATES)}"
-        )
     if recipe.length is None:
         raise OptionError("--length is missing; give it in the recipe or on the command line")
     model = finetune.build(recipe, config, meta=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     packed = _packed(model) if recipe.quantize else []
-    constants = sum(p.numel() for p in packed) * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
+    values = sum(p.numel() for p in packed)
+    if recipe.quantize_bits == 8:
+        constants = sum(4 * p.shape[0] for p in packed)  # a scale for each row
+    else:
+        constants = values * (1 / BLOCK + 4 / (BLOCK * OF_CONSTANTS))
     weights = _bytes(model.parameters()) - _bytes(packed)
-    weights += sum(p.numel() for p in packed) / 2 + constants
+    weights += values * recipe.quantize_bits / 8 + constants
+    states = optimizer_bytes(args.optim.value, trained)
+    missing = [] if states is not None else [f"the states of --optim {args.optim.value}"]
+    if packed and recipe.quantize_bits == 8:
+        missing.append("what 8-bit products store beyond 16-bit ones")
     whole = max((p.nbytes for p in packed), default=0)
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -277,13 +256,22 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     return Need(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained),
-        alone=Memory(weights, _bytes(trained), 2 * _bytes(trained), step(recipe.length, False)),
+        alone=Memory(weights, _bytes(trained), states or 0, step(recipe.length, False)),
         constants=constants,
-        gathered=_gathered(model, packed, width),
+        gathered=_gathered(model, packed, width, recipe.quantize_bits / 8),
         keys=2 * rows * recipe.length * text.num_key_value_heads * head * width,
         step=functools.partial(step, sharded=True),
         length=recipe.length,
+        missing=tuple(missing),
     )
+
+
+def optimizer_bytes(optim: str, trained: Sequence[nn.Parameter]) -> float | None:
+    """Bytes of the states of an optimizer; None if they are not known."""
+    if optim not in STATES:
+        return None
+    number, size = STATES[optim]
+    return sum(number * p.numel() * (size if p.numel() >= _SMALL else _FULL) for p in trained)
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
@@ -295,7 +283,7 @@ def _bytes(parameters: Any) -> int:
 
 
 def _packed(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that bitsandbytes quantizes to 4 bits: all linear layers except the output layer."""
+    """Weights that bitsandbytes quantizes: all linear layers except the output layer."""
     head = model.get_output_embeddings()
     return [
         module.weight
@@ -304,13 +292,15 @@ def _packed(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _gathered(model: nn.Module, packed: list[nn.Parameter], width: int) -> float:
+def _gathered(
+    model: nn.Module, packed: list[nn.Parameter], width: int, packed_width: float
+) -> float:
     """Bytes of two layers, the output layer, and the largest gradient, also in float32."""
     halves = {id(p) for p in packed}
 
     def size(module: nn.Module, trained: bool) -> float:
         return sum(
-            p.numel() * (0.5 if id(p) in halves else width)
+            p.numel() * (packed_width if id(p) in halves else width)
             for p in module.parameters()
             if p.requires_grad or not trained
         )
@@ -327,6 +317,7 @@ def line(found: Need, devices: int) -> str:
     parts = [f"{shown(found.alone.total)} on one device"]
     if devices > 1:
         parts.append(f"{shown(found.sharded(devices).total)} on each of {devices} with FSDP2")
+    parts += [f"without {each} (not estimated)" for each in found.missing]
     return f"# memory: {', '.join(parts)}; computed by recipes/memory.py"
 
 
@@ -336,7 +327,10 @@ def verdict(found: Need, devices: int, card: float) -> tuple[bool, str]:
     usable = 0.9 * card * 2**30
     needed = f"{shown(size)} of the {0.9 * card:.1f} GiB that a card of {card:g} GiB leaves"
     if size <= usable:
-        return True, f"fits: {needed}"
+        without = (
+            f", without {' and '.join(found.missing)} (not estimated)" if found.missing else ""
+        )
+        return True, f"fits: {needed}{without}"
     return False, (
         f"does not fit: {needed}; use a shorter --length, --quantize true, "
         f"--gradient_checkpointing true, or more --devices"
@@ -354,11 +348,6 @@ def table(found: Need, devices: int) -> str:
         cells = (f"{shown(getattr(memory, name)):>28}" for memory in columns.values())
         lines.append("".join([f"{name:12}", *cells]))
     return "\n".join(lines)
-
-
-def config_of(model: str) -> PreTrainedConfig:
-    """Configuration from the published shape of a model, or from the model itself."""
-    return SHAPES[model] if model in SHAPES else load_config(model)
 
 
 def config_from_shape(text: str) -> PreTrainedConfig:
@@ -421,15 +410,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = need(recipe, args, config)
     except RopeExtError as error:
         parser.exit(2, f"{error}\n")
-    print(
+    show(
         f"{Path(options.recipe).name}: {found.parameters:,} parameters, {found.trained:,} of them "
         f"trained; {args.per_device_train_batch_size} x {recipe.length} tokens a device"
     )
-    print(table(found, options.devices))
-    print(line(found, options.devices))
+    show(table(found, options.devices))
+    show(line(found, options.devices))
     if options.card is not None:
         fits, sentence = verdict(found, options.devices, options.card)
-        print(sentence)
+        show(sentence)
         if not fits:
             parser.exit(1)
     for part in settings.parts(recipe) if recipe.dataset or recipe.datasets else ():

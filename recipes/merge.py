@@ -21,7 +21,7 @@ import rope_ext
 from recipes.finetune import lengths
 from recipes.settings import NONE, SETTINGS, Recipe
 from rope_ext.advice.describe import write_card
-from rope_ext.command.terminal import tell, tell_next
+from rope_ext.command.terminal import show, tell, tell_next
 from rope_ext.engines import engines_for
 from rope_ext.errors import LoadError, MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.saving.checkpoints import load_model, load_tokenizer
@@ -55,7 +55,7 @@ def load(adapter: Path) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OptionError(
             f"cannot read {file} ({first_line(error)}); give the output_dir of a run that was "
             f"saved completely"
@@ -167,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    print(merge(args.adapter, args.output, args.dtype))
+    show(merge(args.adapter, args.output, args.dtype))
     engines = engines_for(read_saved(args.output).model)
     if engines:
         tell_next(["rope-ext", "export", args.output, "--engine", engines[0]])

@@ -87,19 +87,27 @@ def warn_of_launch(args: TrainingArguments) -> None:
             )
 
 
+def sharded_by() -> str | None:
+    """What the launch file shards the model with, FSDP or DeepSpeed; None for whole models."""
+    for name, variable in _SHARDED.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            return name
+    return None
+
+
 def check_fractions() -> None:
     """Refuse to shard a model that trains on real positions, which would be rounded.
 
     Raises:
         OptionError: the launch file asks for FSDP or DeepSpeed.
     """
-    for name, variable in _SHARDED.items():
-        if os.environ.get(variable, "false").lower() == "true":
-            raise OptionError(
-                f"--positions random_floats does not work with {name}, which casts real inputs to "
-                f"the dtype of the forward, so that bfloat16 would round positions; give "
-                f"--positions random, or launch with recipes/accelerate/ddp.yaml or single.yaml"
-            )
+    name = sharded_by()
+    if name is not None:
+        raise OptionError(
+            f"--positions random_floats does not work with {name}, which casts real inputs to "
+            f"the dtype of the forward, so that bfloat16 would round positions; give "
+            f"--positions random, or launch with recipes/accelerate/ddp.yaml or single.yaml"
+        )
 
 
 def leave() -> None:

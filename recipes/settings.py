@@ -16,13 +16,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer import TRAINER_STATE_NAME
 
-from recipes.checks import missing, not_installed, out_of_range, unsupported
+from recipes.checks import (
+    missing,
+    not_installed,
+    out_of_range,
+    unsupported,
+    unusable_optimizer,
+)
 from recipes.data import PYTHON_LIBRARY
+from recipes.parallel import sharded_by
+from recipes.shapes import config_of
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
 from rope_eval.tune.fitting import can_fit, supported
@@ -33,10 +42,12 @@ from rope_ext.errors import Mistakes, OptionError, first_line, nearest
 from rope_ext.methods import FrequencyMethod, build_method, method_class
 from rope_ext.methods.rope import factor_to
 from rope_ext.methods.temperature import SSMax
-from rope_ext.saving.checkpoints import load_config, trained_length
+from rope_ext.saving.checkpoints import trained_length
 from rope_ext.saving.drafts import draft_of
 
 NONE = "none"
+ALL_LINEAR = "all-linear"
+SKIP, STOP = "skip", "stop"
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
 INITS = ("default", "model")
@@ -50,6 +61,8 @@ _LONGEST_ROW = 8192
 """Tokens of a row if only ``target_length`` is given: PoSE needs no more."""
 _LARGEST_MASK = 2**30  # bytes; the mask of a row of 32768 tokens
 SETTINGS = "recipe.json"
+DIGESTS = "data_digests"
+"""Field of recipe.json with a hash of each dataset."""
 STREAM = "stream.json"
 """File in a checkpoint with the state of the data stream (recipes/stream.py)."""
 # Training arguments that affect the results of a run; a resumed run must use the same values.
@@ -109,6 +122,11 @@ class Recipe:
     dataset_config: str | None = _option(None, "Configuration of a Hub dataset.")
     dataset_split: str = _option("train", "Split of a Hub dataset.")
     text_column: str = _option("text", "Column with the text.")
+    bad_files: str = _option(
+        SKIP,
+        "Local files that cannot be read: skip, which names them and goes on without them, or "
+        "stop, which ends the run.",
+    )
     rows_per_step: int | None = _option(
         None,
         "Rows per optimizer step on all devices together, instead of gradient_accumulation_steps.",
@@ -170,9 +188,15 @@ class Recipe:
     lora_target: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
         metadata={
-            "help": "Names of linear layers. none: no LoRA, train only the method's own "
-            "parameters, such as those of temperature ssmax."
+            "help": "Names of linear layers, all-linear, or one regular expression for whole "
+            "paths. none: no LoRA, train only the method's own parameters, such as those of "
+            "temperature ssmax."
         },
+    )
+    lora_options: str | None = _option(
+        None,
+        "More options of peft.LoraConfig, as JSON: use_dora, use_rslora, init_lora_weights, "
+        "rank_pattern, exclude_modules and so on.",
     )
     train_embeddings_and_norms: bool = _option(
         False, "Also train embeddings and norms, as LongLoRA does."
@@ -181,7 +205,8 @@ class Recipe:
         0.1, "Learning rate of the scales of temperature ssmax, instead of learning_rate."
     )
     loraplus_ratio: float | None = _option(None, "LoRA+: ratio of the learning rates of B and A.")
-    quantize: bool = _option(False, "QLoRA: 4-bit base weights (needs bitsandbytes).")
+    quantize: bool = _option(False, "QLoRA: quantized base weights (needs bitsandbytes).")
+    quantize_bits: int = _option(4, "Bits of quantized weights: 4 (NF4) or 8 (LLM.int8).")
     chunked_loss: bool = _option(
         True, "Compute cross entropy in chunks, without all logits in memory (torch 2.13)."
     )
@@ -265,7 +290,7 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
         raise OptionError("--factor and --target_length set the same; give one of them")
     trained = values["original_max_position_embeddings"]
     if trained is None and values["model"] is not None:
-        trained = trained_length(load_config(values["model"]))
+        trained = trained_length(config_of(values["model"]))
     if trained is None:
         return  # a missing model is reported with the other mistakes
     if target <= trained:
@@ -408,6 +433,7 @@ def check_together(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) 
     with found.collected():
         method = method_of(recipe)
     found.add_all(not_installed(vars(args)))
+    found.add_all(unusable_optimizer(args))
     found.add_all(_of_lora(recipe, args))
     found.add_all(_of_method(recipe, method))
     found.add_all(_of_attention(recipe))
@@ -449,6 +475,81 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
         )
     if recipe.quantize:
         yield from missing("--quantize", "bitsandbytes", "give --quantize false")
+    if recipe.quantize_bits not in (4, 8):
+        yield f"--quantize_bits {recipe.quantize_bits} is not valid; give 4 or 8"
+    if recipe.quantize and recipe.quantize_bits == 8 and sharded_by():
+        yield (
+            f"--quantize_bits 8 does not work with {sharded_by()}, which cannot shard its weights; "
+            f"give --quantize_bits 4, or launch with recipes/accelerate/ddp.yaml or single.yaml"
+        )
+    yield from _of_lora_options(recipe)
+
+
+def lora_options(recipe: Recipe) -> dict[str, Any]:
+    """The options of ``peft.LoraConfig`` in a recipe.
+
+    Raises:
+        OptionError: they are not valid, or set by another setting.
+    """
+    try:
+        given = read_json(recipe.lora_options or "{}")
+        if not isinstance(given, dict):
+            raise ValueError("it holds no names")
+    except ValueError as error:
+        raise OptionError(
+            f"--lora_options {recipe.lora_options!r} is not valid ({error}); give JSON such as "
+            f"'{{\"use_dora\": true}}'"
+        ) from None
+    names = {option.name for option in fields(LoraConfig) if option.init} - set(_LORA_SETTINGS)
+    for name in given:
+        if name in _LORA_SETTINGS:
+            raise OptionError(
+                f"--lora_options {name!r} is a setting of its own; give --{_LORA_SETTINGS[name]}"
+            )
+        if name not in names:
+            near = nearest(name, names) or ";"
+            raise OptionError(f"--lora_options: peft.LoraConfig has no {name!r}{near} see its help")
+    return given
+
+
+_LORA_SETTINGS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target",
+    "modules_to_save": "train_embeddings_and_norms",
+    "ensure_weight_tying": "train_embeddings_and_norms",
+    "task_type": "model",
+    "base_model_name_or_path": "model",
+}
+"""Options of ``peft.LoraConfig`` that other settings decide, and these settings."""
+_INITS = (True, False, "gaussian", "orthogonal")
+_OF_WEIGHTS = ("pissa", "olora")
+"""Initial values of LoRA that move a part of the base weights into it; peft does it again when the
+adapter is loaded, which gives the same weights only if nothing is random or rounded."""
+
+
+def _of_lora_options(recipe: Recipe) -> Iterator[str]:
+    """Errors about options of PEFT that would not survive saving and loading."""
+    try:
+        options = lora_options(recipe)
+    except OptionError as error:
+        yield str(error)
+        return
+    if options and (recipe.lora_r == 0 or recipe.lora_target == [NONE]):
+        yield "--lora_options needs LoRA; set --lora_r 8 and --lora_target, or remove it"
+    init = options.get("init_lora_weights", True)
+    if init not in (*_INITS, *_OF_WEIGHTS):
+        yield (
+            f"--lora_options init_lora_weights {init!r} is not supported: peft needs data or a "
+            f"preparation for it, or cannot repeat it when the adapter is loaded; give one of "
+            f"{', '.join(map(str, (*_INITS, *_OF_WEIGHTS)))}"
+        )
+    if init in _OF_WEIGHTS and (recipe.quantize or recipe.restoration or recipe.dtype != "float32"):
+        yield (
+            f"--lora_options init_lora_weights {init!r} changes the base weights, so it needs "
+            f"--dtype float32, without --quantize and --restoration; give these, or leave it out"
+        )
 
 
 def _of_method(recipe: Recipe, method: Any) -> Iterator[str]:
@@ -514,6 +615,7 @@ def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
+    yield from _not_among("bad_files", recipe.bad_files, (SKIP, STOP))
     try:
         kinds = {part.rows for part in parts(recipe)}
     except OptionError as error:
@@ -786,17 +888,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             f"{args.resume_from_checkpoint} holds no state of the optimizer (--save_only_model), "
             f"so the run cannot be resumed; train again in another --output_dir"
         )
-    for run in {folder, Path(args.resume_from_checkpoint).parent}:
-        if not (run / SETTINGS).exists():
-            continue
-        try:
-            before = dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise OptionError(
-                f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
-                f"started with are unknown; delete it to resume with the current settings, or give "
-                f"another --output_dir"
-            ) from None
+    for run, before in _settings_before(args):
         now = decisive(recipe, args)
         # Settings newer than the run have their default.
         newer = {"eval_strategy": "no", "label_smoothing_factor": 0.0}
@@ -809,11 +901,46 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             )
 
 
-def write_settings(recipe: Recipe, args: TrainingArguments) -> None:
-    """Save the settings that a resumed run is compared with, atomically."""
+def check_data(args: TrainingArguments, digests: list[str]) -> None:
+    """Refuse to resume a run on other data.
+
+    Args:
+        args: arguments of the run.
+        digests: hash of each dataset.
+
+    Raises:
+        OptionError: the data is not that of the run.
+    """
+    if args.resume_from_checkpoint is None:
+        return
+    for run, before in _settings_before(args):
+        if before.get(DIGESTS, digests) != digests:  # older runs have none
+            raise OptionError(
+                f"{run} belongs to a run on other training data: files or documents have changed "
+                f"since; give it the same data to resume it, or give another --output_dir"
+            )
+
+
+def _settings_before(args: TrainingArguments) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The directories of the run to resume, with their settings."""
+    for run in {Path(args.output_dir), Path(args.resume_from_checkpoint).parent}:
+        if not (run / SETTINGS).exists():
+            continue
+        try:
+            yield run, dict(json.loads((run / SETTINGS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise OptionError(
+                f"cannot read {run / SETTINGS} ({error}), so the settings that {run} was "
+                f"started with are unknown; delete it to resume with the current settings, or give "
+                f"another --output_dir"
+            ) from None
+
+
+def write_settings(recipe: Recipe, args: TrainingArguments, digests: list[str]) -> None:
+    """Save the settings that a resumed run is compared with, and hashes of its data, atomically."""
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(decisive(recipe, args), indent=1) + "\n"
+    text = json.dumps(decisive(recipe, args) | {DIGESTS: digests}, indent=1) + "\n"
     with draft_of(folder / SETTINGS) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

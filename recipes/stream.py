@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from rope_ext.errors import RopeExtError
 
 _READ = 16  # documents tokenized at once
 _DRAWN = 1000  # shares of a mixture are exact in every block of this many rows
+PROBLEM = "problem"
+"""Column with the reason why a file could not be read, or None; recipes/files.py."""
 SKIPPED: Mapping[str, Any] = {"input_ids": [], "index": -1}
 """Placeholder for a row before the checkpoint, which Trainer skips."""
 
@@ -110,9 +113,13 @@ class Source:
         while size < self.block:
             # It warns that a shuffle buffer is not restored, but here the buffer is empty.
             with quieted(logging.getLogger("datasets.iterable_dataset"), logging.ERROR):
-                texts = [row["text"] for row in itertools.islice(reading, _READ)]
-            if not texts:
+                found = list(itertools.islice(reading, _READ))
+            if not found:
                 break
+            for row in found:
+                if row.get(PROBLEM):
+                    warnings.warn(f"left out: {row[PROBLEM]}", stacklevel=2)
+            texts = [row["text"] for row in found]
             tokens = self.tokenize({"text": texts})["input_ids"]
             long = [np.asarray(ids, np.int32) for ids in tokens if len(ids) >= self.minimum]
             size += sum(self.pack.rows(len(ids)) for ids in long)
@@ -123,7 +130,7 @@ class Source:
         packed = self.pack({"input_ids": [kept[i] for i in rng.permutation(len(kept))]})
         names = list(packed)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*packed.values(), strict=True)]
-        return [rows[i] for i in rng.permutation(len(rows))], bool(texts)
+        return [rows[i] for i in rng.permutation(len(rows))], bool(found)
 
 
 class _Reader:

@@ -4,6 +4,10 @@ Public names are imported on first use (PEP 562), so that the command line can s
 without importing torch.
 """
 
+# First: from here on, a command imports nothing from the current folder.
+import rope_ext.import_path
+
+# isort: split
 import ast
 import importlib
 import importlib.util

@@ -1,6 +1,5 @@
 """The command line. Commands import transformers only when they run."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,8 +11,9 @@ from rich.table import Table
 
 from rope_ext.command.arguments import command_words, parse_length
 from rope_ext.command.cli_arguments import Asked, Commands, Model, Target, command
-from rope_ext.command.terminal import stoppable, tell, tell_next, unused
+from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError
+from rope_ext.quoting import shell_join
 from rope_ext.version import __version__
 
 EngineName = Literal["vllm", "sglang", "llama.cpp", "ollama", "mlx", "transformers"]
@@ -41,7 +41,7 @@ def describe(asked: Asked) -> None:
 
     patched = asked.patched()
     found = rope_ext.describe(patched)
-    print(found)
+    show(found)
     if found.method is None:
         tell_next(command_words("recommend", asked.model, length=4 * found.target_length))
     elif asked.method is None and found.serve:
@@ -81,7 +81,7 @@ def recommend(
     from rope_ext.config.record import option_texts
 
     found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
-    print(found.full() if everything else found)
+    show(found.full() if everything else found)
     best, served = found.method, found.serve or found.method
     trained = found.original_max_position_embeddings
     asked = Asked(model, best.name, best.factor, None, found.compose, trained)
@@ -122,7 +122,7 @@ def memory(
 
     options = {"dtype": getattr(torch, dtype), "batch": batch, "cache_bits": cache_bits}
     tokens = None if chunk is None else parse_length(chunk, "--chunk")
-    print(memory.memory(model, parse_length(length), chunk=tokens, **options))
+    show(memory.memory(model, parse_length(length), chunk=tokens, **options))
 
 
 @command(app)
@@ -136,7 +136,7 @@ def diagnose(asked: Asked, length: str) -> None:
 
     tokens = parse_length(length)
     found = rope_ext.diagnose(asked.patched(), tokens)
-    print(found)
+    show(found)
     if asked.method is not None:
         asked.tell_compare(found.trained_length, tokens)
     elif tokens > found.trained_length:
@@ -158,7 +158,7 @@ def export(
 
     made = rope_ext.export(asked.patched(), engine, **({"legacy": True} if legacy else {}))
     written = [] if output is None else made.write(output)
-    print(made)
+    show(made)
     for path in written:
         tell(f"wrote {path}")
     if (Path(asked.model) / "adapter_config.json").exists():
@@ -211,7 +211,7 @@ def gguf(
             model = read_saved(patched).model if isinstance(patched, str) else patched
             made = llama_cpp.following(model, file, output)
         tell(f"wrote {output}")
-        print(shlex.join(["llama-server", "--model", str(output), *made.in_file]))
+        print(shell_join(["llama-server", "--model", output, *made.in_file]))
 
 
 @command(app, "methods")

@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rope_ext.quoting import printable
+
 CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
 """Stored where transformers looks up a name, so that its error message tells users what to do."""
 
 
 class RopeExtError(ValueError):
     """Base class of all errors in this package."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it may quote names and texts from elsewhere
 
 
 class UnknownMethodError(RopeExtError):
@@ -71,8 +76,11 @@ class SeveralErrors(RopeExtError):
     """Several errors, reported together."""
 
     def __init__(self, errors: Sequence[RopeExtError]) -> None:
+        super().__init__(errors)
         self.errors = errors
-        super().__init__("\n  - ".join([f"{len(errors)} mistakes:", *map(str, errors)]))
+
+    def __str__(self) -> str:
+        return "\n  - ".join([f"{len(self.errors)} mistakes:", *map(str, self.errors)])
 
 
 class Mistakes:

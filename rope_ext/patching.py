@@ -495,12 +495,12 @@ def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> A
     file = Path(str(folder)) / SIDECAR
     try:
         trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError):  # on the Hub, or trained without a patch
+    except (OSError, ValueError, RecursionError):  # on the Hub, or trained without a patch
         trained = record
     if not trained.same(record):
         _logger.warning(
             "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
             "patch it like that (replace=True)",
-            *(folder, trained.call(), record.call()),
+            *(folder, trained.call(), trained.difference(record)),
         )
     return original(*args, **kwargs)

@@ -49,7 +49,7 @@ def documents(path, tokenizer) -> list[list[int]]:
 
 def found(model, tokenizer, length: int, trials: int) -> int:
     prompts = PasskeyPrompts(tokenizer)
-    cases = [prompts.case(length, (i + 0.5) / trials, seed=i) for i in range(trials)]
+    cases = [prompts.forward_case(length, (i + 0.5) / trials, seed=i) for i in range(trials)]
     _, hits = score(model, [case.ids for case in cases], cases[0].count)
     return int(hits.all(1).sum())
 
@@ -83,6 +83,6 @@ def test_beyond_its_length_it_breaks_and_a_patch_mends_it(
 def test_generation_writes_the_key_that_teacher_forcing_predicts(model, tokenizer, path) -> None:
     rope_ext.patch(model, MENDED_BY[path.name][0])
     case = PasskeyPrompts(tokenizer).case(768, 0.1, seed=3)
-    prompt = torch.tensor([case.ids[: -case.count].tolist()])
+    prompt = torch.tensor([case.ids.tolist()])
     out = model.generate(prompt, max_new_tokens=case.count, do_sample=False)
     assert tokenizer.decode(out[0, prompt.shape[1] :]) == case.key

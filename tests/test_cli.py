@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,7 @@ REFUSED = {
     "describe M --method yarn": "needs factor=...; on the command line: --factor NUMBER",
     "describe M --method longrope --factor 4": "--option longrope.long_factor=VALUE",
     "describe M --method yarn --factor 4 --option beta_fast=no": "--option yarn.beta_fast=",
+    "describe M --method yarn --factor 4 --option yarn=8": "--option 'yarn=8' is not valid",
     "describe M --option yarn.beta_fast=16": "--option yarn.beta_fast=16 needs --method",
     "export M --engine vllm --method yarn": "needs factor=...; on the command line: --factor",
     "verify M --method yarn": "needs factor=...; on the command line: --factor",
@@ -301,3 +303,48 @@ def test_evaluations_take_the_model_first(checkpoint: Path, tmp_path: Path) -> N
     for first in (("compare", checkpoint), *evaluated):
         result = call(*first, *words)
         assert result.stderr.startswith("error: unknown method 'yran'"), result.output
+
+
+def called(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+HOSTILE = "a [red] $x$ | <img src=x> ![x](http:x) \x1b[31m\nrm -rf c\u202ed 'e'"
+"""What a name must not do: end a command, color a terminal, break markup, load an image."""
+
+
+def test_the_name_of_a_folder_is_no_command(checkpoint: Path, tmp_path: Path) -> None:
+    """Names have line breaks, and whatever is printed may be pasted into a shell."""
+    model = tmp_path / HOSTILE
+    shutil.copytree(checkpoint, model)
+    words = [str(model), "--method", "yarn", "--factor", "4"]
+    for engine in ("vllm", "sglang", "llama.cpp"):
+        done = called("export", *words, "--engine", engine)
+        assert done.exit_code == 0 and "\x1b" not in done.output, done.output
+        _, *notes = done.stdout.splitlines()
+        assert all(note.startswith("# ") for note in notes), done.stdout
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("next: ")
+        shown = f"printf '%s\\0' {done.stderr.removeprefix('next: ')}"
+        given = subprocess.run(["bash", "-c", shown], capture_output=True, check=True).stdout
+        assert str(model).encode() in given.split(b"\0")
+    for command, more in (("describe", ()), ("diagnose", ("--length", "2k"))):
+        done = called(command, *words, *more)
+        assert done.exit_code == 0 and "\x1b" not in done.output
+    done = called("describe", str(model / "missing"))
+    assert done.exit_code == 2 and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1 and "\x1b" not in done.stderr
+
+
+def test_a_card_has_no_html_of_a_name_or_a_report(checkpoint: Path, tmp_path: Path) -> None:
+    folder, report = tmp_path / HOSTILE, tmp_path / "report"
+    model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(checkpoint), "yarn", factor=4)
+    model.save_pretrained(folder)
+    report.mkdir()
+    table = "| a | b |\n| --- | --- |\n| <script>x</script> | ![x](http://x) |\n"
+    (report / "table.md").write_text(table, encoding="utf-8")
+    done = called("card", str(folder), "--report", str(report))
+    assert done.exit_code == 0, done.output
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    prose = "".join(card.split("```")[::2])  # without blocks of code
+    assert "<script" not in prose and "<img" not in prose and "](" not in prose
+    assert "| a | b |\n| --- | --- |" in prose

@@ -10,7 +10,7 @@ from tests.helpers.sources import PACKAGES, ROOT, nodes
 
 ROOMS = {
     "rope_ext": (
-        "errors version",
+        "errors import_path quoting version",
         "requirements methods",
         "encodings",
         "options",
@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "rope_eval": (
         "rope_eval",
-        "folder forward options plots.style progress sliding data",
+        "folder forward options plots.style progress server sliding data",
         "cases settings",
         "systems versions",
         "tasks",

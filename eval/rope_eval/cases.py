@@ -28,8 +28,7 @@ class Case:
     of one document share a ``group``, by which intervals resample.
 
     * ``argmax``: greedy decoding must choose the last ``count`` tokens of ``ids``, found out by one
-      teacher-forced forward. Whether it would choose the ``lead`` tokens before them, too, is
-      noted.
+      teacher-forced forward.
     * ``loss``: their mean negative log likelihood, or that of the tokens at the positions ``only``.
       The case's weight is the number of tokens, or ``weight``.
     * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
@@ -50,7 +49,6 @@ class Case:
     weight: int | None = None
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
-    lead: int = 0
 
     def __post_init__(self) -> None:
         if self.judge is not None and not is_dataclass(self.judge):  # its repr would be an address
@@ -92,8 +90,7 @@ class Outcome:
     """A finished case under one method; a line of the log.
 
     ``key`` is a digest of everything that determines the rest, ``value`` the share of the answers
-    found or the mean loss in nats per token, and ``tokens`` what it counts as. ``led`` says whether
-    the model would write the ``lead`` of the case itself; None: it has none.
+    found or the mean loss in nats per token, and ``tokens`` what it counts as.
     """
 
     key: str
@@ -109,7 +106,6 @@ class Outcome:
     value: float
     tokens: int
     written: str | None = None
-    led: bool | None = None
 
     def to_line(self) -> bytes:
         """Return a line of the log; an infinite loss becomes None, since JSON has no infinity."""
@@ -130,11 +126,10 @@ class Result:
     value: float
     tokens: int
     written: str | None = None
-    led: bool | None = None
 
 
 def tail(case: Case) -> int:
-    return len(case.ids) - min(case.only) if case.only else case.count + case.lead
+    return len(case.ids) - min(case.only) if case.only else case.count
 
 
 def loss(case: Case, losses: Any) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +22,9 @@ from rope_ext.command.cli_arguments import (
     Target,
     command,
 )
-from rope_ext.command.terminal import stoppable, tell, tell_next, unused
+from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
 from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.quoting import shell_join
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -69,12 +69,12 @@ def search(model: Model, length: Target, output: Path, **options: Any) -> None:
         how = Loading(**read_options(Loading, options))
         loaded, tokenizer, texts = how.load(model)
         found = rope_ext.search(loaded, tokenizer, tokens, texts, output=output, **given)
-        print(summary(output))
+        show(summary(output))
         trained = options["original_max_position_embeddings"]
         beside = f", original_max_position_embeddings={trained}" if trained else ""
         beside += ", compose=True" if options["compose"] else ""
         table = f"**json.load(open({str(output)!r}))"
-        print(f'use it: rope_ext.patch(model, "longrope", {table}{beside})')
+        show(f'use it: rope_ext.patch(model, "longrope", {table}{beside})')
         same = {"compose": options["compose"], "dtype": how.dtype, "device": how.device}
         same |= {"trained_length": trained, "output": unused("compared")}
         patch = {"method": "longrope,yarn", "option": [f"longrope={output}"]}
@@ -121,7 +121,7 @@ def calibrate(
         how = Loading(**read_options(Loading, options))
         loaded, tokenizer, texts = how.load(model)
         found = rope_ext.calibrate(loaded, tokenizer, tokens, texts, **given)
-        print(found)
+        show(found)
         tell(f"wrote {output}")
         if finetune:
             from rope_eval.reports.advice import training_command
@@ -187,15 +187,18 @@ def verify(
 
     import rope_ext
     from rope_eval.engines import verifying
+    from rope_eval.server import require_url
     from rope_ext.saving.checkpoints import load_config
 
     longest = None if length is None else parse_length(length)
     server, engine = engine, engine or "llama.cpp"
     if longest is not None and longest < 2:
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
-    if url is not None and (write is not None or not url.startswith(("http://", "https://"))):
+    if url is not None:
+        require_url(url, "http://HOST:PORT")
+    if url is not None and write is not None:
         raise OptionError(
-            f"--url {url!r} must be http://HOST:PORT, without --write, whose folder it serves"
+            f"--url {url!r} must be given without --write, whose folder the server serves"
         )
     if url is None and write is None and engine not in RUN_HERE:
         raise OptionError(
@@ -207,7 +210,7 @@ def verify(
     if write is not None:
         commands, refusals = verifying.write(miniature, write)
         tell(f"wrote {write}; serve it with one of these commands, then run again with --url")
-        print("\n".join(commands.values()))
+        show("\n".join(commands.values()))
         for refusal in refusals:
             tell(f"note: {refusal}", "yellow")
         for name in [server] if server in commands else list(commands)[:1]:
@@ -224,7 +227,7 @@ def verify(
         else:
             run, where = verifying.endpoint(url, served_model_name), url
         found = verifying.verify(miniature, run, where, longest, tolerance, factor_error)
-    print(found)
+    show(found)
     for note in found.notes:
         tell(f"note: {note}", "yellow")
     if json is not None:
@@ -234,7 +237,7 @@ def verify(
         if server or url is None:
             with suppress(RopeExtError):  # the model may not be extended
                 made = rope_ext.export(asked.patched(), engine)
-                words = shlex.join(asked.words("export", engine=engine, output="FOLDER"))
+                words = shell_join(asked.words("export", engine=engine, output="FOLDER"))
                 served = f"use it: {words if made.files else made.command}"
         tell(f"done: {served}")
     sys.exit(found.exit_code)

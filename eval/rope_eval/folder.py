@@ -1,16 +1,18 @@
 """Access to a results folder: one run at a time, and only to files that this program wrote.
 
 A file name is no proof: ``cases.jsonl`` or ``table.md`` may be the user's. A log is ours if it
-starts with ``HEADER``, and any other file if its name is in the list of written files.
-The list, the lock and drafts are in ``.rope-ext`` inside the folder.
+starts with ``HEADER``, and any other file if the list of written files has the hash of its content.
+The list, the lock and drafts are in ``.rope-ext`` inside the folder. The folder may come from
+elsewhere: links in it are refused, and the list is not trusted to name files without their hash.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from rope_ext.command.terminal import first_process
 from rope_ext.errors import MeasureError
+from rope_ext.saving.drafts import refuse_link
 
 HIDDEN = ".rope-ext"
 HEADER = b'{"program": "rope_ext", "log": "cases", "format": 1}\n'
@@ -45,13 +48,24 @@ def writing(path: Path, cure: str = "give --output another folder") -> Iterator[
         raise MeasureError(f"cannot write to {path}: {error.strerror or error}; {cure}") from None
 
 
+def refuse_links(folder: Path) -> None:
+    """Raise OSError if the hidden folder of ``folder`` or a file in it is a symbolic link."""
+    hidden = folder / HIDDEN
+    refuse_link(hidden)
+    for path in hidden.rglob("*"):
+        refuse_link(path)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file atomically: if the process dies, either the old or the new file exists."""
     hidden = path.parent if path.parent.name == HIDDEN else path.parent / HIDDEN
+    refuse_link(hidden)
     hidden.mkdir(exist_ok=True)
     draft = hidden / f"{path.name}.draft"
+    draft.unlink(missing_ok=True)  # of a killed run; the target of a link stays
     try:
-        draft.write_bytes(content)
+        with draft.open("xb") as file:  # creates it, and does not follow links
+            file.write(content)
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
@@ -65,6 +79,7 @@ def lock(
     """Lock ``name`` in ``folder``, or all of it, until the block or the process ends."""
     lock = FileLock(folder / HIDDEN / f"{name or 'run'}.lock", blocking=False)
     with writing(folder, f"give {option} another folder"):
+        refuse_links(folder)
         (folder / HIDDEN).mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
@@ -96,51 +111,79 @@ class Folder:
     def logs(self) -> list[Path]:
         """Logs of earlier runs; every process except the first has its own."""
         there = sorted(self.path.iterdir()) if self.path.is_dir() else ()
-        named = [path for path in there if _LOGS.fullmatch(path.name) and path.is_file()]
-        return [path for path in named if path.read_bytes().startswith(HEADER)]
+        named = [path for path in there if _LOGS.fullmatch(path.name) and _is_regular(path)]
+        return [path for path in named if _begins(path, HEADER)]
 
     def check(self, names: Iterable[str]) -> None:
         """Check that these files and logs may be written: they are ours, or do not exist."""
         with writing(self.path):
+            refuse_links(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=self.path):
                 pass
-        ours = {*self._written(), *(path.name for path in self.logs)}
+        ours = {*self._ours(self._written()), *(path.name for path in self.logs)}
         for name in (*map(log_name, range(world_size())), *names):
             if os.path.lexists(self.path / name) and name not in ours:
                 raise MeasureError(
-                    f"{self.path / name} is not what this program wrote; give another --output"
+                    f"{self.path / name} is not what this program wrote; give another --output, "
+                    f"or move it away"
                 )
 
     def write(self, contents: Mapping[str, bytes]) -> list[Path]:
         """Write files atomically, by name; returns their paths."""
         self.check(contents)
+        written = self._written()
+        new = {name: [_hash(content)] for name, content in contents.items()}
+        # If the process dies, a file is the old or the new one: both are ours.
+        either = {name: [*written.get(name, ()), *hashes] for name, hashes in new.items()}
         with writing(self.path, "make room, or give --output another folder"):
-            self._remember({*self._written(), *contents})
+            self._remember({**written, **either})
             for name, content in contents.items():
                 replace_file(self.path / name, content)
+            self._remember({**written, **new})
         return [self.path / name for name in contents]
 
     def clear(self) -> None:
+        """Delete the logs and the files that were written here and not changed since."""
         with writing(self.path):
-            for path in (*self.logs, *(self.path / name for name in self._written())):
+            refuse_links(self.path)
+            for path in (*self.logs, *(self.path / name for name in self._ours(self._written()))):
                 path.unlink(missing_ok=True)
-            self._remember(())
+            self._remember({})
 
     @property
     def _list(self) -> Path:
         return self.path / HIDDEN / "files.json"
 
-    def _written(self) -> list[str]:
-        """Return the names of files written here; empty if the list cannot be read."""
+    def _written(self) -> dict[str, list[str]]:
+        """Return the hashes of the files written here, by name; empty if the list is not valid."""
         try:
-            return [Path(name).name for name in json.loads(self._list.read_bytes())["files"]]
-        except (OSError, ValueError, TypeError, KeyError):
-            return []
+            files = json.loads(self._list.read_bytes())["files"]
+            return {Path(name).name: list(map(str, hashes)) for name, hashes in files.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return {}
 
-    def _remember(self, names: Iterable[str]) -> None:
-        text = json.dumps({"program": "rope_ext", "files": sorted(names)}, indent=1)
+    def _ours(self, written: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return the names of files that still have a content that was written here."""
+        there = [name for name in written if _is_regular(self.path / name)]
+        return [name for name in there if _hash((self.path / name).read_bytes()) in written[name]]
+
+    def _remember(self, written: Mapping[str, Sequence[str]]) -> None:
+        text = json.dumps({"program": "rope_ext", "files": written}, indent=1, sort_keys=True)
         replace_file(self._list, text.encode())
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _begins(path: Path, header: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class Log:
@@ -156,6 +199,7 @@ class Log:
     def open(self) -> None:
         """Start the log, or remove the unfinished last line of an existing one."""
         with writing(self.path, self.cure):
+            refuse_link(self.path)
             if not self.path.exists():
                 replace_file(self.path, self.header)
                 return

@@ -121,7 +121,7 @@ class Settings:
     )
     concurrency: int = option(4, "number of concurrent requests")
     retries: int = option(8, "retries of a failed request, with increasing delays", least=0)
-    timeout: float = option(1800.0, "timeout of a request in seconds")
+    timeout: float = option(1800.0, "timeout of a request in seconds, with its retries")
 
     @property
     def servers(self) -> list[Server]:

@@ -14,6 +14,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +90,11 @@ def measured(part: str, length: int, rounds: int) -> Mapping[str, Any]:
     if part != "memory":
         return prefill(variants(length), HEADS, length, torch.float32, part == "backward", rounds)
     command = [sys.executable, "-m", "lab.benchmarks.encodings", "--lengths", str(length), "--peak"]
-    return {name: float(subprocess.check_output([*command, name])) for name in variants(length)}
+    root = Path(__file__).parents[2]  # where Python finds lab
+    return {
+        name: float(subprocess.check_output([*command, name], cwd=root))
+        for name in variants(length)
+    }
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ r"""Measure every method on two pretrained checkpoints, without fine-tuning.
     python -m lab.evidence pages  # put docs/evidence/*.jsonl into the pages and into recommend
 
 SmolLM2-135M-Instruct (trained on 8192 tokens) at up to 4 times its length, Gemma 3 270M (32768) at
-up to 2 times: losses by position on eight manuals, passkeys of three digits, and a word hidden in a
-text. Weights and texts are downloaded with pip. An interrupted run resumes where it stopped.
+up to 2 times: losses by position on eight manuals; passkeys of three digits, a word hidden in a
+text and two keys in one text, all decoded. Weights and texts are downloaded with pip. An
+interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -71,8 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = args.output or folder / f"{args.checkpoint}.jsonl"
     model = AutoModelForCausalLM.from_pretrained(folder_of, dtype=torch.bfloat16, **weights)
     model.to(args.device).eval()
-    measured = (chosen.name, model, read, chosen.trained, output, until, args.methods)
-    finished = Measurement(*measured).run()
+    measurement = Measurement(
+        name=chosen.name,
+        model=model,
+        tokenizer=tokenizer,
+        questions=read,
+        trained=chosen.trained,
+        output=output,
+        until=until,
+        methods=args.methods,
+    )
+    finished = measurement.run()
     print(f"{output}: {'nothing is left to measure' if finished else 'run it again to go on'}")
 
 

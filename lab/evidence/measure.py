@@ -1,6 +1,7 @@
 """Measures cells of the evidence, the most valuable ones first, one JSON line for each.
 
-A cell is the losses of one document, or the answers to the prompts of one task and length.
+A cell is the losses of one document, or the answers to a part of the prompts of one task and
+length: one prompt at each depth. Answers are decoded.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lab.evidence.questions import TASKS, Questions
+from rope_eval.cases import share_found
 from rope_eval.folder import Log, read_lines, to_line
-from rope_eval.forward import LOGITS, score
+from rope_eval.forward import LOGITS, score, write
 from rope_eval.versions import versions
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import all_methods, build_method
@@ -31,6 +33,8 @@ FIRST = (
     *("dynamic_yarn", "leaky_rerope", "pi", "lampe", "dpe", "mrrope", "dynamic_ntk"),
 )
 """Methods to measure first, in this order."""
+FRONT = ("unpatched", "yarn", "dynamic_yarn", "self_extend", "rerope")
+"""Rows of the front page."""
 NEEDS_TABLE = ("longrope", "longrope2")
 """Left out, since their tables have to be searched first."""
 STRING = {"factor": 1.98}
@@ -54,18 +58,22 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of a method, or of ``unpatched``; ``document`` is named for ``loss``."""
+    """One measurement of a method, or of ``unpatched``.
+
+    ``document`` is the name of the text of a ``loss``, ``part`` the number of a part of prompts.
+    """
 
     method: str
     options: Mapping[str, Any]
     task: str
     length: int
     document: str | None = None
+    part: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         options = tuple(sorted((name, str(value)) for name, value in self.options.items()))
-        return self.method, options, self.task, self.length, self.document
+        return self.method, options, self.task, self.length, self.document, self.part
 
 
 def depends_on_length(method: str, **options: Any) -> bool:
@@ -85,6 +93,7 @@ class Measurement:
 
     name: str
     model: nn.Module
+    tokenizer: Any
     questions: Questions
     trained: int
     output: Path
@@ -137,7 +146,7 @@ class Measurement:
         return True
 
     def _asked(self, cell: Cell) -> str | None:
-        return self.questions.digest(cell.task, cell.length, cell.document)
+        return self.questions.digest(cell.task, cell.length, cell.document, cell.part)
 
     def _patched(self, method: str, options: Mapping[str, Any]) -> Any:
         if method == "unpatched":
@@ -152,6 +161,11 @@ class Measurement:
         trained, names = self.trained, [*self.questions.documents]
         double, quadruple = 2 * trained, 4 * trained
         longest = min(map(len, self.questions.documents.values()))
+        # First the prompts of the front page, in rounds: a run that stops early has every row.
+        for part in range(self.parts):
+            for method in FRONT:
+                options = {"factor": 2} if method != "unpatched" else {}
+                yield method, options, self._prompts(method, options, (double,), ("passkey",), part)
         if longest < quadruple:  # each forward is long
             yield from self._defaults(2, trained // 4, names[:2])
             yield from self._defaults(2, double, names[:2])
@@ -200,12 +214,27 @@ class Measurement:
             for each in lengths
         ]
 
-    def _prompts(self, method: str, options: dict[str, Any], lengths: Sequence[int]) -> list[Cell]:
+    @property
+    def parts(self) -> int:
+        """Number of parts that the prompts of a task and length are divided into."""
+        return 1 + max(part for _, _, part in self.questions.prompts)
+
+    def _prompts(
+        self,
+        method: str,
+        options: Mapping[str, Any],
+        lengths: Sequence[int],
+        tasks: Sequence[str] = TASKS,
+        part: int | None = None,
+    ) -> list[Cell]:
+        """Return the cells of these prompts: of one ``part``, or of all parts."""
+        parts = range(self.parts) if part is None else [part]
         return [
-            Cell(method, options, task, length)
+            Cell(method, options, task, length, part=each)
             for length in lengths
-            for task in TASKS
-            if (task, length) in self.questions.prompts
+            for task in tasks
+            for each in parts
+            if (task, length, each) in self.questions.prompts
             and length <= self.trained * options.get("factor", 64)
         ]
 
@@ -228,23 +257,28 @@ class Measurement:
         return {"losses": [round(float(bucket.mean()), 5) for bucket in buckets]}
 
     def _answers(self, cell: Cell) -> dict[str, Any]:
-        found: dict[str, list[float]] = {"right": [], "answer_losses": [], "depths": []}
-        for prompt in self.questions.prompts[cell.task, cell.length]:
-            losses, hits = score(self.model, [prompt.ids], prompt.count)
-            found["right"].append(int(hits.all()))
-            found["answer_losses"].append(round(float(losses.mean()), 4))
-            found["depths"].append(round(prompt.depth, 3))
+        found: dict[str, list[Any]] = {"right": [], "written": [], "depths": []}
+        eos = cast(Any, self.model).generation_config.eos_token_id
+        pad = self.tokenizer.pad_token_id or 0
+        for case in self.questions.prompts[cell.task, cell.length, int(cell.part or 0)]:
+            [ids] = write(self.model, [case.ids], case.count, pad=pad, eos=eos)
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            found["right"].append(int(share_found(case, text)))
+            found["written"].append(text)
+            found["depths"].append(round(case.depth or 0.0, 3))
         return found
 
 
 def _cell(line: Mapping[str, Any]) -> Cell:
-    return Cell(**{name: line[name] for name in Cell.__dataclass_fields__})
+    return Cell(**{name: line.get(name) for name in Cell.__dataclass_fields__})
 
 
 def _summary(line: Mapping[str, Any]) -> str:
     if "losses" in line:
         result = f"{line['document']} loss {line['losses'][-1]:.3f} in the last {BUCKET} tokens"
     else:
-        result = f"{line['task']} {sum(line['right'])} of {len(line['right'])}"
+        result = (
+            f"{line['task']} {sum(line['right'])} of {len(line['right'])} (part {line['part']})"
+        )
     options = ", ".join(f"{name}={value}" for name, value in line["options"].items())
     return f"{line['method']}({options}) {line['length']} {result} [{line['seconds']:.1f} s]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +32,12 @@ FRONT = {
     "rerope": "texts of any length, without training",
 }
 """Rows of the front page, and when to choose each."""
+PLURALS = {"passkey": "passkeys", "needle": "fruits", "pair": "pairs"}
 DRAWN = ("unpatched", "yarn", "self_extend")
+
+
+def is_decoded(line: Mapping[str, Any]) -> bool:
+    return "written" in line
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,25 @@ class Evidence:
     def prompts(
         self, method: str, task: str, length: float, options: Mapping[str, Any] | None = None
     ) -> tuple[int, int] | None:
-        """Prompts answered, and their number, at ``length`` trained lengths."""
-        for line in reversed(self.of(task, method, options, 4 if length > 2 else 2)):
-            if line["length"] == round(length * self.trained):
-                return sum(line["right"]), len(line["right"])
-        return None
+        """Prompts answered, and their number, at ``length`` trained lengths.
+
+        Decoded answers if there are any; else those that one forward scored after a lead-in.
+        """
+        lines = self.of(task, method, options, 4 if length > 2 else 2)
+        lines = [line for line in lines if line["length"] == round(length * self.trained)]
+        if decoded := [line for line in lines if is_decoded(line)]:
+            parts = {line["part"]: line["right"] for line in decoded}
+            right = [value for part in parts.values() for value in part]
+            return sum(right), len(right)
+        return (sum(lines[-1]["right"]), len(lines[-1]["right"])) if lines else None
+
+    def decoded(self, methods: Iterable[str], task: str, length: float) -> bool:
+        """Whether the answers of all these methods to the prompts of a task were decoded."""
+        far = round(length * self.trained)
+        return all(
+            any(is_decoded(line) and line["length"] == far for line in self.of(task, method))
+            for method in methods
+        )
 
     def seconds(self, method: str) -> float | None:
         """Median seconds of one forward of the longest length under factor 2, with its loss.
@@ -153,8 +172,9 @@ def table(evidence: Evidence) -> str:
     head.append("within the length")
     far = "2x" in spans
     if far:
-        head += ["last column against yarn", "passkeys 1.5x", "passkeys 2x"]
-        head += ["fruits 1.5x", "fruits 2x", "seconds"]
+        head.append("last column against yarn")
+        head += [f"{PLURALS[task]} {times}x" for task in TASKS for times in (1.5, 2)]
+        head.append("seconds")
     rows = [head]
     order = sorted(evidence.complete(), key=lambda name: _mean(evidence.losses(name, spans[-1])))
     for name in ["unpatched", *(name for name in order if name != "unpatched")]:
@@ -170,7 +190,12 @@ def table(evidence: Evidence) -> str:
             seconds = evidence.seconds(name)
             row.append("" if seconds is None else f"{seconds:.2f}")
         rows.append(row)
-    measured = [any(row[column] for row in rows[1:]) for column in range(len(head))]
+    return _measured(rows)
+
+
+def _measured(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table without the columns that are empty below the head."""
+    measured = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
     return _table([list(itertools.compress(row, measured)) for row in rows])
 
 
@@ -186,7 +211,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def short(evidence: Evidence) -> str:
     """Return the front page's table: four methods, when to choose them, and their cost."""
     head = ["method", "choose it for", f"perplexity at {2 * evidence.trained:,}"]
-    head += ["passkeys", "cost at short lengths", "GPU time"]
+    # Only what the model wrote is a passkey that it found.
+    passkeys = evidence.decoded(FRONT, "passkey", 2)
+    head += ["passkeys"] * passkeys + ["cost at short lengths", "GPU time"]
     rows = [head]
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
@@ -194,7 +221,8 @@ def short(evidence: Evidence) -> str:
         row = [_named(name), reason]
         row.append(f"{float(evidence.perplexity(name, '2x')):,g}")
         found = evidence.prompts(name, "passkey", 2)
-        row.append("" if found is None else f"{found[0]} of {found[1]}")
+        if passkeys and found is not None:
+            row.append(f"{found[0]} of {found[1]}")
         row.append("" if plain else evidence.cost(name).partition(" [")[0])
         row.append(f"{seconds / unpatched:.1f}x" if seconds and unpatched else "")
         rows.append(row)
@@ -230,8 +258,8 @@ def quadruple(evidence: Evidence) -> str:
             prompts = [_share(evidence.prompts(name, task, 4)) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
             rows.append((value, [_named(name), shown, *prompts]))
-    head = ["method", "perplexity", "passkeys", "fruits"]
-    return _table([head, *(row for _, row in sorted(rows))]) if rows else ""
+    head = ["method", "perplexity", *(PLURALS[task] for task in TASKS)]
+    return _measured([head, *(row for _, row in sorted(rows))]) if rows else ""
 
 
 def variants(evidence: Evidence) -> str:

@@ -13,19 +13,51 @@ import random
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rope_eval.cases import digest
-from rope_eval.data.prompts import Frame, beginning, blanks, encode
-from rope_eval.tasks.passkey import ASK, FILLER, INTRO, LEAD, NEEDLE
+from rope_eval.cases import Case, digest
+from rope_eval.data.prompts import Frame, beginning, encode
+from rope_eval.tasks.passkey import (
+    ASK,
+    CHAT_ANSWER,
+    FILLER,
+    INTRO,
+    LEAD,
+    NEEDLE,
+    WholeAnswer,
+    key_prompt,
+)
 from rope_ext.errors import MeasureError, first_line
 
-TASKS = ("passkey", "needle")
+TASKS = ("passkey", "needle", "pair")
 DEPTHS = 5
-HIDDEN = "My favorite fruit is the {fruit}. Remember it. The {fruit} is my favorite fruit."
-FRUIT_ASK, FRUIT_LEAD = "\nWhat is my favorite fruit?", " Your favorite fruit is the"
+
+
+class Secret(NamedTuple):
+    """Something to hide: the sentence that says it, the question, a lead-in, and its kind."""
+
+    sentence: str
+    question: str
+    lead: str
+    kind: str
+
+
+KEY = Secret(NEEDLE.strip(), ASK, LEAD, "number")
+FRUIT = Secret(
+    "My favorite fruit is the {key}. Remember it. The {key} is my favorite fruit.",
+    "\nWhat is my favorite fruit?",
+    " Your favorite fruit is the",
+    "fruit",
+)
+PAIR = Secret(
+    "The {nth} pass key is {key}. Remember it. {key} is the {nth} pass key.",
+    "\nWhat are the first and the second pass key?",
+    " The first and the second pass key are",
+    "two numbers",
+)
 FRUITS = (
     *("apple", "banana", "cherry", "fig", "grape", "kiwi", "lemon", "lime"),
     *("mango", "melon", "orange", "papaya", "peach", "pear", "plum"),
@@ -97,27 +129,34 @@ MANUALS = tuple(
 )
 
 
-class Prompt(NamedTuple):
-    """A prompt: tokens, number of answer tokens at the end, and position of the needle."""
+@dataclass(frozen=True)
+class BothAnswers:
+    """Scores 1 if both answers are in the text."""
 
-    ids: Sequence[int]
-    count: int
-    depth: float
+    answers: tuple[str, str]
+
+    def __call__(self, written: str) -> float:
+        return min(WholeAnswer(answer)(written) for answer in self.answers)
 
 
 class Questions(NamedTuple):
-    """Documents by name and prompts by task and length, as tokens for one model."""
+    """Documents by name, and prompts by task, length and part, as tokens for one model.
+
+    A part has one prompt at each depth, so that a run that stops early has covered all depths.
+    """
 
     documents: dict[str, list[int]]
-    prompts: dict[tuple[str, int], list[Prompt]]
+    prompts: dict[tuple[str, int, int], list[Case]]
 
-    def digest(self, task: str, length: int, document: str | None = None) -> str | None:
+    def digest(
+        self, task: str, length: int, document: str | None = None, part: int | None = None
+    ) -> str | None:
         """A short name for tokens of a document, or of prompts; None if there are none."""
-        if document is None:
-            asked = [prompt.ids for prompt in self.prompts.get((task, length), [])]
-        else:
-            asked = self.documents.get(document, [])[:length]
-        return digest(asked) if asked else None
+        if part is not None:
+            asked = [case.prompt for case in self.prompts.get((task, length, part), [])]
+            return digest(asked) if asked else None
+        ids = self.documents.get(str(document), [])[:length]
+        return digest(ids) if ids else None
 
     @classmethod
     def made(
@@ -129,49 +168,80 @@ class Questions(NamedTuple):
             # No manual has six characters per token.
             ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]
             documents[manual.package] = ids
-        frame, prompts = Frame.from_tokenizer(tokenizer), {}
+        frame = Frame.from_tokenizer(tokenizer)
+        prompts: dict[tuple[str, int, int], list[Case]] = {}
         for length in lengths:
-            for task, made in _prompts(frame, length, texts[-1], trials).items():
-                prompts[task, length] = made
+            for number in range(DEPTHS * trials):
+                depth, part = divmod(number, trials)
+                for case in _prompts(frame, length, texts[-1], number, depth):
+                    prompts.setdefault((case.task, length, part), []).append(case)
         return cls(documents, prompts)
 
 
-def _prompts(frame: Frame, length: int, text: str, trials: int) -> dict[str, list[Prompt]]:
-    """Easy prompts: a key of three digits in repeated sentences, and a fruit hidden in a manual."""
-    rng = random.Random(f"0:{length}")
+def _prompts(frame: Frame, length: int, text: str, number: int, bin: int) -> list[Case]:
+    """Build one prompt of each task, with the first secret in this depth ``bin``.
+
+    Easy ones: a key of three digits in repeated sentences, and a fruit hidden in a manual; and one
+    that needs two places: two keys in a manual.
+    """
+    rng = random.Random(f"{length}:{number}")
+    depth = (bin + rng.random()) / DEPTHS
+    keys = ["".join(rng.choice("0123456789") for _ in range(3)) for _ in range(2)]
+    fruit = rng.choice(FRUITS)
     words = text.split()
-    made: dict[str, list[Prompt]] = {task: [] for task in TASKS}
-    for number in range(DEPTHS * trials):
-        depth = (number // trials + rng.random()) / DEPTHS
-        key = "".join(rng.choice("0123456789") for _ in range(3))
-        passkey = (NEEDLE.format(key=key).strip(), ASK, LEAD, key)
-        made["passkey"].append(hide(frame, length, [*FILLER] * length, depth, *passkey))
-        fruit, start = rng.choice(FRUITS), rng.randrange(len(words))
-        turned = [f" {word}" for word in (*words[start:], *words[:start])]
-        needle = (HIDDEN.format(fruit=fruit), FRUIT_ASK, FRUIT_LEAD, fruit)
-        made["needle"].append(hide(frame, length, turned, depth, *needle))
-    return made
+    start = rng.randrange(len(words))
+    manual = [f" {word}" for word in (*words[start:], *words[:start])]
+    filler = [*FILLER] * length
+    key = KEY.sentence.format(key=keys[0])
+    fruits = FRUIT.sentence.format(key=fruit)
+    first = PAIR.sentence.format(nth="first", key=keys[0])
+    second = PAIR.sentence.format(nth="second", key=keys[1])
+    pair = {depth: first, rng.random(): second}
+    return [
+        hide(frame, "passkey", length, number, filler, {depth: key}, KEY, keys[0]),
+        hide(frame, "needle", length, number, manual, {depth: fruits}, FRUIT, fruit),
+        hide(frame, "pair", length, number, manual, pair, PAIR, *keys),
+    ]
 
 
 def hide(
     frame: Frame,
+    task: str,
     length: int,
+    seed: int,
     hay: Sequence[str],
-    depth: float,
-    needle: str,
-    ask: str,
-    lead: str,
-    answer: str,
-) -> Prompt:
-    """Build the start of the hay with the needle: at most ``length`` tokens, slightly fewer."""
-    spelled = encode(frame.tokenizer, f" {answer}")
-    most, count = length - len(spelled), length // 3
+    needles: Mapping[float, str],
+    secret: Secret,
+    *answers: str,
+) -> Case:
+    """Build the start of the hay with its ``needles`` by depth, to be answered by decoding.
+
+    At most ``length`` tokens with the answer, slightly fewer.
+    """
+    spelled = " and ".join(answers)
+    judge = WholeAnswer(answers[0]) if len(answers) == 1 else BothAnswers(answers)
+    most = length - CHAT_ANSWER
+    count = length // 3
     for attempt in itertools.count(1):
-        cut = round(depth * count)
-        content = f"{INTRO}\n{''.join(hay[:cut])} {needle}{''.join(hay[cut:count])}{ask}"
-        ids, _ = frame.whole(content, lead)
-        if (1 - attempt / 100) * most <= len(ids) <= most:
+        parts = [INTRO, "\n"]
+        start = 0
+        for depth in sorted(needles):
+            cut = round(depth * count)
+            parts += [*hay[start:cut], " ", needles[depth]]
+            start = cut
+        content = "".join([*parts, *hay[start:count], secret.question])
+        prompt = key_prompt(frame, content, spelled, secret.kind, secret.lead)
+        if (1 - attempt / 100) * most <= len(prompt.ids) <= most:
             break
-        count = int(count * 0.995 * most / len(ids))
-    answer_tokens = len(spelled) - blanks(frame.tokenizer, spelled, len(spelled))
-    return Prompt([*ids, *spelled], answer_tokens, depth)
+        count = int(count * 0.995 * most / len(prompt.ids))
+    return Case(
+        task,
+        length,
+        seed,
+        mode="write",
+        count=len(prompt.spelled) or CHAT_ANSWER,
+        ids=prompt.ids,
+        answers=answers,
+        depth=next(iter(needles)),
+        judge=judge,
+    )

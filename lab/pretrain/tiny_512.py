@@ -101,7 +101,7 @@ class CodeRows(Rows):
         digits = rng.randint(4, 8)
         if rng.random() < 0.6:
             length = rng.randint(self.prompts.minimum_length(8) + 40, LENGTH)
-            case = self.prompts.case(length, rng.random(), rng.randrange(2**40), digits)
+            case = self.prompts.forward_case(length, rng.random(), rng.randrange(2**40), digits)
             ids, key = list(case.ids), [self.digits[int(digit)] for digit in case.key]
         else:
             key = rng.choices(self.digits, k=digits)

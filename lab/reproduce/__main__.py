@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import yaml
 from rope_ext.cli import app
 from rope_ext.command.terminal import clean_errors
 from rope_ext.errors import OptionError, nearest
+from rope_ext.quoting import shell_join
 
 TABLES = Path(__file__).parent / "tables"
 STAND_IN, STAND_IN_LENGTH = "checkpoints/tiny-512", 512
@@ -208,7 +208,7 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
     print("estimate: " + _hours(table))
     lines, agreed = [], True
     for run in runs(table, output, dry):
-        print(f"$ {shlex.join(['rope-ext', 'eval', *run.words])}", flush=True)
+        print(f"$ {shell_join(['rope-ext', 'eval', *run.words])}", flush=True)
         app(["eval", *run.words], standalone_mode=False)
         found = measured(run, table.metric)
         for length, cell in run.cells.items():

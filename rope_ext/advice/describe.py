@@ -15,10 +15,13 @@ from transformers import PreTrainedConfig
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
+from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, configuration_notes, current_patch
+from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
+from rope_ext.quoting import in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -103,7 +106,7 @@ class Description:
         elif self.method is None:
             how = f"trained for {self.length} tokens, not patched"
         notes = (f"  {note}" for note in (*self.notes, *(f"serve it: {s}" for s in self.serve)))
-        return "\n".join([f"{self.model}: {how}", *map(str, self.sites), *notes])
+        return printable_lines("\n".join([f"{self.model}: {how}", *map(str, self.sites), *notes]))
 
 
 def _wavelength(inv_freq: float) -> float:
@@ -195,9 +198,12 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
     yield from gguf_source.scaling_notes(decoder.config)
     yield from configuration_notes(sites)
+    yield from unread(text_config(decoder))
     for site in sites:
         if site.scaled:
             yield f"the checkpoint scales {site.name or 'it'} by itself: rope_type {site.rope_type}"
+    if rotates_windows_only(decoder, sites):
+        yield f"sliding layers: {WINDOWS_ONLY}"
     record = record_of(text_config(decoder))
     if record is not None and record.plain:
         yield f"saved under {record.call()}, whose larger base is in force"
@@ -368,9 +374,10 @@ def write_card(
         loader, package = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM"
     call = f"model = {loader}.from_pretrained({json.dumps(name)})"
     lines += [
-        *("---", "", f"# {name}", ""),
-        f"{found.model}, extended from {found.length} to {found.target_length} tokens with "
-        f"`{call_text(state.record.method)}` ({state.method.paper}) by rope_ext {__version__}.",
+        *("---", "", f"# {in_markdown(name)}", ""),
+        f"{in_markdown(found.model)}, extended from {found.length} to {found.target_length} tokens "
+        f"with `{call_text(state.record.method)}` ({state.method.paper}) "
+        f"by rope_ext {__version__}.",
         *("", "```python", package, "", call, "```"),
     ]
     commands = serving_commands(dataclasses.replace(saved, name=name))
@@ -382,7 +389,7 @@ def write_card(
             raise ExportError(
                 f"{report} has no table.md; give the output folder of rope-ext compare or eval"
             ) from None
-        lines += ["", "## Evaluation", "", table]
+        lines += ["", "## Evaluation", "", inert_markdown(table)]
     path, text = Path(folder) / "README.md", "\n".join(lines) + "\n"
     if path.exists():
         before, mark, end = path.read_text(encoding="utf-8", errors="replace").rpartition(_MARK)

@@ -34,7 +34,8 @@ from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import configuration_notes, current_patch, first_site, patched
-from rope_ext.rotary.sites import text_config, text_decoder, unwrap
+from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
+from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving.folder import model_of, read_saved
 
 NAME, FORMAT = "calibration", 2  # name and format of the file that rope_eval writes
@@ -135,6 +136,9 @@ def recommend(
     model, notes = _without_patch(model_or_config, target_length)
     found = calibration_for(model_or_config, calibration)
     case = _case(model, target_length, finetune, engine)
+    decoder = text_decoder(model)
+    if rotates_windows_only(decoder, find_sites(decoder)):
+        raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")
     name, trained = type(text_decoder(model)).__name__, case.rope.length
     candidates = [*_candidates(case)]
     if found is not None and not finetune:
@@ -294,7 +298,11 @@ def _unproven(case: _Case, trial: _Trial) -> bool:
     """Whether checking that the model supports the method would need its weights."""
     refused = isinstance(trial.refusal, UnsupportedModelError) and not case.engine
     on_meta = any(parameter.is_meta for parameter in case.model.parameters())
-    return on_meta and refused and trial.method.replaces_attention
+    if not (on_meta and refused and trial.method.replaces_attention):
+        return False
+    decoder = text_decoder(case.model)
+    layers = survey(decoder, find_sites(decoder)) or []
+    return not any(layer.rotates and layer.ahead for layer in layers)
 
 
 def _more(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:

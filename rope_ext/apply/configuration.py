@@ -22,7 +22,7 @@ from rope_ext.config.settings import SCALING_FIELDS
 from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
-from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, text_config
+from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, rebuilt, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 
 Entries = dict[RotarySite, dict[str, Any]]
@@ -57,6 +57,15 @@ def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _names_another(record: logging.LogRecord) -> bool:
+    """Whether a message of transformers is about another ``rope_type`` than :data:`CURE`."""
+    return CURE not in record.getMessage()
+
+
+# A saved patch has this rope_type on purpose, so that transformers refuses to build a model.
+logging.getLogger("transformers.modeling_rope_utils").addFilter(_names_another)
 
 
 def correct(decoder: nn.Module, sites: list[RotarySite]) -> None:
@@ -349,14 +358,14 @@ def _rebuilt_modules(
     decoder: nn.Module, config: Any, sites: list[RotarySite]
 ) -> dict[str, nn.Module]:
     own = {site.name: site.module for site in sites}
-    configs = dict.fromkeys(own, config)
-    # Rotary modules may have their own configurations, which only the decoder can derive.
-    if any(module.config is not text_config(decoder) for module in own.values()):
-        with torch.device("meta"):
-            skeleton = type(decoder)(config)
-        configs = {name: skeleton.get_submodule(name).config for name in own}
-    with torch.device("cpu"):
-        return {name: type(module)(configs[name]) for name, module in own.items()}
+    # Rotary modules may have their own configurations and arguments, which only the decoder knows.
+    if len(own) == 1 and all(module.config is text_config(decoder) for module in own.values()):
+        with torch.device("cpu"):
+            return {name: type(module)(config) for name, module in own.items()}
+    with torch.device("meta"):
+        skeleton = type(decoder)(config)
+    modules = {name: skeleton.get_submodule(name) for name in own}
+    return {name: rebuilt(module, module.config) for name, module in modules.items()}
 
 
 def _equal(built: Built, scaled: list[RotarySite], method: FrequencyMethod, dynamic: bool) -> bool:

@@ -34,13 +34,18 @@ _STILL = 1e29  # a pair with a larger divisor does not rotate
 _logger = logging.getLogger("rope_ext")
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file, on disk or on the Hub."""
+    return name.endswith(SUFFIX) and not os.path.isdir(name)
+
+
 def split(given: str | PathLike[str]) -> tuple[Any, dict[str, str]]:
     """Split ``FOLDER/FILE.gguf`` or ``OWNER/NAME/FILE.gguf`` into the arguments of transformers.
 
     They are a folder or Hub ID, and ``{"gguf_file": FILE}``; for other models, the name and ``{}``.
     """
     name = str(given)
-    if not name.endswith(SUFFIX):
+    if not is_file_name(name):
         return given, {}
     folder, file = os.path.split(name)
     if name.count("/") > 1 and not os.path.isdir(folder) and not os.path.isabs(name):
@@ -94,7 +99,7 @@ def adopt(model: nn.Module, name: str | None = None) -> None:
 def file_of(config: Any) -> str | None:
     """Return the GGUF file that a model was loaded from, according to its configuration."""
     name = getattr(config, "name_or_path", None) or ""
-    return name if name.endswith(SUFFIX) else None
+    return name if is_file_name(name) else None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
-from rope_ext.config.settings import METHODS, method_of
+from rope_ext.config.settings import METHODS, has_mscale, method_of, mscale_factor
 from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope
@@ -20,9 +20,13 @@ from rope_ext.methods.checked import not_none
 from rope_ext.methods.geometry import Distance
 from rope_ext.methods.kinds import identity
 from rope_ext.methods.rope import reach
-from rope_ext.methods.temperature import yarn_factor
 from rope_ext.options import Options, refuse_moving
-from rope_ext.position.layers import find_layouts, ignores_scaling
+from rope_ext.position.layers import (
+    WINDOWS_ONLY,
+    find_layouts,
+    ignores_scaling,
+    rotates_windows_only,
+)
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
 from rope_ext.rotary.context import refuse_sharded, watch_generation
@@ -152,6 +156,7 @@ def apply_frequency(
     length = max(site.target_length(method) for site in scaled)
     targets = {site: target(place, site, method, options) for site in scaled}
     hooks.refuse_unused(place.decoder, scaled)
+    idle = rotates_windows_only(place.decoder, place.sites)  # its configuration is still unpatched
     growing = getattr(method, "mode", None) == "growing"
     precise = options.is_precise(length) and not (growing and options.precise == "auto")
     if growing and precise:
@@ -184,6 +189,10 @@ def apply_frequency(
         if precise or sequences is not None:
             hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
+    if idle:
+        notes.append(f"sliding layers: {WINDOWS_ONLY}")
+        family = type(place.decoder).__name__
+        _logger.warning("rope_ext: %s on %s: %s", method.name, family, WINDOWS_ONLY)
     notes += scale_softmax(scaled, (method,), changes)
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
@@ -196,9 +205,11 @@ def apply_frequency(
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
     notes = []
     left = [site for site in place.sites if site not in place.scaled]
-    if left:
-        names = ", ".join(sorted({site.layer_type or site.name for site in left}))
-        notes.append(f"sliding layers: {names} see a limited window and stay as they were")
+    for local, why in ((True, "see a limited window"), (False, "are not scaled by the checkpoint")):
+        names = sorted({site.layer_type or site.name for site in left if site.local == local})
+        if names:
+            kind = "sliding layers" if local else "layers"
+            notes.append(f"{kind}: {', '.join(names)} {why} and stay as they were")
     if any(site.shared for site in place.scaled):
         notes.append(
             "sliding layers: they share the rotary module and are scaled along, as transformers "
@@ -411,7 +422,8 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
     made = raised = not_none(method_of(own, old))
     follows = _follows_mscale(own, old)
     if follows:
-        made, raised = (replace(made, attention_factor=_implied(own, x)) for x in (old, factor))
+        made = replace(made, attention_factor=mscale_factor(own, old))
+        raised = replace(made, attention_factor=mscale_factor(own, factor))
     raised = replace(raised, factor=float(factor))
     target, loaded = reach(factor, length), site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
@@ -435,12 +447,7 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
 
 def _follows_mscale(entry: Mapping[str, Any], old: float) -> bool:
     """Whether the attention factor is what transformers computes from ``mscale`` and the factor."""
-    if not (entry.get("mscale") and entry.get("mscale_all_dim")):
+    if not has_mscale(entry):
         return False
-    given, implied = entry.get("attention_factor"), _implied(entry, old)
-    return given is None or math.isclose(given, implied, rel_tol=1e-6)
-
-
-def _implied(entry: Mapping[str, Any], factor: float) -> float:
-    grown = yarn_factor(factor) - 1
-    return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
+    given = entry.get("attention_factor")
+    return given is None or math.isclose(given, mscale_factor(entry, old), rel_tol=1e-6)

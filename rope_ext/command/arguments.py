@@ -92,11 +92,12 @@ def parse_options(
         if equals and not dot and value.endswith(".json"):
             options.setdefault(place, {}).update(_file(value))
             continue
-        if not dot and len(methods) == 1:
+        if not dot and len(methods) == 1 and place != methods[0]:
             method, name = methods[0], place
         if not (equals and method and name):
             raise OptionError(
-                f"--option {text!r} is not valid; use METHOD.NAME=VALUE, such as yarn.beta_fast=16"
+                f"--option {text!r} is not valid; use METHOD.NAME=VALUE, such as "
+                f"yarn.beta_fast=16, or METHOD=FILE.json of rope-ext search"
             )
         given = options.setdefault(method, {})
         if name in given:

@@ -1,7 +1,6 @@
 """Errors and messages of all commands."""
 
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -12,8 +11,10 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
+from rich.text import Text
 
 from rope_ext.errors import RopeExtError, first_line
+from rope_ext.quoting import printable, printable_lines, shell_join
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -35,14 +36,15 @@ def clean_errors() -> Iterator[None]:
         if sys.stdout is not None:
             sys.stdout.flush()
     except RopeExtError as error:
-        tell(f"error: {error}", "red")
+        for line in f"error: {error}".split("\n"):  # one for each of several mistakes
+            tell(line, "red")
         sys.exit(2)
     except OSError as error:
         # Discard further output, so that the flush at exit cannot fail.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until exit
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
-        where = "" if error.filename is None else f" ({error.filename})"
+        where = "" if error.filename is None else f" ({printable(error.filename)})"
         tell(f"error: {error.strerror or first_line(error)}{where}; fix this and try again", "red")
         sys.exit(2)
 
@@ -87,13 +89,23 @@ def stoppable(
 def tell(text: str, style: str | None = None) -> None:
     """Print a line to standard error, from rank 0 only."""
     if first_process():
-        stderr.print(text, style=style, markup=False, soft_wrap=True)
+        stderr.print(plain(printable(text)), style=style, soft_wrap=True)
+
+
+def show(text: object) -> None:
+    """Print text to standard output. It may contain names and strings from elsewhere."""
+    print(printable_lines(text))
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Return text for a rich table or console, which takes it literally."""
+    return Text(printable_lines(text), style=style)
 
 
 def tell_next(*commands: Sequence[object], when: str = "next") -> None:
     """Print commands to standard error, ready to paste."""
     for words in commands:
-        tell(f"{when}: {shlex.join(map(str, words))}")
+        tell(f"{when}: {shell_join(words)}")
 
 
 def unused(path: str | Path) -> str:

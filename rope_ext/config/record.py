@@ -102,6 +102,9 @@ class Record:
         for name in ("trained_length", "target_length"):
             if whole_number(value := getattr(self, name)) is None:
                 raise ValueError(f"{name}={value!r} is not a number of tokens")
+        factor, filled = (getattr(x, "factor", None) for x in (self.method, self.resolved))
+        if factor is not None and filled != factor:
+            raise ValueError(f"its method has factor={factor!r}, but factor={filled!r} resolved")
         if not isinstance(self.native, bool) or not isinstance(self.plain, bool):
             raise ValueError(f"plain={self.plain!r} or native={self.native!r} is not True or False")
         for name, value in self.config.items():
@@ -141,6 +144,12 @@ class Record:
     def outcome(self) -> str:
         """Return what :meth:`same` compares, as text."""
         return f"{self.resolved} and {self.trained_length} -> {self.target_length} tokens"
+
+    def difference(self, other: Self) -> str:
+        """Describe another patch, with the outcome of both if their calls are the same."""
+        if (self.method, self.arguments) != (other.method, other.arguments):
+            return other.call()
+        return f"the same call, which gives {other.outcome()} now, and {self.outcome()} then"
 
     def __str__(self) -> str:
         return ", ".join(_words(self.method, self.arguments))

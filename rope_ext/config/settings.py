@@ -16,6 +16,8 @@ from rope_ext.methods.rope import plain_number, reach, whole_number
 from rope_ext.methods.temperature import yarn_factor
 
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+TRAINED = "max_trained_positions"
+"""Trained length of checkpoints whose ``max_position_embeddings`` includes their scaling."""
 METHODS: Mapping[str, str] = {
     "yarn": "yarn",
     "llama3": "llama3",
@@ -32,6 +34,11 @@ SCALING_FIELDS = (
 )
 _SAME_NAMES = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
 """Options of YaRN or Llama 3 that entries store under the same name."""
+
+_RENAMED = {"su": "longrope", "mrope": "default"}
+"""Older names of values of ``rope_type``."""
+_ADDED = ("mscale", "mscale_all_dim")
+"""Options that a patch writes into ``rope_scaling`` only, for mlx-lm."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,9 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
     kind = parameters.get("rope_type") or "default"
     factor = plain_number(parameters.get("factor"))
     length = target = whole_number(getattr(config, LONGEST, None))
+    trained = whole_number(getattr(config, TRAINED, None))
+    if kind == "default" and trained and target and getattr(config, FIELD, None) is None:
+        length = target = min(trained, target)
     if kind in ("yarn", "llama3", "longrope"):
         length = whole_number(parameters.get(ORIGINAL) or getattr(config, ORIGINAL, None)) or length
         if factor is None and length and target:
@@ -142,10 +152,39 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
         # Equal tables apply at every length.
         options |= {"long_factor": long, "short_factor": None if short == long else short}
     given = entry.get("attention_factor")
+    if given is None and cls is YaRN and has_mscale(entry):
+        given = mscale_factor(entry, factor)
     if cls in (LongRoPE, YaRN) and given is not None:
         usual = cls is YaRN and math.isclose(given, yarn_factor(factor))
         options["attention_factor"] = None if usual else given
     return cls(factor=factor, **options)
+
+
+def has_mscale(entry: Mapping[str, Any]) -> bool:
+    """Whether transformers computes the attention factor from ``mscale`` and the factor."""
+    return bool(entry.get("mscale") and entry.get("mscale_all_dim"))
+
+
+def mscale_factor(entry: Mapping[str, Any], factor: float) -> float:
+    """Return the attention factor of an entry with ``mscale`` and ``mscale_all_dim``."""
+    grown = yarn_factor(factor) - 1
+    return (entry["mscale"] * grown + 1) / (entry["mscale_all_dim"] * grown + 1)
+
+
+def unread(config: Any) -> Iterator[str]:
+    """Describe what a configuration says about its scaling, but transformers does not read."""
+    for kind, settings in all_settings(config).items():
+        of = "" if kind is None else f" of {kind}"
+        given = settings.parameters.get("type") or settings.rope_type
+        named = _RENAMED.get(given, given)
+        if named != settings.rope_type:
+            yield (
+                f"rope_parameters{of} give {named!r} as type, which transformers does not read: "
+                f"rope_type {settings.rope_type!r} counts; write rope_type to scale it"
+            )
+    longest, trained = getattr(config, LONGEST, None), trained_length(config)
+    if trained is not None and trained == getattr(config, TRAINED, None) and trained != longest:
+        yield f"{TRAINED}={trained} is its trained length, not {LONGEST}={longest}"
 
 
 def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -163,7 +202,7 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         given |= {style: entry.get(fact) for style, entry in entries.items()}
         if fact == "rope_type":
             kinds = {f"type of {style}": entry.get("type") for style, entry in entries.items()}
-            given |= {k: {"su": "longrope", "mrope": "default"}.get(v, v) for k, v in kinds.items()}
+            given |= {place: _RENAMED.get(name, name) for place, name in kinds.items()}
         others = {place: x for place, x in given.items() if x is not None and x != counts}
         ours = any(str(x).startswith("rope_ext:") for x in others.values())
         if others and counts is not None and not ours:
@@ -178,3 +217,27 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
             f"{LONGEST}={longest} does not fit factor={settings.factor:g}: transformers uses the "
             f"factor, and {told}, which together reach {target} tokens"
         )
+
+
+def edits(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Describe changes by hand in ``saved``, the ``config.json`` of ``config``, written by a patch.
+
+    A patch writes every value twice, into ``rope_parameters`` and the older fields, of which a
+    reader uses one.
+    """
+    for name in path_to_text(config):
+        saved = saved.get(name) or {}
+    parameters, scaling = saved.get("rope_parameters"), saved.get("rope_scaling")
+    if not isinstance(parameters, dict):
+        return
+    twice = False
+    if isinstance(scaling, dict) and "rope_theta" in scaling:  # others write no base there
+        twice = True
+        names = {*parameters, *scaling} - ({*_ADDED} - {*parameters})
+        for name in sorted(names):
+            one, other = parameters.get(name), scaling.get(name)
+            if one != other:
+                yield f"{name} is {one!r} in rope_parameters, but {other!r} in rope_scaling"
+    base, theta = saved.get("rope_theta"), parameters.get("rope_theta")
+    if (twice or FIELD in saved) and not isinstance(base, (str, type(None))) and base != theta:
+        yield f"rope_theta is {theta!r} in rope_parameters, but {base!r} at the top level"

@@ -19,6 +19,7 @@ from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.quoting import printable, printable_lines
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
@@ -45,6 +46,8 @@ class Family:
     own_share: bool = False  # SGLang: it reads partial_rotary_factor outside rope_parameters
     unrun: str = ""  # vLLM: why only its rotary classes are tested
     inside: bool = False  # mlx-lm: it reads rope_parameters instead of the older fields
+    whole: str = ""  # mlx-lm: `model_type` of a larger model with this text model, tested
+    alone: bool = True  # mlx-lm: whether it loads the text model by itself
     name: str = ""  # llama.cpp: name of the architecture
     interleaved: bool = False
     """llama.cpp: it rotates neighboring columns, and transformers the halves of a head, so
@@ -105,9 +108,9 @@ class Export:
         return [folder / name for name in self.files]
 
     def __str__(self) -> str:
-        lines = [self.command, *(f"# {note}" for note in self.notes)]
+        lines = [self.command, *(f"# {printable(note)}" for note in self.notes)]
         for name, text in self.files.items():
-            lines += [f"# {name}:", text.rstrip("\n")]
+            lines += [f"# {printable(name)}:", printable_lines(text.rstrip("\n"))]
         return "\n".join(lines)
 
 
@@ -122,7 +125,7 @@ def _replaceable(path: Path, text: str) -> bool:
         before, after = json.loads(there), json.loads(text)
         names = "model_type vocab_size num_hidden_layers hidden_size intermediate_size"
         return all(before.get(name) == after.get(name) for name in names.split())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

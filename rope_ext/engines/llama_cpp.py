@@ -7,11 +7,10 @@ small models, needs ``gguf``; names of their fields and tensors are in ``gguf.js
 
 import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -29,7 +28,8 @@ from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch
-from rope_ext.rotary.sites import text_config, unwrap
+from rope_ext.quoting import shell_join
+from rope_ext.rotary.sites import softmax_scales, text_config, unwrap
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import Saved, built_on_meta, patch_without_weights, read_saved
 
@@ -141,11 +141,16 @@ def planned(state: Patch, in_file: bool) -> Plan:
         )
     grown = yarn_factor(keys.get(f"{architecture}.rope.scaling.factor", 1.0))
     there = scaling.scaling * (1.0 if yarn else grown)
-    if family.mla and grown > 1 and not math.isclose(there, 1.0):
-        # deepseek2.cpp multiplies logits by the square of this times 1 + L (grown - 1), where L is
-        # 10 times the key. With L, the factor of cosine and sine is the key attn_factor itself.
-        put("rope.scaling.yarn_log_multiplier", 0.1 * (1 / there - 1) / (grown - 1))
-        multiplier = scaling.scaling
+    softmax = _softmax_factor(state)
+    if grown > 1 and ((family.mla and not math.isclose(there, softmax)) or _has_multiplier(state)):
+        # deepseek2.cpp multiplies logits by the square of `there` times 1 + L (grown - 1), where L
+        # is 10 times the key. Other architectures read only whether it is zero. With another L,
+        # the factor of cosine and sine is the key attn_factor itself.
+        share = 0.0
+        if family.mla and not math.isclose(there, softmax):
+            share = (softmax / there - 1) / (grown - 1)
+            multiplier = scaling.scaling
+        put("rope.scaling.yarn_log_multiplier", 0.1 * share)
     if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # it scales queries
         put("rope.scaling.original_context_length", length)
     if "--yarn-orig-ctx" in flags:
@@ -158,6 +163,20 @@ def planned(state: Patch, in_file: bool) -> Plan:
     if table is None and overrides:
         flags["--override-kv"] = overrides
     return Plan(keys, flags, table, tuple(notes))
+
+
+def _has_multiplier(state: Patch) -> bool:
+    """Whether llama.cpp's converter writes yarn_log_multiplier for the model's configuration."""
+    return any(site.settings.parameters.get("mscale_all_dim") for site in state.scaled)
+
+
+def _softmax_factor(state: Patch) -> float:
+    """Return the number whose square multiplies the softmax scale in latent attention layers."""
+    if not _has_multiplier(state):
+        return 1.0
+    plain = softmax_scales(state.decoder, mscale_all_dim=0) or {}
+    found = (cast("float", module.scaling) / scale for module, scale in plain.items())
+    return math.sqrt(next(found, 1.0))
 
 
 def _reaching(factor: float, length: int) -> float:
@@ -180,9 +199,9 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
     if text_config(state.decoder).model_type in base.DRAFTS:
         notes.append("the MTP head of --spec-type draft-mtp is given the same settings")
     notes += named
-    command = f"{before} && {shlex.join(['llama-server', '--model', output, *made.in_file])}"
+    command = f"{before} && {shell_join(['llama-server', '--model', output, *made.in_file])}"
     if saved is None and made.table is None:
-        command = shlex.join(["llama-server", "--model", source, *made.words])
+        command = shell_join(["llama-server", "--model", source, *made.words])
         notes.append("to write the settings into the file instead, use rope-ext gguf")
     elif saved is None:
         notes.append(
@@ -217,7 +236,9 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
     elif file is not None:
-        source, output, notes = file, f"{Path(file).stem}-long.gguf", ()
+        stem = Path(file).stem
+        # A Modelfile has no way to quote a line break.
+        source, output, notes = file, f"{stem if stem.isprintable() else 'MODEL'}-long.gguf", ()
     method, site = state.record.method, state.scaled[0]
     changed = {name: value for name, value in method.changed().items() if name != "factor"}
     options = {k: x.name if isinstance(x, Method) else x for k, x in changed.items()}
@@ -229,7 +250,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
         words = command_words("gguf", source, **patch, trained_length=state.length, output=output)
     else:
         words = ["rope-ext", "gguf", base.folder_of(saved), source, "--output", output]
-    return source, output, shlex.join(words), notes
+    return source, output, shell_join(words), notes
 
 
 def _gguf() -> Any:
@@ -282,7 +303,7 @@ class GGUFFile:
         prefix = f"{self.architecture}.rope.scaling."
         own = ("general.architecture", _MARK, *made.keys)  # set by the writer
         try:
-            with draft_of(output) as draft:
+            with draft_of(output.resolve()) as draft:  # of a link that the user named, the target
                 writer = gguf.GGUFWriter(draft, self.architecture)
                 writer.data_alignment = int(self.reader.alignment)
                 writer.add_bool(_MARK, True)
@@ -368,8 +389,9 @@ def _write_out(writer: Any) -> None:
 
 
 def write_model(model: nn.Module, path: str | Path) -> None:
-    """Write a small model as a GGUF file in float32, with an unscaled rotary embedding.
+    """Write a small model as a GGUF file in float32, with the keys of llama.cpp's converter.
 
+    Tables of frequencies are left out.
     The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
     """
     gguf, model = _gguf(), unwrap(model)
@@ -437,6 +459,21 @@ def _write_values(writer: Any, config: Any) -> None:
     writer.add_value_length(values)
     writer.add_rope_dimension_count(rotary)
     writer.add_rope_freq_base(parameters["rope_theta"])
+    _write_scaling(writer, parameters, mla=ENGINES["llama.cpp"][config.model_type].mla)
+
+
+def _write_scaling(writer: Any, parameters: Mapping[str, Any], mla: bool) -> None:
+    """Write the scaling keys that the converter writes for ``rope_parameters``."""
+    kind = parameters.get("rope_type")
+    if kind not in ("linear", "yarn"):
+        return
+    writer.add_rope_scaling_type(_gguf().RopeScalingType(kind))
+    writer.add_rope_scaling_factor(parameters["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
+    if parameters.get("mscale_all_dim"):
+        unit = 0.1 if mla else 1.0
+        writer.add_rope_scaling_yarn_log_mul(unit * parameters["mscale_all_dim"])
 
 
 def _parts(

@@ -17,7 +17,7 @@ from rope_ext.attention import bands as plain
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, wide
 from rope_ext.errors import OptionError
 from rope_ext.methods.geometry import Distance
-from rope_ext.position import inputs, learned
+from rope_ext.position import direction, inputs, learned
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import LAYER
 from rope_ext.position.map import PositionMap
@@ -91,6 +91,8 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call((), pairs, scale, softcap=softcap, sinks=s_aux)
     asked = Asked(module, layer, query, key, value, call, attention_mask, dropout, kwargs)
+    if layer is not None and layer.layout is not None:
+        _require_causal(asked, layer)
     forward = None if layer is None else current(layer.map)
     if forward is not None and forward.traced:
         return _by_layer(asked, forward), None
@@ -114,6 +116,19 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
     if not weights:
         return out, None
     return out, _dense(asked, forward).weights().to(asked.query.dtype)
+
+
+def _require_causal(asked: Asked, layer: Layer) -> None:
+    """Raise if a call without a mask tensor shows later keys, as the patch found that none does."""
+    if _sees_all(asked) and asked.query.shape[2] > 1:
+        what = f"{type(asked.module).__name__} with is_causal=False"
+        raise direction.not_causal(what, layer.map.named, layer.map.instead)
+
+
+def _sees_all(asked: Asked) -> bool:
+    """Whether queries see every key; a mask tensor decides by itself."""
+    given = asked.mask if isinstance(asked.mask, Tensor) else getattr(asked.mask, "given", None)
+    return given is None and direction.sees_all(asked.module, asked.mask, asked.more)
 
 
 def _by_layer(asked: Asked, forward: Any) -> Tensor:
@@ -187,12 +202,13 @@ def _natively(asked: Asked, forward: Any) -> Tensor:
 def _native_dense(asked: Asked, mask: Tensor | None) -> Dense:
     """Return the call of a layer that the map does not change.
 
-    Without a mask, a single query sees every key, and several queries are the first keys, as in
-    transformers, where a static cache has empty slots after them.
+    Without a mask, a single query sees every key, and several causal queries are the first keys, as
+    in transformers, where a static cache has empty slots after them.
     """
     count = asked.query.shape[2]
     keys = torch.arange(asked.key.shape[2], device=asked.key.device)
-    queries = keys[:count] if mask is None and count > 1 else keys[-1:].expand(count)
+    causal = mask is None and count > 1 and not _sees_all(asked)
+    queries = keys[:count] if causal else keys[-1:].expand(count)
     places = Places(queries, keys, None if mask is None else shown(mask))
     bands = [RotatedBand(Distance(0, None), None, None)]
     return Dense(asked.query, asked.key, replace(asked.call, bands=bands), places)

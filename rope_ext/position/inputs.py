@@ -80,9 +80,10 @@ def forward_of(patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict) 
     forward = next((mask.owner for mask in masks if mask.owner is not None), current(patch))
     if forward is None or not forward.located:
         raise UnsupportedModelError(
-            f"{type(layer).__name__} was run by itself under {patch.method.name}, or again "
-            f"by gradient checkpointing with a mask of your own, so the positions of its tokens "
-            f"are not known; run the whole model, without that mask or without checkpointing"
+            f"{type(layer).__name__} was run by itself under {patch.method.name}, by model.forward "
+            f"(which runs no hooks), or again by gradient checkpointing with a mask of your own, "
+            f"so the positions of its tokens are not known; call the whole model itself, without "
+            f"that mask or without checkpointing"
         )
     return forward
 

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import inputs, layers, learned, tensors
+from rope_ext.position import direction, inputs, layers, learned, tensors
 from rope_ext.position.attend import NAME
 from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
 from rope_ext.position.map import PositionMap
@@ -42,6 +42,9 @@ class Installed(context.Tracker):
         sites = list(position_map.frequencies)
         layouts = layers.find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
+        if any(layout.ahead for layout in rotated.values()):
+            family = type(decoder).__name__
+            raise direction.not_causal(family, position_map.named, position_map.instead)
         within = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
         if not within:
             raise UnsupportedModelError(
@@ -170,7 +173,9 @@ class Installed(context.Tracker):
 
     def trace(self, given: dict[str, Any]) -> PositionForward | None:
         native = self._config._attn_implementation != NAME
-        return None if native else tensors.traced(self.map, given)
+        if native or not direction.is_causal(self._config, given):
+            return None  # so that ``start`` raises the error
+        return tensors.traced(self.map, given)
 
     @context.run_eagerly(tensors.WHY)
     def start(self, given: dict[str, Any]) -> None:
@@ -183,6 +188,9 @@ class Installed(context.Tracker):
                 f"the attention implementation was set to {attention!r} after the patch with {name}"
                 f", which needs its own; call rope_ext.unpatch(model), or patch with replace=True"
             )
+        if not direction.is_causal(self._config, given):
+            call = "a call with is_causal=False"
+            raise direction.not_causal(call, self.map.named, self.map.instead)
         if context.is_exporting():
             raise UnsupportedModelError(
                 f"an exported program cannot hold this call of {name}, only some with an empty "

@@ -9,7 +9,10 @@ times larger than others, and some are zero. So random numbers replace the outpu
 and norms in attention layers.
 """
 
+import copy
+import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -20,10 +23,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
+from rope_ext.position.direction import sees_ahead, visible_keys
 from rope_ext.rotary import context
 from rope_ext.rotary.hooks import rotation
 from rope_ext.rotary.probe import replaced
-from rope_ext.rotary.sites import RotarySite, run, sees_window, text_config, vocabulary_of
+from rope_ext.rotary.sites import (
+    RotarySite,
+    no_text,
+    run,
+    sees_window,
+    text_config,
+    vocabulary_of,
+)
 
 LAYER = "_rope_ext"  # attribute of an attention module: the state of its patch
 _NAME = "rope_ext_probe"  # names with sdpa, flash, flex_attention or a slash take special paths
@@ -43,6 +54,7 @@ class Layout:
     key_heads: int
     inputs: int | None  # columns of hidden states; None: not its first argument
     scales: bool  # whether its attribute ``scaling`` is the softmax scale
+    ahead: bool  # whether queries see later keys
 
 
 def find_layouts(
@@ -74,6 +86,72 @@ def find_layouts(
             f"correct here; {instead}"
         ) from error
     return layouts
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What the code of an attention layer does, whatever its weights are."""
+
+    rotates: bool
+    local: bool  # whether it has a sliding window
+    ahead: bool  # whether queries see later keys; False if its mask contains values of the input
+
+
+class _Rotated(Tensor):
+    """Marks cosines and sines, and everything that is computed from them."""
+
+
+@torch.no_grad()
+def survey(decoder: nn.Module, sites: list[RotarySite]) -> list[Surveyed] | None:
+    """Run the decoder that its configuration describes, without weights; returns its layers.
+
+    None: it cannot be run on the meta device.
+    """
+    found: list[Surveyed] = []
+
+    def mark(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output.as_subclass(_Rotated)
+        return tuple(one.as_subclass(_Rotated) for one in output)
+
+    def look(seen: _Seen) -> None:
+        local = sees_window(text_config(twin), seen.module, seen.given.get("sliding_window"))
+        ahead = False
+        with suppress(RuntimeError):  # of a tensor on the meta device
+            ahead = seen.ahead()
+        found.append(Surveyed(isinstance(seen.query, _Rotated), local, ahead))
+
+    try:
+        tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            twin = type(decoder)(copy.deepcopy(cast("Any", decoder).config)).eval()
+        for parameter in twin.parameters():  # some kernels of experts take no other dtype
+            parameter.data = parameter.data.to(torch.bfloat16)
+        for site in sites:
+            twin.get_submodule(site.name).register_forward_hook(mark)
+        with context.attending(twin, _NAME, look):
+            # With a mask, no value is read to tell packed documents apart.
+            twin(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    except Exception:
+        return None
+    return found
+
+
+def rotates_windows_only(decoder: nn.Module, sites: list[RotarySite]) -> bool:
+    """Whether layers that see the whole text have no positions, so that no method extends it.
+
+    False if :func:`survey` cannot tell.
+    """
+    if not any(site.shared for site in sites):  # all or none of its layers have a window
+        return False
+    layers = survey(decoder, sites) or []
+    return bool(layers) and all(layer.local for layer in layers if layer.rotates)
+
+
+WINDOWS_ONLY = (
+    "of its layers, only those with a window rotate, and the others have no positions (NoPE), so "
+    "no method lengthens their reach; use the model unpatched, at any length"
+)
 
 
 def ignores_scaling(decoder: nn.Module, site: RotarySite) -> bool:
@@ -153,14 +231,23 @@ class _Seen(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+    mask: Any  # a _Mask, or None
     given: dict[str, Any]  # further arguments
     hidden: Any = None  # the layer's first argument
     returned: Any = None  # the outputs of its submodules, by submodule
+
+    def ahead(self) -> bool:
+        """Whether queries see later keys."""
+        return sees_ahead(self.module, self.mask, self.given)
 
 
 @torch.no_grad()
 def _run(decoder: nn.Module, site: RotarySite, scaling: float | None = None) -> list[_Seen]:
     """Record queries and keys of each attention layer, with the rotations of :func:`_forward`."""
+    try:
+        vocabulary_of(decoder)
+    except UnsupportedModelError:
+        raise _RefusedError(no_text(decoder)) from None
     parameters = list(decoder.parameters())
     offloaded = any("_hf_hook" in vars(module) for module in decoder.modules())
     if not offloaded and any(parameter.is_meta for parameter in parameters):
@@ -283,17 +370,24 @@ def _look(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention function that returns zeros, so that all rows stay equal."""
-    if attention_mask is not None and attention_mask is not _MASK:
+    if attention_mask is not None and not isinstance(attention_mask, _Mask):
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     look = context.forward_context.look
     assert look is not None, "only _forward sets this attention function"
-    look(_Seen(module, query, key, value, kwargs))
+    look(_Seen(module, query, key, value, attention_mask, kwargs))
     rows, heads, tokens = query.shape[:3]
-    return query.new_zeros(rows, tokens, heads, value.shape[-1]), None
+    return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
 
 
 class _Mask:
     """Placeholder for the attention mask, which layers may only pass on."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments  # with which transformers requested it
+
+    @functools.cached_property
+    def visible(self) -> Tensor:
+        return visible_keys(self.arguments)
 
     def _touched(self, *args: Any, **kwargs: Any) -> None:
         raise _RefusedError("it computes with its attention mask outside of the attention function")
@@ -302,9 +396,8 @@ class _Mask:
     __torch_function__ = classmethod(cast("Any", _touched))  # torch calls this on the class
 
 
-_MASK = _Mask()
 AttentionInterface.register(_NAME, _look)
-AttentionMaskInterface.register(_NAME, lambda **arguments: _MASK)
+AttentionMaskInterface.register(_NAME, lambda **arguments: _Mask(**arguments))
 
 
 def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
@@ -324,7 +417,16 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
     inputs = x.shape[-1] if fits else None
     scaling = seen.given.get("scaling")
     scales = scaling is not None and vars(seen.module).get("scaling") == scaling
-    return Layout(site, of_query, local, heads, key.shape[1], inputs, scales)
+    return Layout(
+        site=site,
+        pairs=of_query,
+        local=local,
+        heads=heads,
+        key_heads=key.shape[1],
+        inputs=inputs,
+        scales=scales,
+        ahead=seen.ahead(),
+    )
 
 
 def _pairs(x: Tensor, count: int) -> Pairs | None:

@@ -144,7 +144,9 @@ class BatchMask:
         """The mask for layers that the map does not change; None: causal."""
         if self.arguments is None:
             return self.given
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**self.arguments)
+        # Without a mask, one that shows every key could not be told from a causal one.
+        whole = {"allow_is_bidirectional_skip": False}
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**self.arguments, **whole})
 
     def dense_on(self, device: torch.device) -> Tensor | None:
         """:attr:`dense` on the device of a layer, moved there once for all layers."""

@@ -21,7 +21,7 @@ from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary import context
 from rope_ext.rotary.probe import refuse_presses, replaced
-from rope_ext.rotary.sites import PatchTarget, RotarySite, run, vocabulary_of
+from rope_ext.rotary.sites import PatchTarget, RotarySite, no_text, run, vocabulary_of
 from rope_ext.rotary.swapping import Changes, mark_hooked, wrap
 
 _EMPTY = "in a compiled forward every row needs a token to begin with; make the chunks longer"
@@ -241,10 +241,15 @@ class Sequences(context.Tracker):
 
     def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
         decoder, self.method, self.warned, self.requests = place.decoder, method, False, object()
+        self.cure = "pass length=TOKENS to fix the frequencies"
+        if not {"input_ids", "inputs_embeds"} & {*context.parameters(type(decoder))}:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: {no_text(decoder)}, so {method.name} cannot follow its "
+                f"sequences; {self.cure}"
+            )
         # Up to this length, no method changes anything.
         self.trained = min(site.rope.length for site in place.scaled)
         self.layers = [m for m in decoder.modules() if isinstance(vars(m).get("layer_idx"), int)]
-        self.cure = "pass length=TOKENS to fix the frequencies"
         self.unbatched = (
             f"continuous batching packs many sequences into one row, and {method.name} follows the "
             f"positions of each; {self.cure}, or call generate with a padded batch"
@@ -269,9 +274,9 @@ class Sequences(context.Tracker):
         forward: SequenceForward | None = context.current(self)
         if forward is None:
             raise UnsupportedModelError(
-                f"a rotary module was run by itself, or again by gradient checkpointing, and "
-                f"{self.method.name} follows the sequences of whole forwards; run the whole model, "
-                f"without checkpointing, or {self.cure}"
+                f"a rotary module was run by itself, by model.forward (which runs no hooks), or "
+                f"again by gradient checkpointing, and {self.method.name} follows the sequences of "
+                f"whole forwards; call the model itself, without checkpointing, or {self.cure}"
             )
         if forward.started is None or not forward.started.begun:
             forward.started = forward.begin(t)

@@ -49,7 +49,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
     extra = {} if layer_type is None else {"layer_type": layer_type}
     columns = error = None
     x = torch.zeros(1, positions.shape[-1], 1, dtype=torch.float32, device="cpu")
-    for ids in (positions, axes):
+    for ids in (positions, axes, axes[:2]):
         try:
             output = twin(x, position_ids=ids, **extra)
         except Exception as raised:
@@ -58,7 +58,7 @@ def prove(decoder: nn.Module, module: nn.Module, layer_type: str | None, pairs: 
         found = _read(output, ids, inv_freq, scaling)
         if found is not None and (columns is None or found.axis is not None):
             columns = found
-        elif found is None and ids is positions:
+        if (found is None and ids is positions) or (columns and columns.axis is not None):
             break
     if columns is None:
         reason = f" ({error})" if error else ""

@@ -14,9 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rope_ext.config.record import record_of
 from rope_ext.config.settings import (
+    LONGEST,
     METHODS,
     RopeSettings,
     patch_for,
@@ -163,7 +165,24 @@ def text_config(module: nn.Module) -> Any:
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
-    return cast("Any", decoder).get_input_embeddings()
+    """Return a decoder's table of token embeddings; raises UnsupportedModelError without one."""
+    try:
+        found = cast("Any", decoder).get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        found = None
+    if not hasattr(found, "num_embeddings"):
+        raise UnsupportedModelError(f"{type(decoder).__name__}: {no_text(decoder)}")
+    return cast("nn.Embedding", found)
+
+
+def no_text(decoder: nn.Module) -> str:
+    """Explain why ``decoder`` takes no token IDs, as a sentence for an error."""
+    models = (name for name, one in decoder.named_modules() if isinstance(one, PreTrainedModel))
+    inner = None if isinstance(decoder, PreTrainedModel) else next(models, None)
+    if inner is None:
+        return "it does not read token IDs of one vocabulary"
+    # as in a SentenceTransformer
+    return f"it is not a transformers model; pass the one in it, model.get_submodule({inner!r})"
 
 
 @torch.no_grad()
@@ -181,19 +200,69 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     ``length`` is the trained length in tokens; None reads it from the configuration.
     """
     _require_in_use(decoder)
-    sites = []
+    sites, unused = [], _unused_modules(decoder)
     for name, module in decoder.named_modules():
-        for buffer in list(module._buffers):
+        for buffer in list(module._buffers) if name not in unused else ():
             if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
                 continue
             prefix = buffer.removesuffix("inv_freq").rstrip("_")
-            sites.append(_site(decoder, name, module, prefix or None, length))
+            try:
+                sites.append(_site(decoder, name, module, prefix or None, length))
+            except UnsupportedModelError as error:
+                parts = [f"model.{part}" for part in _language_models(decoder)]
+                if not parts:
+                    raise
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__} consists of several models; pass the one to patch: "
+                    f"{' or '.join(parts)}"
+                ) from error
     if not sites:
         raise NoRopeError(
             f"{type(decoder).__name__} has no rotary position embedding kept in a buffer (no "
             f"module owns an inv_freq), so there is nothing to extend; choose a RoPE model"
         )
     return sites
+
+
+def _language_models(module: nn.Module) -> list[str]:
+    """Return names of submodules that are models with a text model of their own."""
+    models = [name for name, child in module.named_children() if hasattr(child, "get_decoder")]
+    return [
+        name for name in models if text_decoder(getattr(module, name)) is not getattr(module, name)
+    ]
+
+
+def _unused_modules(decoder: nn.Module) -> set[str]:
+    """Return names of rotary modules that no layer uses.
+
+    With ``rope_scaling_layers``, one of two modules ignores the scaling, and serves only the layers
+    that the list leaves out.
+    """
+    config = text_config(decoder)
+    listed = getattr(config, "rope_scaling_layers", None)
+    if listed is None or not set(range(config.num_hidden_layers)) <= set(listed):
+        return set()
+    trial = copy.deepcopy(config)
+    trial.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 2.0}
+    with torch.device("meta"):
+        built = type(decoder)(trial)
+    modules = built.named_modules()
+    return {name for name, module in modules if getattr(module, "rope_type", None) == "default"}
+
+
+def rebuilt(module: Any, config: Any) -> Any:
+    """Build a rotary module like ``module`` from a configuration, on the CPU.
+
+    Some ignore the configuration's scaling, by an argument of their own.
+    """
+    with torch.device("cpu"):
+        built = type(module)(config)
+        kind = getattr(module, "rope_type", None)
+        if not isinstance(kind, str) or kind == getattr(built, "rope_type", None):
+            return built
+        config = copy.deepcopy(config)
+        config.rope_parameters = {**config.rope_parameters, "rope_type": kind}
+        return type(module)(config)
 
 
 def chosen_sites(decoder: nn.Module, sites: list[RotarySite], sliding: str) -> list[RotarySite]:
@@ -238,15 +307,22 @@ def _site(
         )
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
-    rebuilt = _rebuilt(module)
-    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rebuilt, rope_type in _MOVING)
+    loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
     columns = prove(decoder, module, layer_type, len(loaded))
-    settings, given, changed = rope_settings(config, layer_type), length, None
-    length = trained_length(config) if given is None else given
-    found = _Loaded(decoder, name, module, layer_type, rope_type, loaded)
+    given = length is not None
+    length = trained_length(config) if length is None else length
+    patch = getattr(config, "patch_length", None)
+    if patch and not given:  # TimesFM reads patches of so many points of a series as one token
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
+            f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
+            f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
+        )
+    settings, changed = rope_settings(config, layer_type), None
     if record_of(config) is None:  # else the record has the trained length
-        settings, changed = found.settings(settings, rebuilt)
-        length = settings.target if changed and given is None else length
+        found = _Loaded(decoder, config, name, module, layer_type, rope_type, loaded)
+        settings, changed = found.settings(settings)
+        length = settings.target if changed and not given else length
     if length is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
@@ -287,19 +363,20 @@ class _Loaded:
     """A rotary module as loaded, to compare with its configuration, which may have been changed."""
 
     decoder: nn.Module
+    config: Any
     name: str
     module: nn.Module
     layer_type: str | None
     rope_type: str
     inv_freq: Tensor
 
-    def settings(
-        self, said: RopeSettings, rebuilt: nn.Module | Exception
-    ) -> tuple[RopeSettings, tuple[str, str] | None]:
+    def settings(self, said: RopeSettings) -> tuple[RopeSettings, tuple[str, str] | None]:
         """Return the settings in force, and what the configuration says instead, if anything."""
         length = getattr(self.module, "original_max_seq_len", None)  # of the configuration then
-        length = said.target if type(length) is not int else length
-        in_force = self._is_in_force(said, rebuilt)
+        same = length == getattr(self.config, LONGEST, None) and said.rope_type == "default"
+        if same or type(length) is not int:
+            length = said.target
+        in_force = self._is_in_force(said)
         if in_force and (said.rope_type != "default" or length == said.target):
             return said, None
         base = self._base()
@@ -319,13 +396,20 @@ class _Loaded:
         why = "which is not in force, since a change after loading has no effect on the model"
         return now, (f"it says {what}, {why}", cure)
 
-    def _is_in_force(self, said: RopeSettings, rebuilt: nn.Module | Exception) -> bool:
+    def _is_in_force(self, said: RopeSettings) -> bool:
         """Whether a module that is built from the configuration now has these frequencies."""
-        if isinstance(rebuilt, Exception):
-            return not hasattr(self.module, "rope_type") or self.rope_type == said.rope_type
-        built = rebuilt.get_buffer(f"{self.layer_type}_inv_freq" if self.layer_type else "inv_freq")
-        same = self._type_of(rebuilt) == self.rope_type
-        if same and (self.rope_type in _MOVING or _are_equal(built, self.inv_freq)):
+        module: Any = self.module
+        try:
+            config = copy.deepcopy(module.config)  # some transformers functions add fields
+            with torch.device("cpu"):
+                built = type(module)(config)
+        except Exception:
+            return not hasattr(module, "rope_type") or self.rope_type == said.rope_type
+        name = f"{self.layer_type}_inv_freq" if self.layer_type else "inv_freq"
+        same = self._type_of(built) == self.rope_type
+        if same and self.rope_type in _MOVING:
+            return True
+        if same and _are_equal(built.get_buffer(name), self.inv_freq):
             return True
         # Some decoders pass more than the configuration to a module.
         try:
@@ -334,7 +418,7 @@ class _Loaded:
             other = self._type_of(decoder.get_submodule(self.name))
         except Exception:
             return False
-        return other == self.rope_type != self._type_of(rebuilt)
+        return other == self.rope_type != self._type_of(built)
 
     def _type_of(self, module: nn.Module) -> Any:
         kinds = getattr(module, "rope_type", "default")
@@ -388,23 +472,7 @@ def _base(decoder: nn.Module, base: Any, loaded: Tensor) -> float:
     return float(number)
 
 
-def _rebuilt(module: nn.Module) -> nn.Module | Exception:
-    """Build a rotary module from its configuration as it is now, or return why that fails."""
-    try:
-        with torch.device("cpu"):
-            config: Any = copy.deepcopy(module.config)  # some transformers functions add fields
-            return type(module)(config)
-    except Exception as error:
-        return error
-
-
-def _loaded(
-    decoder: nn.Module,
-    module: nn.Module,
-    name: str,
-    rebuilt: nn.Module | Exception,
-    moving: bool,
-) -> Tensor:
+def _loaded(decoder: nn.Module, module: Any, name: str, moving: bool) -> Tensor:
     """Return the frequencies that a buffer was loaded with, float32 on the CPU.
 
     They are rebuilt if the buffer is on the meta device, or was rounded by a cast to bfloat16 or
@@ -414,10 +482,11 @@ def _loaded(
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
     built, error = None, "its configuration gives other values"
-    if isinstance(rebuilt, nn.Module):
-        built = rebuilt.get_buffer(name).detach()
-    else:
-        error = rebuilt
+    try:
+        config = copy.deepcopy(module.config)  # some transformers functions add fields
+        built = rebuilt(module, config).get_buffer(name).detach()
+    except Exception as raised:
+        error = raised
     if built is not None and (found is None or _is_rounded(found, built) or (moving and not whole)):
         return built
     if found is not None and whole:

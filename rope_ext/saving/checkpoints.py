@@ -18,7 +18,7 @@ from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.saving import hub
-from rope_ext.saving.load import copy_learned, from_pretrained, tensors_of_adapter
+from rope_ext.saving.load import copy_learned, from_pretrained, refuse_edits, tensors_of_adapter
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -38,6 +38,7 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
     if gguf_file is not None:
         return gguf_source.load_config(model, gguf_file)
     config = AutoConfig.from_pretrained(model)
+    refuse_edits(config, model)
     told = "; ".join(contradictions(config, PreTrainedConfig.get_config_dict(model)[0]))
     if told:
         _logger.warning_once(f"rope_ext: {model}: {told}")
@@ -56,7 +57,7 @@ def load_tokenizer(model: str) -> Any:
 
 def loader(model: str, config: Any) -> Callable[..., Any]:
     """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
-    ours = saved_under(config) is not None or model.endswith(gguf_source.SUFFIX)
+    ours = saved_under(config) is not None or gguf_source.is_file_name(model)
     return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
 
 

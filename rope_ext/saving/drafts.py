@@ -1,5 +1,6 @@
 """Writes files atomically: they are complete or do not exist."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +11,20 @@ from tempfile import TemporaryDirectory
 def draft_of(path: Path) -> Iterator[Path]:
     """Open a new file for writing, which replaces ``path`` if the block succeeds.
 
-    It is in a temporary folder next to ``path``, so its name cannot clash with other files. If
-    ``path`` is a symbolic link, its target is replaced.
+    It is in a temporary folder next to ``path``, so its name cannot clash with other files. Raises
+    OSError if ``path`` is a symbolic link.
     """
-    path = path.resolve()
+    refuse_link(path)
     with TemporaryDirectory(dir=path.parent, prefix=".rope-ext-") as folder:
         draft = Path(folder) / path.name
         yield draft
         draft.replace(path)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise OSError for a symbolic link: in a folder from elsewhere, it may lead to any file."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path))
 
 
 def write_whole(path: Path, text: str) -> None:

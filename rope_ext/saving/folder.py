@@ -17,9 +17,15 @@ from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, f
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
-from rope_ext.rotary.sites import RotarySite, find_sites, text_decoder
+from rope_ext.rotary.sites import RotarySite, find_sites, is_local, text_decoder
 from rope_ext.saving.checkpoints import before_patch, load_config
-from rope_ext.saving.load import frequencies_of, read_adapter, read_sidecar, same
+from rope_ext.saving.load import (
+    frequencies_of,
+    read_adapter,
+    read_sidecar,
+    refuse_other_fields,
+    same,
+)
 
 Given = PreTrainedConfig | str | Path
 
@@ -54,6 +60,8 @@ def read_saved(given: Given) -> Saved:
     if record is not None:
         built = copy.deepcopy(config) if sidecar else record.restored(config)
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
+        if sidecar is None and not_none(current_patch(model)).saved.values:
+            refuse_other_fields(config, model, name)
         return Saved(model, config, name, "adapter" if sidecar else "record")
     model = built_on_meta(config)
     extended = _from_parameters(config, find_sites(text_decoder(model)))
@@ -96,15 +104,18 @@ def patch_without_weights(
 
 def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
     """Return the one method that ``rope_parameters`` describe, if any, and the original length."""
-    scaled = _scaled(text)
-    if not scaled or any(settings != scaled[0] for settings in scaled[1:]):
-        return None
-    factor, length = scaled[0].factor, scaled[0].length
+    found = [_method(settings) for settings in _scaled(text)]
+    return found[0] if found and all(one == found[0] for one in found) else None
+
+
+def _method(settings: RopeSettings) -> tuple[FrequencyMethod, int] | None:
+    """Return the method of one rotary embedding, and its original length."""
+    factor, length = settings.factor, settings.length
     # The dynamic type has no maximum length.
-    if factor is None or length is None or scaled[0].rope_type == "dynamic":
+    if factor is None or length is None or settings.rope_type == "dynamic":
         return None
     with suppress(RopeExtError, KeyError, TypeError):
-        method = method_of(scaled[0].parameters, factor)
+        method = method_of(settings.parameters, factor)
         return None if method is None else (method, length)
     return None
 
@@ -120,17 +131,27 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     found = configured(text)
     if found is None:
         return None
-    (method, length), scaled = found, _scaled(text)
+    method, length = found
+    scaled = _scaled(text)
     target = not_none(scaled[0].target)
+    raises = any(settings.parameters.get("mscale_all_dim") for settings in scaled)
+    names = [name for name, one in all_settings(text).items() if one.rope_type != "default"]
+    sliding = "scale" if any(name is not None and is_local(name) for name in names) else "auto"
     for settings in scaled:
         part = cast("dict[str, Any]", settings.parameters)
+        if raises:  # a factor of 1 scales nothing, and the other fields have no method
+            part["factor"] = 1.0
+            continue
         for field in (*SCALING_FIELDS, "original_max_position_embeddings"):
             part.pop(field, None)
         part["rope_type"] = "default"
     text.max_position_embeddings = length
     try:
         model = built_on_meta(restored)
-        patch(model, method)
+        if raises:
+            patch(model, method.name, factor=method.factor, compose="raise")
+        else:
+            patch(model, method, sliding_layers=sliding)
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
     state = not_none(current_patch(model))

@@ -6,11 +6,11 @@ The configuration of a model records its patch; that of an adapter is in a sidec
 import copy
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
+from rope_ext.config.settings import edits
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
-from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_decoder
+from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
 
@@ -47,6 +48,8 @@ _LEARNED = rf"(^|\.)({'|'.join(learned.NAMES)})\."
 Frequencies = Mapping[str, Mapping[str, Any]]
 """Of every rotary site, by path and layer type: ``inv_freq`` (radians per token) and
 ``attention_scaling``, as stored in sidecars."""
+_Store = Iterable[tuple[str, torch.Tensor]]
+"""Tensors of a folder by name."""
 _SAVE_AGAIN = "save it again with PeftModel.save_pretrained"
 _logger = logging.getLogger("rope_ext")
 
@@ -87,17 +90,18 @@ def from_pretrained(
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
         raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
-    loaded, record = _load(path, kwargs)
+    loaded, record, config = _load(path, kwargs)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
-        _patch(model, record, path, stored, "save the complete model again")
+        _patch(model, record, path, [stored], "save the complete model again")
         state = not_none(current_patch(model))
         if not record.same(state.record):
             raise RecordError(
                 f"{path} was saved under {record.call()} with {record.outcome()}; the same call "
                 f"now gives {state.record.outcome()}: load the original model and patch it again"
             )
+        refuse_other_fields(config, model, path)
     return loaded
 
 
@@ -119,42 +123,37 @@ def _base_of(
     folder, gguf = gguf_source.split(base)
     try:
         cls = saved.get("base_model_class") or _TASKS.get(str(saved.get("task_type")), _CAUSAL)
-        model, record = _load(folder := hub.require_place(folder), {**kwargs, **gguf}, cls)
+        model, record, _ = _load(folder := hub.require_place(folder), {**kwargs, **gguf}, cls)
     except LoadError as error:
         raise AdapterError(
             f"the base model {str(base)!r} of the adapter in {path} cannot be loaded: {error}; "
             f"or pass base="
         ) from error
     if sidecar.is_of(model):
-        stored = tensors_of_adapter(path, where)
+        stores = [tensors_of_adapter(path, where)]
         if record is not None and record.same(sidecar.record):
             own = _stored(folder, kwargs.get("variant"), hub.of_hub(kwargs))
-            stored = chain(stored, own)  # disable_adapter() gives the base's own
+            stores.append(own)  # disable_adapter() gives the base's own
         cure = "nor does its base; pass base= as it was in training, or train it by modules_to_save"
-        _patch(model, sidecar.record, path, stored, cure)
+        _patch(model, sidecar.record, path, stores, cure)
     return model
 
 
 def _load(
     path: str, kwargs: dict[str, Any], class_name: str | None = None
-) -> tuple[Any, Record | None]:
-    """Load the unpatched model, as the saved class by default, and read its recorded patch."""
+) -> tuple[Any, Record | None, Any]:
+    """Load the unpatched model, as the saved class by default, and read its recorded patch.
+
+    Returns the model, the record and the configuration as saved.
+    """
     config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
-        options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
-        # Its rope_type may be one that plain transformers must refuse.
-        with (
-            configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
-            hub.loading("configuration", path),
-        ):
-            if gguf_file is None:
-                config = AutoConfig.from_pretrained(config or path, **options)
-            else:
-                config = gguf_source.load_config(path, gguf_file, **options)
+        config = _config(config or path, path, kwargs)
     where = f"config.json of {path}"
     found = record_of(config.get_text_config(decoder=True), where)
     record = None if found is None or found.plain else found  # a plain one is already in force
+    as_saved = config
     if record is not None:
         config = record.restored(config)  # before rotary modules are built from it
     if record is not None or gguf_file is not None:
@@ -183,7 +182,60 @@ def _load(
     if gguf_file is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         gguf_source.adopt(model, gguf_source.joined(path, gguf_file))
-    return loaded, record
+    return loaded, record, as_saved
+
+
+def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
+    """Load the configuration in ``place`` for the model in ``path``."""
+    options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
+    # Its rope_type may be one that plain transformers must refuse.
+    with (
+        configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
+        hub.loading("configuration", path),
+    ):
+        if kwargs.get("gguf_file") is not None:
+            return gguf_source.load_config(path, kwargs["gguf_file"], **options)
+        config = AutoConfig.from_pretrained(place, **options)
+        refuse_edits(config, place, **hub.of_hub(kwargs))
+        return config
+
+
+def refuse_edits(config: PreTrainedConfig, place: str, **where: Any) -> None:
+    """Raise RecordError if what a patch wrote into ``config.json`` was partly changed by hand."""
+    saved = PreTrainedConfig.get_config_dict(place, **where)[0]
+    told = "; ".join(edits(config, saved))
+    if told:
+        raise RecordError(
+            f"config.json of {place} was changed after a patch wrote it: {told}. Undo the change, "
+            f"or load the original model and patch it with other options"
+        )
+
+
+def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
+    """Raise RecordError if ``config.json`` has other values than its recorded patch writes.
+
+    ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it. Lengths are
+    not compared: training on longer texts raises them.
+    """
+    saved, written = config.get_text_config(decoder=True), text_config(text_decoder(model))
+    one, other = getattr(saved, "rope_parameters", None), getattr(written, "rope_parameters", None)
+    if not _agree(one, other):
+        raise RecordError(
+            f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
+            f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or "
+            f"load the original model and patch it with other options"
+        )
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether values of a configuration are equal, up to the rounding of another device."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return all(_agree(one[name], other[name]) for name in one.keys() & other.keys())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=ROUNDING)
+    return one == other
 
 
 def _class(config: PreTrainedConfig, name: str | None) -> Any:
@@ -198,14 +250,12 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
     return cls if known else getattr(transformers, _CAUSAL)  # for example, remote code
 
 
-def _patch(
-    model: Any, record: Record, path: str, stored: Iterable[tuple[str, torch.Tensor]], cure: str
-) -> None:
-    """Patch as recorded; ``stored`` has what the patch learned."""
+def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure: str) -> None:
+    """Patch as recorded; ``stores`` have what the patch learned."""
     with configuration.quieted(_logger, logging.ERROR):  # hides advice already followed
         patch(model, record.method, **record.arguments)
     with hub.loading("weights", path):
-        missing = copy_learned(model, stored)
+        missing = copy_learned(model, *stores)
     if missing:
         raise LoadError(
             f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in its "
@@ -226,21 +276,42 @@ def _expecting_learned(record: Record | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def copy_learned(model: nn.Module, stored: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Copy a patch's learned parameters, and return the names of those that are not ``stored``."""
+def copy_learned(model: nn.Module, *stores: _Store) -> set[str]:
+    """Copy a patch's learned parameters, and return the names of those that are not in ``stores``.
+
+    The last of several stores counts. Raises ValueError for tensors that training cannot have
+    written, before any is copied.
+    """
     # Names within the decoder: their prefix depends on the saved class, and transformers renames it
     # for some families.
     wanted = learned.learned(text_decoder(model))
-    missing = set(wanted)
-    for key, value in stored if wanted else ():
-        for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
-            if value.shape == wanted[name].shape:
-                wanted[name].copy_(value)
-                missing.discard(name)
+    found: dict[str, torch.Tensor] = {}
+    for store in stores if wanted else ():
+        found |= _found_in(store, wanted)
+    for name, value in found.items():
+        wanted[name].copy_(value)
     for module in model.modules():
         if isinstance(module, learned.Learning):
             module.clamp()  # older versions stored values outside of their bounds
-    return missing
+    return wanted.keys() - found.keys()
+
+
+def _found_in(store: _Store, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``store`` of the ``wanted`` names and shapes."""
+    found: dict[str, torch.Tensor] = {}
+    keys: dict[str, str] = {}
+    for key, value in store:
+        for name in (name for name in wanted if f".{key}".endswith(f".{name}")):
+            if value.shape != wanted[name].shape:
+                continue
+            if name in found:
+                raise ValueError(f"{keys[name]} and {key} both hold {name}; remove one of them")
+            if value.is_floating_point() != wanted[name].is_floating_point():
+                raise ValueError(f"{key} is {value.dtype}, and not {wanted[name].dtype}")
+            if not value.isfinite().all():
+                raise ValueError(f"{key} has values that are NaN or infinite")
+            found[name], keys[name] = value, key
+    return found
 
 
 def tensors_of_adapter(path: str, where: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -291,7 +362,7 @@ class Sidecar:
         if state.length != self.record.trained_length:
             return f"was trained on {state.length} tokens, not {self.record.trained_length}"
         if not self.record.same(state.record):
-            return f"is patched by {state.record.call()}"
+            return f"is patched by {self.record.difference(state.record)}"
         if not same(frequencies_of(state.sites, state), self.after):
             return "gets different frequencies from the same call in this version of rope_ext"
         return None
@@ -392,6 +463,8 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
             f"{fault}; call {call} on its base model, or rope_ext.from_pretrained({directory!r})"
         )
     with hub.loading("adapter", directory, AdapterError, _SAVE_AGAIN), _untouched_on_error(model):
+        if wanted := learned.learned(text_decoder(model)):
+            _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)
 
 

@@ -211,6 +211,43 @@ def test_a_checkpoint_that_scales_by_itself(tmp_path) -> None:
     assert flags["--rope-scale"] == 8  # saved as a table of equal factors
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "ministral3"])
+def test_a_folder_is_exported_like_the_model_in_memory(tmp_path: Path, family: str) -> None:
+    """Shipped with YaRN and mscale, or saved with a larger factor of it."""
+    own = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale": 1.0}
+    own |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 32}
+    model = tiny_model(family, rope_parameters=dict(own), max_position_embeddings=64)
+    for length, factor in ((64, 2), (256, 8)):
+        if factor == 8:
+            rope_ext.patch(model, "yarn", factor=8, compose="raise")
+        model.save_pretrained(tmp_path)
+        described = rope_ext.describe(tmp_path)
+        assert (described.length, described.target_length) == (32, length)
+        assert described.sites[0].attention_scaling == 1
+        made = rope_ext.export(tmp_path, "vllm")
+        assert str(tmp_path) in made.command
+        loaded = made.settings.get("hf_overrides", {}).get("rope_parameters", {"factor": factor})
+        assert loaded["factor"] == factor
+        assert rope_ext.export(tmp_path, "sglang").settings == {"context_length": length}
+        keys = rope_ext.export(tmp_path, "llama.cpp").settings["gguf"]
+        assert keys == rope_ext.export(model, "llama.cpp").settings["gguf"]
+        assert rope_ext.export(tmp_path, "mlx").settings == rope_ext.export(model, "mlx").settings
+
+
+def test_the_temperature_of_a_converted_deepseek_is_counted_once() -> None:
+    """llama.cpp's converter writes mscale_all_dim, which then replaces YaRN's own temperature."""
+    own = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale": 0.7}
+    own |= {"mscale_all_dim": 0.7, "original_max_position_embeddings": 32}
+    model = tiny_model("deepseek_v3", rope_parameters=own, max_position_embeddings=64)
+    rope_ext.patch(model, "yarn", factor=8, compose="raise")
+    for engine in ("llama.cpp", "ollama"):
+        keys = rope_ext.export(model, engine).settings["gguf"]
+        assert keys["deepseek2.rope.scaling.yarn_log_multiplier"] == pytest.approx(0.07)
+        assert "deepseek2.rope.scaling.attn_factor" not in keys
+    (override,) = rope_ext.export(model, "llama.cpp").settings["flags"]["--override-kv"]
+    assert override.startswith("deepseek2.rope.scaling.yarn_log_multiplier=float:0.07")
+
+
 def test_command_line(tmp_path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     words = ["export", str(tmp_path), "--method", "yarn", "--factor", "4", "--engine"]

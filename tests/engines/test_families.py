@@ -28,6 +28,10 @@ MORE: dict[str, dict[str, Any]] = {
 # They normalize after the rotation, so that no number on cosine and sine does anything.
 NO_TEMPERATURE = ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")
 
+SHIPPED = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": LENGTH}
+SHIPPED |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+"""Scaling as in the configurations of DeepSeek and Ministral."""
+
 
 def config_of(family: str) -> Any:
     config = tiny_config(family, **MORE.get(family, {}))
@@ -41,7 +45,7 @@ def claimed(engine: str) -> Iterator[Any]:
         kinds, others = family.kinds, [kind for kind in family.kinds if kind != "yarn"]
         if others and "yarn" in kinds:
             kinds = ("yarn", others[index % len(others)])
-        if name in miniatures():  # tests/real runs Gemma 3
+        if name in miniatures() and family.alone:  # tests/real runs Gemma 3, test_nested the whole
             yield from [pytest.param(name, kind, id=f"{name}-{kind}") for kind in kinds]
 
 
@@ -71,6 +75,28 @@ def test_llama_cpp_runs_a_file_with_keys_of_its_own(tmp_path: Path, family: str)
     words = ["--model", str(new), *llama_cpp.following(miniature.model, old, new).in_file]
     found = verify(miniature, lambda prompts: verifying.llama_cpp(words, prompts, 128), "llama.cpp")
     assert found.passed, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mscale", [1.0, 0.7])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "ministral3"])
+def test_llama_cpp_runs_a_factor_raised_above_the_shipped_one(
+    tmp_path: Path, family: str, mscale: float
+) -> None:
+    """The converted file has the shipped scaling; flags or new keys replace all of it."""
+    pytest.importorskip("xllamacpp")
+    config = config_of(family)
+    config.max_position_embeddings = 2 * LENGTH
+    config.rope_parameters = config.rope_parameters | SHIPPED | {"mscale": mscale}
+    raised = Miniature.from_config(config, "yarn", factor=8, compose="raise")
+    for miniature in (raised, Miniature.from_config(config)):
+        found = verify(miniature, in_process(miniature, "llama.cpp", tmp_path), "llama.cpp")
+        assert found.passed, str(found)
+        new = tmp_path / f"{miniature.as_saved}.gguf"
+        plan = llama_cpp.following(miniature.model, tmp_path / "MODEL.gguf", new)
+        words = ["--model", str(new), *plan.in_file]
+        found = verify(miniature, lambda ids, x=words: verifying.llama_cpp(x, ids, 128), "file")
+        assert found.passed, str(found)
 
 
 @pytest.mark.slow

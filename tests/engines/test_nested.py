@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import rope_ext
+from rope_eval.engines import verifying
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import current_patch
+from rope_ext.rotary.sites import find_sites, text_decoder
 from rope_ext.saving.folder import built_on_meta, patch_without_weights
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 
@@ -93,3 +96,59 @@ def test_a_raised_factor_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
     update("vllm", served, rope_ext.export(model, "vllm").settings["hf_overrides"])
     found = served.text_config.rope_parameters
     assert (found["factor"], found["attention_factor"]) == (4.0, yarn_factor(4.0))
+
+
+WHOLE = ("qwen3_5+images", "gemma3+images")
+"""Models with images whose text model mlx-lm runs inside the whole."""
+
+
+def whole_for_mlx(name: str, method: str, **options: Any) -> Any:
+    model = tiny_model(name)
+    model.config.vocab_size = model.config.text_config.vocab_size  # mlx-lm reads it for Gemma
+    interval = {"qwen3_5+images": "full_attention_interval"}.get(name, "sliding_window_pattern")
+    setattr(model.config.text_config, interval, 2)  # as the tiny model alternates its layers
+    return rope_ext.patch(model, method, factor=4, **options)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("method", ["yarn", "resonance"])
+def test_transformers_reads_what_mlx_is_given_for_a_whole_model(tmp_path, name, method) -> None:
+    model = whole_for_mlx(name, method)
+    model.save_pretrained(tmp_path)
+    rope_ext.export(tmp_path, "mlx").write(tmp_path)
+    built = text_decoder(built_on_meta(AutoConfig.from_pretrained(tmp_path)))
+    for site, own in zip(find_sites(built), find_sites(text_decoder(model)), strict=True):
+        torch.testing.assert_close(site.loaded, own.loaded, rtol=1e-5, atol=0)
+        assert site.scaling == pytest.approx(own.scaling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("yarn", {}), ("yarn", {"attention_factor": 1.3}), ("ntk", {}), ("resonance", {})],
+)
+def test_mlx_runs_the_text_model_of_a_whole_model(
+    tmp_path: Path, name: str, method: str, options: dict[str, Any]
+) -> None:
+    pytest.importorskip("mlx_lm")
+    model = whole_for_mlx(name, method, **options)
+    model.save_pretrained(tmp_path)
+    rope_ext.export(model, "mlx").write(tmp_path)
+    prompts = [[token % 100 + 4 for token in range(n)] for n in (50, 3 * LENGTH, 4 * LENGTH - 1)]
+    with torch.no_grad():
+        rows = [model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in prompts]
+    torch.testing.assert_close(
+        verifying.mlx(tmp_path, prompts), torch.stack(rows), rtol=0, atol=1e-4
+    )
+
+
+def test_mlx_is_given_no_model_that_it_does_not_load() -> None:
+    for name, reason in {
+        "qwen3_5_text": "the whole 'qwen3_5'",
+        "qwen3_5_moe+images": "experts",
+        "llava": "'llava'",
+    }.items():
+        model = rope_ext.patch(tiny_model(name), "yarn", factor=4)
+        with pytest.raises(rope_ext.ExportError, match=reason):
+            rope_ext.export(model, "mlx")

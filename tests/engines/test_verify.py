@@ -252,8 +252,56 @@ def test_an_endpoint_is_asked(folder: str, tmp_path: Path, small: Miniature) -> 
 def test_what_a_server_says_instead_is_shown(folder: str, raw: str) -> None:
     with serving(None, raw=raw) as url:
         result = run(folder, "--method", "yarn", "--url", url)
-    assert result.exit_code == 2 and "returned no log-probabilities" in result.stderr
+    assert result.exit_code == 2 and "does not answer as an engine" in result.stderr
     assert "Not here" in result.stderr or raw == "[1]"
+
+
+def returned(**changed: Any) -> str:
+    return json.dumps({"choices": [{"logprobs": changed}]})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "[" * 100_000,
+        returned(top_logprobs=[{"token_id:128": -1.0}]),
+        returned(top_logprobs=[{"token_id:" + "9" * 5000: -1.0}]),
+        returned(top_logprobs=[{"t5": "-1.0"}]),
+        returned(top_logprobs=[{"t5": None}]),
+        returned(top_logprobs=[{"t5": 1.5}]),
+        returned(top_logprobs=[{"t5": math.nan}]),
+        returned(top_logprobs=[{"t5": -(10**400)}]),
+        returned(top_logprobs=[{"\ud800": -1.0}]),
+        returned(top_logprobs=["t5"]),
+        returned(content=[{"top_logprobs": [{"id": -5, "logprob": -1.0}]}]),
+        returned(content=[{"top_logprobs": [{"id": 2**70, "logprob": -1.0}]}]),
+        returned(content=[{"top_logprobs": [{"id": {}, "logprob": -1.0}]}]),
+        returned(content=[{"top_logprobs": [{"token": ["t5"], "logprob": -1.0}]}]),
+        returned(content=5),
+        json.dumps({"model": {}, **json.loads(returned(top_logprobs=[{"t5": -1.0}]))}),
+        json.dumps(
+            {
+                "usage": {"prompt_tokens": 9999},
+                **json.loads(returned(top_logprobs=[{"t5": -1.0}])),
+            }
+        ),
+    ],
+)
+@pytest.mark.every
+def test_no_answer_that_cannot_be_read_is_a_verdict(raw: str) -> None:
+    """Exit code 1 says that an engine does not apply the patch."""
+    with (
+        serving(None, raw=raw) as url,
+        pytest.raises(rope_ext.ExportError, match="does not answer as an engine"),
+    ):
+        verifying.completed(url, [5, 6], 128)
+
+
+@pytest.mark.parametrize("send", [openai_server.endless, openai_server.slow])
+def test_an_answer_without_an_end_is_no_verdict(send: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "_SECONDS", 1.0)
+    with openai_server.sending(send) as url, pytest.raises(rope_ext.ExportError):
+        verifying.completed(url, [5, 6], 128)
 
 
 def test_only_a_prompt_beyond_the_trained_length_is_enough(folder: str, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ that recipe cannot know.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -316,6 +318,36 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise NotBuildable(f"{model_type}: {reason}") from error
     return model.float().eval()
+
+
+def tiny_of(cls: type[PreTrainedModel], **overrides: Any) -> PreTrainedModel:
+    """A class outside of both mappings with random weights, float32, in eval mode."""
+    try:
+        config = _tiny(cls.config_class, overrides)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = cls._from_config(config)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise NotBuildable(f"{cls.__name__}: {reason}") from error
+    return model.float().eval()
+
+
+def other_classes(module: str) -> list[type[PreTrainedModel]]:
+    """The public model classes of a module of `rotating_modules`, less those of both mappings."""
+    mapped = {class_name(name) for name in (*model_types(), *image_text_types())}
+    found = importlib.import_module(f"transformers.models.{module}")
+    made = (getattr(found, name) for name in found.__all__ if name not in mapped)
+    models = [one for one in made if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+    return [one for one in models if not one.__name__.endswith("PreTrainedModel")]
+
+
+def rotating_modules() -> list[str]:
+    """Modules of transformers' models with rotary frequencies, such as `llama.modeling_llama`."""
+    root = Path(transformers.models.__path__[0])
+    files = sorted(root.glob("*/modeling_*.py"))
+    having = (path for path in files if "inv_freq" in path.read_text(encoding="utf-8"))
+    return [f"{path.parent.name}.{path.stem}" for path in having]
 
 
 def _from_config(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:

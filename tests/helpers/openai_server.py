@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import torch
@@ -104,3 +107,65 @@ def serving(fake: Fake) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+Sent = Callable[[Callable[[bytes], None]], None]
+"""Writes a whole HTTP response by a function that sends bytes."""
+
+
+@contextmanager
+def sending(send: Sent, heard: list[bytes] | None = None) -> Iterator[str]:
+    """Serve whatever ``send`` sends after each request, which goes into ``heard``."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            request = self.connection.recv(65536)
+            if heard is not None:
+                heard.append(request)
+            with suppress(OSError):  # the client hangs up
+                send(self.connection.sendall)
+
+    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+START = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+def endless(send: Callable[[bytes], None]) -> None:
+    send(START + b"\r\n")
+    while True:
+        send(b" " * 2**20)
+
+
+def slow(send: Callable[[bytes], None]) -> None:
+    send(START + b"\r\n")
+    while True:
+        send(b" ")
+        time.sleep(0.1)
+
+
+def slow_headers(send: Callable[[bytes], None]) -> None:
+    send(START)
+    while True:
+        send(b"A")
+        time.sleep(0.1)
+
+
+def compressed(send: Callable[[bytes], None]) -> None:
+    body = gzip.compress(b" " * 2**20)
+    send(START + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+def cut_off(send: Callable[[bytes], None]) -> None:
+    send(START + b"Content-Length: 100\r\n\r\n{")
+
+
+def no_http(send: Callable[[bytes], None]) -> None:
+    send(b"\x1b[31mhello\r\n\r\n")

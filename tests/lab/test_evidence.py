@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import re
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 import rope_ext
 from lab.evidence import pages
 from lab.evidence.measure import BUCKET, Measurement
-from lab.evidence.questions import Prompt, Questions
+from lab.evidence.questions import Questions
+from rope_eval.cases import Case
 from rope_eval.reports.intervals import MIN_DOCUMENTS
 from rope_eval.reports.recommendation import Recommendation, Scores
 from rope_ext.methods import method_class
@@ -34,8 +42,14 @@ def model() -> PreTrainedModel:
 def questions() -> Questions:
     rng = np.random.default_rng(0)
     documents = {name: rng.integers(5, 200, 2 * TRAINED).tolist() for name in "ab"}
-    prompts = [Prompt(rng.integers(5, 200, 60).tolist(), 3, 0.5)]
-    return Questions(documents, {("passkey", TRAINED * 2): prompts})
+    ids = array("i", rng.integers(5, 200, 60).tolist())
+    prompts = {
+        ("passkey", TRAINED * 2, part): [
+            Case("passkey", TRAINED * 2, part, "write", 3, ids, answers=("7",), depth=0.5)
+        ]
+        for part in range(2)
+    }
+    return Questions(documents, prompts)
 
 
 def lines(path: Path) -> list[dict]:
@@ -43,7 +57,16 @@ def lines(path: Path) -> list[dict]:
 
 
 def measured(model: PreTrainedModel, questions: Questions, output: Path, seconds: float) -> bool:
-    return Measurement("tiny", model, questions, TRAINED, output, time.monotonic() + seconds).run()
+    measurement = Measurement(
+        name="tiny",
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "tiny-512"),
+        questions=questions,
+        trained=TRAINED,
+        output=output,
+        until=time.monotonic() + seconds,
+    )
+    return measurement.run()
 
 
 def test_every_cell_is_measured_once_and_resumed(
@@ -57,10 +80,14 @@ def test_every_cell_is_measured_once_and_resumed(
     assert lines(output) == []
     assert measured(model, questions, output, seconds=1e9)
     found = lines(output)
-    keys = [(x["method"], str(x["options"]), x["task"], x["length"], x["document"]) for x in found]
+    fields = ("method", "options", "task", "length", "document", "part")
+    keys = [tuple(str(line[name]) for name in fields) for line in found]
     assert len(set(keys)) == len(keys)
     assert not any("refused" in line for line in found)
-    assert [x["method"] for x in found[:3]] == ["unpatched", "unpatched", "yarn"]
+    # The prompts of the front page come first, one part of every method before the next part.
+    rounds = [(x["method"], x["part"]) for x in found if x["task"] == "passkey"]
+    assert rounds[:3] == [("unpatched", 0), ("yarn", 0), ("dynamic_yarn", 0)]
+    assert rounds[0] != rounds[5] == ("unpatched", 1)
     dynamic = {x["length"] for x in found if x["method"] == "dynamic_yarn" and x["document"]}
     assert dynamic == {TRAINED // 4, 1280, 1536, 2048}
     assert {"passkey"} == {x["task"] for x in found if x["document"] is None}
@@ -72,8 +99,9 @@ def test_every_cell_is_measured_once_and_resumed(
         x["losses"] if x["document"] else x["right"] for x in found
     ]
     # Other prompts are asked; losses on the same documents stay.
-    ids = questions.prompts["passkey", 2 * TRAINED][0].ids
-    ids[0] += 1
+    [case] = questions.prompts["passkey", 2 * TRAINED, 0]
+    case.ids[0] += 1
+    vars(case).pop("prompt")  # the digest of its tokens
     assert measured(model, questions, output, seconds=1e9)
     assert {x["task"] for x in lines(output)[len(found) :]} == {"passkey"}
 
@@ -107,9 +135,11 @@ def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
     assert data[0] == pages.summary(shipped)
     unpatched, self_extend = (data[0]["methods"][name] for name in ("unpatched", "self_extend"))
     claims = re.sub(r"\s+", " ", readme)
-    assert f"its perplexity is {unpatched['perplexity']:,.0f} and it finds none" in claims
-    assert f"its perplexity is {self_extend['perplexity']:g}, it finds all 20" in claims
-    assert unpatched["passkey"] == [0, 20] and self_extend["passkey"] == [20, 20]
+    assert f"its perplexity is {unpatched['perplexity']:,.0f}. After this line" in claims
+    assert f"its perplexity is {self_extend['perplexity']:g}, and short prompts" in claims
+    front = ("unpatched", "yarn", "dynamic_yarn", "self_extend", "rerope")
+    # Only a passkey that was decoded may be on the front page.
+    assert ("passkeys" in pages.short(shipped)) == shipped.decoded(front, "passkey", 2)
 
 
 def test_intervals_are_paired_over_documents() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext
-from rope_eval.cases import Case, read_outcomes
+from rope_eval.cases import Case, Questions, read_outcomes
 from rope_eval.data.prompts import Frame
 from rope_eval.evaluate import evaluate
 from rope_eval.forward import score
@@ -25,7 +26,7 @@ from rope_eval.settings import Settings
 from rope_eval.tasks import ruler as suite
 from rope_eval.tasks.haystack import Needles
 from rope_eval.tasks.longppl import LongPPL
-from rope_eval.tasks.passkey import Passkey
+from rope_eval.tasks.passkey import Passkey, PasskeyPrompts
 from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
@@ -272,18 +273,34 @@ def test_longppl_from_the_command_line(tmp_path: Path) -> None:
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("none", "yarn", "dynamic_yarn", "llama3")]
 
 
+@dataclasses.dataclass(frozen=True)
+class Forced(Passkey):
+    """The same prompts with their answers, scored by one forward each."""
+
+    def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
+        found = super().questions(frame, lengths, seed)
+        prompts = PasskeyPrompts(frame.tokenizer, frame)
+        cases = [
+            dataclasses.replace(
+                prompts.forward_case(case.length, case.depth or 0.0, case.seed), bin=case.bin
+            )
+            for case in found.cases
+        ]
+        return Questions(cases, found.definition)
+
+
 @pytest.mark.parametrize("method", ["dynamic_ntk", *SLOW])
 def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path: Path) -> None:
     results = []
-    for generate in (False, True):
+    for task in (Forced, Passkey):
         settings = Settings(
             models=(str(SHIPPED),),
             methods=(method,),
             lengths=(200, 1000),
             factor=8,
-            output=tmp_path / str(generate),
+            output=tmp_path / task.__name__,
         )
-        plan = prepare(settings, [Passkey(trials=2, depths=2, generate=generate)])
+        plan = prepare(settings, [task(trials=2, depths=2)])
         plan = dataclasses.replace(plan, systems=plan.systems[-1:])
         results.append(run.run(plan))
     forced, generated = results

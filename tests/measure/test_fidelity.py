@@ -87,40 +87,40 @@ def test_the_published_passkey_prompt_is_its_five_lines() -> None:
             "memorize them. I will quiz you about the important information there."
         )
         assert needle == f"The pass key is {case.key}. Remember it. {case.key} is the pass key."
-        assert question == f"What is the pass key? The pass key is {case.key}"
+        assert question.rstrip() == "What is the pass key? The pass key is"
         total = len(before) + len(after)
         assert before == garbage[: len(before)] and after == garbage[: len(after)]
-        assert len(before) == round(case.depth * total) and len(case.ids) == case.length
+        assert len(before) == round(case.depth * total) and case.tokens == case.length
 
 
-def test_the_space_before_a_key_is_given_and_written_only_in_a_published_text() -> None:
+def test_the_space_before_a_key_belongs_to_the_lead_in() -> None:
     tokenizer = spacing()  # where it is a token of its own
     for published in (True, False):
         prompts = PasskeyPrompts(tokenizer, published=published)
         case = prompts.case(300, 0.5, seed=0)
-        assert case.count == len(case.key) and case.lead == 1
-        assert tokenizer.convert_ids_to_tokens(case.ids[-case.count - 1]) == "▁"
-        given = tokenizer.decode(list(case.ids[: -case.count]), skip_special_tokens=True)
+        assert case.count == (10 if published else len(case.key))
+        assert tokenizer.convert_ids_to_tokens(case.ids[-1]) == "▁"
+        given = tokenizer.decode(list(case.ids), skip_special_tokens=True)
         assert given.rstrip().endswith("What is the pass key? The pass key is")
-        written = prompts.case(300, 0.5, seed=0, generate=True)
-        assert written.ids == case.ids[: -case.count - published]
+        scored = prompts.forward_case(300, 0.5, seed=0)
+        assert scored.ids[: -scored.count] == case.ids and scored.count == len(case.key)
 
 
 def test_a_key_may_be_a_word() -> None:
     made = cases(Passkey(9, 1, needle="word"), CHARACTERS, 400)
-    assert all(case.key.isalpha() and text_of(case).count(case.key) >= 3 for case in made)
+    assert all(case.key.isalpha() and text_of(case).count(case.key) >= 2 for case in made)
     assert len({case.key for case in made}) > 3
-    [written] = cases(Passkey(1, 1, needle="word", generate=True), CHARACTERS, 400)
-    assert share_found(written, f": {written.key}. It is") == 1 and share_found(written, "7") == 0
+    assert share_found(made[0], f": {made[0].key}. It is") == 1 and share_found(made[0], "7") == 0
+    assert share_found(made[0], f": {made[0].key}x") == 0
     for wrong in ({"needle": "word", "digits": 3}, {"needle": "letter"}):
         with pytest.raises(OptionError, match=r"needle=.* is not valid"):
             Passkey(**wrong)
 
 
 def test_a_decoded_published_key_is_the_first_number() -> None:
-    [case] = cases(Passkey(1, 1, prompt="published", generate=True), CHARACTERS, 400)
+    [case] = cases(Passkey(1, 1, prompt="published"), CHARACTERS, 400)
     assert case.mode == "write" and case.count == 10
-    assert text_of(case).endswith("\nWhat is the pass key? The pass key is")
+    assert text_of(case).endswith("\nWhat is the pass key? The pass key is ")
     key = case.key
     for written, value in ((f" {key}. Rem", 1), (f": 0{key}\n9", 1), (f" {key}1", 0), (" no", 0)):
         assert share_found(case, written) == value

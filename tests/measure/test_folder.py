@@ -144,3 +144,101 @@ def test_a_run_that_ended_after_the_plan_was_made_is_not_mixed_in(settings: Sett
     evaluate(settings, TASKS)
     with pytest.raises(MeasureError, match="holds results already"):
         run.run(plan)
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A file of the user outside of the results folder."""
+    path = tmp_path / "private.txt"
+    path.write_text("keep me")
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{HIDDEN}/table.md.draft", f"{HIDDEN}/files.json.draft", f"{HIDDEN}/files.json",
+     f"{HIDDEN}/run.lock", "table.md"],
+)  # fmt: skip
+def test_links_in_a_folder_from_elsewhere_are_not_followed(
+    name: str, tmp_path: Path, private: Path
+) -> None:
+    folder = Folder(tmp_path / "out")
+    link = folder.path / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(private)
+    with pytest.raises(MeasureError, match=r"link|wrote"), folder.lock():
+        folder.check(["table.md"])
+        folder.write({"table.md": b"results"})
+    assert private.read_text() == "keep me" and link.is_symlink()
+
+
+def test_a_draft_that_is_a_link_is_not_written_through(tmp_path: Path, private: Path) -> None:
+    draft = tmp_path / HIDDEN / "table.md.draft"
+    draft.parent.mkdir()
+    draft.symlink_to(private)
+    replace_file(tmp_path / "table.md", b"results")
+    assert private.read_text() == "keep me"
+    assert (tmp_path / "table.md").read_bytes() == b"results"
+
+
+def test_a_hidden_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    theirs = Folder(tmp_path / "theirs")
+    theirs.write({"table.md": b"results"})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / HIDDEN).symlink_to(theirs.path / HIDDEN)
+    (tmp_path / "out" / "table.md").write_bytes(b"results")
+    before = (theirs.path / HIDDEN / "files.json").read_bytes()
+    for change in (lambda one: one.clear(), lambda one: one.write({"table.md": b"new"})):
+        with pytest.raises(MeasureError, match="link"):
+            change(Folder(tmp_path / "out"))
+    assert (tmp_path / "out" / "table.md").read_bytes() == b"results"
+    assert (theirs.path / HIDDEN / "files.json").read_bytes() == before
+
+
+def test_a_log_that_is_a_link_is_neither_read_nor_written(settings: Settings) -> None:
+    other = changed(settings, output=settings.output.with_name("other"))
+    evaluate(other, TASKS)
+    log = other.output / "cases.jsonl"
+    before = log.read_bytes()
+    settings.output.mkdir()
+    (settings.output / "cases.jsonl").symlink_to(log)
+    for how in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(MeasureError, match=r"cases\.jsonl is not what this program wrote"):
+            evaluate(changed(settings, **how), TASKS)
+    assert log.read_bytes() == before
+
+
+LISTS = {
+    "names": '{"files": ["thesis.docx"]}',
+    "hashes": '{"files": {"thesis.docx": ["0000"], "../private.txt": ["0000"]}}',
+    "no hashes": '{"files": {"thesis.docx": null}}',
+    "deep": '{"files": ' + "[" * 100_000,
+    "text": '{"files": "thesis.docx"}',
+    "a number": "7",
+}
+
+
+@pytest.mark.parametrize("text", LISTS.values(), ids=LISTS)
+@pytest.mark.every
+def test_a_list_from_elsewhere_deletes_nothing_of_the_user(
+    text: str, tmp_path: Path, private: Path
+) -> None:
+    folder = Folder(tmp_path / "out")
+    (folder.path / HIDDEN).mkdir(parents=True)
+    (folder.path / HIDDEN / "files.json").write_text(text)
+    (folder.path / "thesis.docx").write_text("keep me, too")
+    with pytest.raises(MeasureError, match="thesis"):
+        folder.check(["thesis.docx"])
+    folder.clear()
+    assert (folder.path / "thesis.docx").read_text() == "keep me, too"
+    assert private.read_text() == "keep me"
+
+
+def test_a_file_that_the_user_edited_stays(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write({"table.md": b"results", "cells.csv": b"numbers"})
+    (tmp_path / "table.md").write_bytes(b"results, with notes")
+    with pytest.raises(MeasureError, match=r"table\.md is not what this program wrote"):
+        folder.write({"table.md": b"new results"})
+    folder.clear()
+    assert {path.name for path in tmp_path.iterdir()} == {HIDDEN, "table.md"}

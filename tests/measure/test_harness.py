@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pickle
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,7 @@ def task(tmp_path: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     prompts = PasskeyPrompts(tokenizer)
     case = prompts.case(1500, 0.05, seed=0)
-    text = tokenizer.decode(case.ids[: -case.count], skip_special_tokens=True)
+    text = tokenizer.decode(case.ids, skip_special_tokens=True)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": text, "key": case.key}) + "\n")
     (tmp_path / "early_passkey.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl"))
     return tmp_path
@@ -173,3 +175,32 @@ def test_the_harness_loads_what_a_patch_has_saved(lm: Any, tmp_path: Path) -> No
     adapted = lm(str(folder), peft=str(adapter))
     assert adapted.max_length == 4 * TRAINED
     torch.testing.assert_close(adapted.model(ids).logits, tuned.eval()(ids).logits)
+
+
+class Hostile:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.file,))
+
+
+@pytest.mark.slow
+def test_answers_in_a_folder_from_elsewhere_execute_nothing(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
+    assert call(task, "--method", "none").exit_code == 0
+    files = list((task / "out" / ".rope-ext" / "harness").glob("*.db"))
+    assert files
+    for file in files:
+        with sqlite3.connect(file) as answers:
+            blob = pickle.dumps(Hostile(task / "executed"))
+            changed = answers.execute("UPDATE unnamed SET value = ?", (sqlite3.Binary(blob),))
+            assert changed.rowcount > 0
+    done = call(task, "--method", "none", "--resume")
+    assert not (task / "executed").exists()
+    assert done.exit_code == 2 and "give --overwrite" in " ".join(done.stderr.split())

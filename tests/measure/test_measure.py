@@ -196,8 +196,10 @@ def test_passkey_prompts_have_the_length_asked_for_but_for_a_sentence(tokenizer:
     prompts = PasskeyPrompts(tokenizer)
     least = prompts.minimum_length()
     for length in (*range(least, least + 60), 400, 1001):
-        case = prompts.case(length, 0.5, seed=length)
+        case = prompts.forward_case(length, 0.5, seed=length)
         assert length - 12 < len(case.ids) == case.tokens <= length
+        decoded = prompts.case(length, 0.5, seed=length)
+        assert decoded.ids == case.ids[: -case.count] and decoded.count == case.count
         text = tokenizer.decode(case.ids)
         assert text.count(case.key) == 3 and text.endswith(f"The pass key is {case.key}")
         assert tokenizer.decode(case.ids[-case.count :]) == case.key
@@ -219,7 +221,7 @@ def test_the_answer_is_what_is_scored_even_where_it_merges_with_the_question() -
     odd = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
     lead = odd(QUESTION, add_special_tokens=False)["input_ids"]
     assert odd(QUESTION + " 7", add_special_tokens=False)["input_ids"][: len(lead)] != lead
-    case = PasskeyPrompts(odd).case(300, 0.5, seed=0)
+    case = PasskeyPrompts(odd).forward_case(300, 0.5, seed=0)
     assert 290 < len(case.ids) <= 300
     assert odd.decode(case.ids[-case.count :]).strip() == case.key
     assert odd.decode(case.ids).endswith(f"{QUESTION} {case.key}")
@@ -231,7 +233,7 @@ def test_passkey_grid_depths_and_seeds(tokenizer: Any) -> None:
     assert len(cases) == 2 * 4 * 2 == len({case.key for case in cases})
     for case in cases:
         assert case.bin / 4 <= case.depth < (case.bin + 1) / 4
-        assert len(case.key) == 10 and case.length - 12 < len(case.ids) <= case.length
+        assert len(case.key) == 10 and case.length - 12 < case.tokens <= case.length
     assert cases == task.questions(frame, [200, 300], seed=0).cases
     assert cases != task.questions(frame, [200, 300], seed=1).cases
 
@@ -246,11 +248,22 @@ def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) ->
     chat = AutoTokenizer.from_pretrained(checkpoint)
     chat.chat_template = TEMPLATE
     assert Frame.from_tokenizer(chat, "no").around is Frame.from_tokenizer(tokenizer).around is None
-    case = PasskeyPrompts(chat, Frame.from_tokenizer(chat)).case(300, 0.5, seed=0)
+    prompts = PasskeyPrompts(chat, Frame.from_tokenizer(chat))
+    case = prompts.case(300, 0.5, seed=0)
     text = chat.decode(case.ids)
-    assert 288 < len(case.ids) <= 300 and case.ids.tolist().count(chat.bos_token_id) == 1
+    assert 288 < case.tokens <= 300 and case.ids.tolist().count(chat.bos_token_id) == 1
     assert re.match(r"<s>\s?\[user\] There is an important info", text)
-    assert text.endswith(f"What is the pass key?\n[assistant] The pass key is {case.key}")
+    # Nothing of the answer is given, so it may be a sentence, and one forward cannot score it.
+    assert text.endswith("What is the pass key? Answer with the number only.\n[assistant] ")
+    for written, value in (
+        (f"The pass key is {case.key}.", 1),
+        (f"{case.key}7", 0),
+        (f"It is {int(case.key) + 1}", 0),
+        ("The pass key is a magical item", 0),
+    ):
+        assert share_found(case, written) == value
+    with pytest.raises(OptionError, match="chat model"):
+        prompts.forward_case(300, 0.5, seed=0)
     with pytest.raises(OptionError, match="no chat template; give --chat no"):
         Frame.from_tokenizer(tokenizer, "yes")
     chat.chat_template = "nothing of yours"
@@ -264,7 +277,7 @@ def test_writing_is_what_greedy_decoding_does(
 ) -> None:
     """On random weights, where every token is a surprise; the prompts differ in length."""
     prompts = PasskeyPrompts(tokenizer)
-    rows = [prompts.case(n, 0.5, seed=n).ids[:-5] for n in (130, 200, 171)]
+    rows = [prompts.case(n, 0.5, seed=n).ids for n in (130, 200, 171)]
     with rope_ext.patched(tiny, method, factor=4) if method else nullcontext():
         texts = write(tiny, rows, 6, pad=1, eos=1)
         for ids, text in zip(rows, texts, strict=True):

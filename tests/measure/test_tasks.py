@@ -46,12 +46,12 @@ def parsed(*words: str, tasks: list[str]) -> list[Task]:
 
 
 def test_fields_are_flags_and_tasks_share_those_of_one_name() -> None:
-    words = ["--trials", "3", "--generate", "--text", "a", "--text", "b", "--stride", "1k"]
+    words = ["--trials", "3", "--text", "a", "--text", "b", "--stride", "1k"]
     tasks = ["passkey", "ruler", "longppl", "perplexity"]
     one, longppl, keys, suite = parsed(*words, tasks=tasks)
     assert one == Perplexity(text=["a", "b"], stride=1024, protocol="sliding")
     assert (longppl.text, longppl.stride, longppl.windows) == (["a", "b"], 1024, 16)
-    assert keys == Passkey(trials=3, generate=True)
+    assert keys == Passkey(trials=3)
     assert (suite.trials, suite.ruler_tasks) == (3, "all")
     assert [task.trials for task in parsed(tasks=["passkey", "ruler"])] == [10, 20]
 

@@ -141,5 +141,5 @@ def test_a_layer_run_by_itself_is_refused(ids) -> None:
     model = patch(tiny_llama())
     x = torch.zeros(1, 4, 64)
     turn = torch.ones(1, 4, 16), torch.zeros(1, 4, 16)
-    with pytest.raises(rope_ext.UnsupportedModelError, match="run the whole model"):
+    with pytest.raises(rope_ext.UnsupportedModelError, match="call the whole model"):
         model.model.layers[0](x, position_embeddings=turn)

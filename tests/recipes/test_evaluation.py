@@ -40,7 +40,8 @@ def test_what_is_held_out_is_not_trained_on(
     words = arguments(checkpoint, texts, tmp_path, streaming=streaming, **EVALUATED)
     recipe, args = settings.parse(words)
     plan = finetune.check(recipe, args)
-    rows, held = finetune.read(recipe, args, plan)
+    read = finetune.read(recipe, args, plan)
+    rows, held = read.rows, read.held_out
     whole = [row["text"] for row in data.documents(str(texts))]
     tokens = data.Tokenize(plan.tokenizer)({"text": whole})["input_ids"]
     # Three rows of a hundred are in the first document of some 350.
@@ -72,7 +73,7 @@ def test_a_run_that_is_evaluated(checkpoint: Path, texts: Path, tmp_path: Path) 
     recipe, args = settings.parse(arguments(checkpoint, texts, run, **evaluated))
     args.resume_from_checkpoint, args.output_dir = None, str(tmp_path / "none")
     plan = finetune.check(recipe, args)
-    _, held = finetune.read(recipe, args, plan)
+    held = finetune.read(recipe, args, plan).held_out
     model = rope_ext.from_pretrained(run)
     losses = [float(score(model, [row["input_ids"].tolist()], 99)[0].mean()) for row in held]
     # float32 sums in another order

@@ -45,6 +45,7 @@ def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 PLAIN: dict[str, dict[str, object]] = {
     "accumulating": {"gradient_accumulation_steps": 2},
+    "weighted": {"length": 256, "pose_chunks": 2, "retrieval_share": 0.5},
     "pose": {"length": 64, "pose_chunks": 2, "train_embeddings_and_norms": True},
     "rerope": {"method": "rerope", "train_embeddings_and_norms": True},
 }

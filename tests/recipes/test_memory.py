@@ -11,7 +11,9 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from recipes import memory
+from recipes import memory, settings, shapes
+from recipes.shapes import SHAPES, config_of
+from rope_ext.errors import Mistakes
 from tests.helpers.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +85,7 @@ def test_all_layers_follow_from_three(layers: int, checkpointing: bool, restored
 )
 def test_published_shapes_have_the_published_number_of_parameters(name: str, number: int) -> None:
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(copy.deepcopy(memory.SHAPES[name]))
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[name]))
     assert sum(parameter.numel() for parameter in made.parameters()) == number
 
 
@@ -91,7 +93,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, num
 def test_the_counted_model_is_the_one_that_is_trained() -> None:
     """Llama-3-8B with LoRA of rank 8 on attention, its embedding and its 65 norms trained."""
     recipe, args = memory.read(str(ROOT / "recipes" / "llama3_8b_yarn_lora.yaml"))
-    found = memory.need(recipe, args, memory.config_of(recipe.model))
+    found = memory.need(recipe, args, config_of(recipe.model))
     copied = 128256 * 4096 + 65 * 4096
     assert found.trained == copied + 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
     assert found.parameters == 8_030_261_248 + found.trained
@@ -119,7 +121,7 @@ def test_the_counted_model_is_the_one_that_is_trained() -> None:
 def test_four_bits() -> None:
     """QLoRA, section 3: half a byte, a byte for 64 of them, four for 256 of those."""
     recipe, args = memory.read(str(ROOT / "recipes" / "llama3_8b_pose_24gb.yaml"))
-    found = memory.need(recipe, args, memory.config_of(recipe.model))
+    found = memory.need(recipe, args, config_of(recipe.model))
     linear = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
     constants = linear * (1 / 64 + 4 / (64 * 256))
     others = 2 * (8_030_261_248 - linear) + 4 * found.trained
@@ -150,3 +152,17 @@ def test_the_mask_of_documents_is_counted(
         found = memory.need(*memory.read(*given, "--document_masking", str(masked)), config)
         expected = 2 * 256**2 * (1 + 4 * copies) if masked and copies else 0
         assert found.alone.activations - 1000 == expected
+
+
+def test_a_target_length_needs_no_configuration_from_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(shapes, "load_config", asked)
+    recipe, _ = settings.read_settings(
+        ["--model", "meta-llama/Meta-Llama-3-8B", "--target_length", "65536", "--use_cpu", "true"],
+        Mistakes(),
+    )
+    assert recipe.factor == 8

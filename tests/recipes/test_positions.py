@@ -223,6 +223,6 @@ def test_the_rows_of_released_pose_are_documents(checkpoint: Path, texts: Path) 
         for streaming in (False, True):
             source = data.documents(str(texts), streaming=streaming)
             pack = data.packer("document", tokenizer, length, False, 5 * length)
-            rows = data.rows(source, tokenizer, pack, minimum=length)
+            rows, _ = data.rows(source, tokenizer, pack, minimum=length)
             found = [list(row["input_ids"]) for row in itertools.islice(rows, len(ids))]
             assert sorted(found) == sorted(row[: 5 * length] for row in ids)

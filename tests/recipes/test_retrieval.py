@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+import rope_ext
 from recipes import data, finetune, positions
 from recipes.retrieval import NAMES, WORDINGS, RetrievalRows
 from rope_eval.data.prompts import encode
-from tests.helpers.recipe_runs import arguments
+from tests.helpers.recipe_runs import arguments, history
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 600
@@ -103,3 +104,46 @@ def test_a_run_trains_on_them(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     for row in batches[0]["input_ids"]:
         assert sum(tokenizer.decode(row).count(name) for name in NAMES) >= 2
+
+
+@pytest.mark.parametrize("positions", ["pose", "documents"])
+def test_the_loss_of_a_step_is_the_mean_by_weights(
+    positions: str,
+    checkpoint: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over all accumulated rows, whose weights differ; the expected loss is from whole logits."""
+    batches = []
+
+    class Watched(data.Collator):
+        def __call__(self, rows: object) -> dict:
+            batches.append(super().__call__(rows))
+            return batches[-1]
+
+    monkeypatch.setattr(data, "Collator", Watched)
+    run = tmp_path / "run"
+    more: dict[str, object] = {"length": 256, "max_steps": 1, "per_device_train_batch_size": 1}
+    more |= {"gradient_accumulation_steps": 6, "learning_rate": 0.0}
+    if positions == "pose":
+        more["retrieval_share"] = 0.5
+    else:
+        more |= {"pose_chunks": 0, "document_masking": True}
+    finetune.main(arguments(checkpoint, texts, run, **more))
+
+    model = rope_ext.from_pretrained(run).eval()
+    total, divisor, sums = 0.0, 0.0, set()
+    for batch in batches[:6]:
+        inputs = {name: batch[name] for name in batch if name not in ("labels", "loss_weights")}
+        with torch.no_grad():
+            logits = model(**inputs, use_cache=False).logits[0, :-1]
+        labels = batch["labels"][0, 1:]
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        weights = batch.get("loss_weights", torch.ones(1, 256))[0, 1:] * (labels != data.IGNORED)
+        total += float(losses @ weights)
+        divisor += float(weights.sum())
+        sums.add(float(weights.sum()))
+    assert len(sums) > 1  # rows weigh more or less
+    [(_, loss, _)] = history(run / "checkpoint-1")
+    assert loss == pytest.approx(total / divisor, rel=1e-5)

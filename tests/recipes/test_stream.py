@@ -131,7 +131,7 @@ def test_a_mixture_has_rows_of_several_kinds(checkpoint: Path, texts: Path, tmp_
         document_masking=True,
     )
     recipe, args = settings.parse(words)
-    rows, _ = finetune.read(recipe, args, finetune.check(recipe, args))
+    rows = finetune.read(recipe, args, finetune.check(recipe, args)).rows
     batch = data.Collator()(list(islice(rows, 40)))
     assert (batch["labels"][:, 0] == data.IGNORED).all()
     starts = (batch["position_ids"] == 0).sum(1)

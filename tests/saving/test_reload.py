@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -150,6 +153,73 @@ def trained(model: Any) -> Any:
             if "rope_ext" in name:
                 value += torch.linspace(0, 1, value.numel()).view_as(value)
     return model
+
+
+def spoiled(tensors: dict[str, torch.Tensor], key: str, how: str) -> None:
+    if how == "NaN":
+        tensors[key][0] = math.nan
+    elif how == "int64":
+        tensors[key] = tensors[key].long()
+    else:
+        tensors[f"other.{key}"] = tensors[key] + 1
+
+
+@pytest.mark.parametrize("how", ["NaN", "int64", "both hold"])
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+def test_learned_parameters_that_no_training_wrote_are_refused(
+    tmp_path: Path, base: Path, kind: str, how: str
+) -> None:
+    """Not a number, whole numbers, or two tensors for one."""
+    model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5")
+    if kind == "adapter":
+        adapted = lora(model, modules_to_save=["rope_ext_bias"])
+        save(adapted, tmp_path / "model")
+        file = tmp_path / "model" / "adapter_model.safetensors"
+    else:
+        model.save_pretrained(tmp_path / "model")
+        file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    spoiled(tensors, next(key for key in tensors if "rope_ext_bias" in key), how)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(rope_ext.RopeExtError, match=how):
+        rope_ext.from_pretrained(tmp_path / "model")
+    if kind == "adapter":
+        patched_base = rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5")
+        with pytest.raises(rope_ext.AdapterError, match=how):
+            rope_ext.load_adapter(patched_base, tmp_path / "model")
+
+
+@pytest.mark.parametrize("parts", [("method",), ("method", "resolved")])
+def test_a_sidecar_with_another_factor_says_what_disagrees(tmp_path, base: Path, parts) -> None:
+    model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "yarn", factor=4)
+    save(lora(model), tmp_path)
+    path = tmp_path / "rope_ext.json"
+    sidecar = json.loads(path.read_text())
+    for part in parts:
+        sidecar[part]["factor"] = 8.0
+    path.write_text(json.dumps(sidecar))
+    with pytest.raises(rope_ext.RopeExtError) as raised:
+        rope_ext.load_adapter(rope_ext.patch(tiny_llama(), "yarn", factor=8), tmp_path)
+    assert ("256 tokens" if len(parts) > 1 else "factor=4") in str(raised.value)
+
+
+def test_saving_and_reading_a_patch_prints_no_message_of_transformers(tmp_path, capfd) -> None:
+    """About the type that a patch writes so that plain transformers refuses the folder."""
+    logger = logging.getLogger("transformers")
+    logger.setLevel(logging.WARNING)
+    rope_ext.patch(tiny_llama(), "self_extend", factor=4).save_pretrained(tmp_path)
+    rope_ext.describe(tmp_path)
+    rope_ext.from_pretrained(tmp_path)
+    assert "validation function" not in capfd.readouterr().err
+
+
+def test_a_folder_named_like_a_file_is_a_folder(tmp_path: Path, ids) -> None:
+    model = rope_ext.patch(tiny_llama(), "rerope", factor=4)
+    model.save_pretrained(folder := tmp_path / "model.gguf")
+    assert torch.equal(logits(rope_ext.from_pretrained(folder), ids), logits(model, ids))
+    assert rope_ext.describe(folder).method == "rerope"
+    model = rope_ext.patch(rope_ext.unpatch(rope_ext.from_pretrained(folder)), "pi", factor=4)
+    assert "--model MODEL.gguf" in rope_ext.export(model, "llama.cpp").command
 
 
 @pytest.mark.parametrize("case", PATCHES)

@@ -6,16 +6,12 @@ known mistakes of engines; :func:`judge` decides between them.
 
 import copy
 import dataclasses
-import http.client
 import json
 import math
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,15 +26,18 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
 from rope_eval.engines import llama_server
+from rope_eval.server import Client, Completion, RequestError, shown_url
 from rope_ext.engines import export
-from rope_ext.engines.base import Refusal, Scaling, miniatures, refuse_unproven
+from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
 from rope_ext.engines.llama_cpp import following, write_model
 from rope_ext.errors import ExportError, RopeExtError, first_line, optional
+from rope_ext.import_path import isolated
 from rope_ext.methods import FrequencyMethod, Method, Rope
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch, note_target, patch, unpatch
+from rope_ext.quoting import shell_word
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder
 from rope_ext.saving.folder import read_saved
 
@@ -78,8 +77,6 @@ _EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32
 _EXACT += ("--parallel", "1", "--threads", "1")
 """Flags that make llama.cpp compute attention in float32; its default is half precision."""
 _NO_CHANCE = -1e30  # llama.cpp's log-probability for a probability of zero
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_SHOWN = 300  # characters to quote from a server's response
 _SECONDS = 120  # timeout for requests, and for shutting down a server
 
 Run = Callable[[Sequence[Sequence[int]]], torch.Tensor]
@@ -394,7 +391,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
             where = folder.absolute() if inside else folder
             options = {"plugin": True} if by_plugin else {}
             made = export(where if whole else miniature.model, engine, **options)
-            enter = f"cd {shlex.quote(str(folder))} && " if inside else ""
+            enter = f"cd {shell_word(str(folder))} && " if inside else ""
             commands[engine] = enter + made.command
         except ExportError as error:
             refusals.append(str(error))
@@ -436,6 +433,12 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
         except ValueError as error:
             raise ExportError(f"flags={flags!r} is not valid: {error}") from None
         return lambda prompts: llama_cpp(words, prompts, _VOCABULARY)
+    family = ENGINES["mlx"].get(text_config(miniature.model).model_type)
+    if engine == "mlx" and family is not None and not family.alone:
+        raise ExportError(
+            f"a miniature is a text model alone, and mlx-lm loads the whole {family.whole!r} only; "
+            f"rope-ext export writes its config.json"
+        )
     miniature.model.save_pretrained(folder)
     if engine == "transformers":
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -455,10 +458,10 @@ def endpoint(address: str, model: str | None = None) -> Run:
 @contextmanager
 def serving(words: Sequence[str]) -> Iterator[str]:
     """Run llama.cpp's server in a child process inside a ``with`` block; yields its address."""
-    optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
-    # Not as a file, whose folder would come first in sys.path.
+    package = optional("xllamacpp", "llama.cpp needs", "rope-ext[engines]", ExportError)
     script = Path(llama_server.__file__).read_text(encoding="utf-8")
-    command = [sys.executable, "-c", script, *words, *_EXACT]
+    found_in = Path(package.__file__).parents[1]  # may be on PYTHONPATH only
+    command = isolated(script, *words, *_EXACT, folder=str(found_in))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
@@ -489,7 +492,7 @@ def completed(
     """Return the ``top`` next-token log-probabilities after ``prompt`` from an OpenAI-style server.
 
     Float32, ``[vocabulary]``; NaN for tokens that the server did not return. Raises ExportError if
-    it cannot be reached, returns an error, or does not identify tokens.
+    it cannot be reached, returns an error, or its answer is not one to this prompt.
     """
     body = {
         "prompt": list(prompt),
@@ -499,35 +502,22 @@ def completed(
         "return_tokens_as_token_ids": True,  # vLLM; other servers return text
         "cache_prompt": True,  # llama.cpp; prompts share all but their last token
     } | ({} if model is None else {"model": model})
-    url, found = f"{address.rstrip('/')}/v1/completions", torch.full((vocabulary,), torch.nan)
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    client = Client(f"{address.rstrip('/')}/v1", _SECONDS)
     try:
-        with _DIRECT.open(request, timeout=_SECONDS) as answer:
-            text = answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        reason = error.read().decode(errors="replace")[:_SHOWN]
-        raise ExportError(f"{url} returned status {error.code}: {reason}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ExportError(f"{url} does not respond ({error}); is the server running?") from error
-    try:
-        given = json.loads(text)["choices"][0]["logprobs"]
-        if "content" in given:
-            entries = given["content"][0]["top_logprobs"]
-            pairs = [(entry.get("id", entry["token"]), entry["logprob"]) for entry in entries]
-        else:
-            pairs = list(given["top_logprobs"][0].items())
-    except (ValueError, KeyError, IndexError, TypeError):
+        answer = Completion.from_json(client.post("/completions", body))
+        if answer.read not in (None, len(prompt)):  # it would compute something else
+            raise RequestError(f"it read {answer.read} tokens of a prompt of {len(prompt)}")
+        values = answer.next_log_probs(vocabulary)
+    except RequestError as error:
         raise ExportError(
-            f"{address} returned no log-probabilities: {text[:_SHOWN]}; give --url the address of "
-            f"vLLM, SGLang or llama.cpp with the miniature, without a path"
-        ) from None
-    for token, value in pairs:
-        # An ID, or a token name of a miniature: t17, token_id:17.
-        digits = re.search(r"\d+$", str(token))  # special tokens may be returned as empty text
-        if digits is not None and value > _NO_CHANCE:
-            found[int(digits[0])] = value
+            f"{shown_url(client.url)} does not answer as an engine with the miniature ({error}); "
+            f"is the server running? Give --url the address of vLLM, SGLang or llama.cpp with the "
+            f"written miniature, without a path"
+        ) from error
+    found = torch.full((vocabulary,), torch.nan)
+    for token, value in values.items():
+        if value > _NO_CHANCE:
+            found[token] = value
     return found
 
 

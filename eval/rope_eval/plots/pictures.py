@@ -297,7 +297,7 @@ def draw(
     style.bare(axes)
     name = Path(model).name if isinstance(model, (str, Path)) else type(decoder).__name__
     by = f", factor {factors[0]:g}" if len(factors) == 1 else ""
-    axes.set_title(f"{name} at {length} tokens{by}: {title}", **style.TITLE)
+    axes.set_title(f"{style.literal(name)} at {length} tokens{by}: {title}", **style.TITLE)
     named = [each.get_legend_handles_labels() for each in (axes, *beside)]
     handles, labels = ([*itertools.chain(*parts)] for parts in zip(*named, strict=True))
     columns = max(1, min(4, _CHARACTERS // (8 + max(map(len, labels)))))

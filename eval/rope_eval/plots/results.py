@@ -66,7 +66,7 @@ def draw_lines(
         if index + across >= len(panels):  # the last panel of its column
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("context, tokens")
-        axes.set_title(title, **style.TITLE)
+        axes.set_title(style.literal(title), **style.TITLE)
         style.bare(axes)
         style.mark_trained(axes, trained.values(), lengths[-1])
     for axes in grid.flat[len(panels) :]:
@@ -114,12 +114,12 @@ def draw_depths(
     bar.outline.set_visible(False)
     figure.supxlabel("context, tokens (orange line: trained length)", fontsize=10)
     figure.supylabel("depth", fontsize=10)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(style.literal(title), fontsize=11)
     figure.savefig(path, dpi=style.DPI, format="png")
 
 
 def _title(system: str) -> str:
-    return f"{system} (unpatched)" if is_unpatched(system) else system
+    return style.literal(f"{system} (unpatched)" if is_unpatched(system) else system)
 
 
 def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext.errors import OptionError, optional
+from rope_ext.quoting import printable_lines
 from rope_ext.saving.drafts import may_replace
 
 # Okabe and Ito's colors that stand out on white, safe for color-blind readers. Markers and dashes
@@ -33,6 +34,11 @@ def require_png(path: Path) -> None:
         raise OptionError(f"cannot write {path}; give a .png file in an existing directory")
     if not may_replace(path, MARK):
         raise OptionError(f"{path} exists, and rope-ext plot did not write it; give another file")
+
+
+def literal(text: str) -> str:
+    """Return text for a plot, in which matplotlib finds no formula."""
+    return printable_lines(text).replace("$", r"\$")
 
 
 def bare(axes: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import reach
+from rope_ext.quoting import shell_join
 from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
@@ -55,7 +55,7 @@ class Advice(Results):
         """By model: the change by training, or else the method to use."""
         if pairs := self.trainings:
             return [_of(self.unpatched(one), self.training(one, two)) for one, two in pairs]
-        return [f"{sentence} Next: {shlex.join(words)}" for sentence, words in self._advice]
+        return [f"{sentence} Next: {shell_join(words)}" for sentence, words in self._advice]
 
     @property
     def next_commands(self) -> list[Words]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rope_ext.quoting import in_markdown
+
 BOLD = "Bold: the 95 % interval excludes zero, and the difference is at least 0.5 (% or points)."
 """Explains ``Cell.clear`` on every page with such a cell."""
 
@@ -23,8 +25,9 @@ class Cell:
     below: str = ""
 
     def markdown(self) -> str:
-        below = f"**{self.below}**" if self.clear else self.below
-        return f"{self.text}<br>{below}" if self.below else self.text
+        text, below = in_markdown(self.text), in_markdown(self.below)
+        below = f"**{below}**" if self.clear else below
+        return f"{text}<br>{below}" if self.below else text
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class Table:
     sentences: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        lines = [f"| {' | '.join(self.header)} |", f"|{' --- |' * len(self.header)}"]
+        lines = [
+            f"| {' | '.join(map(in_markdown, self.header))} |",
+            f"|{' --- |' * len(self.header)}",
+        ]
         lines += [f"| {' | '.join(cell.markdown() for cell in row.cells)} |" for row in self.rows]
         return "\n".join(lines)
 

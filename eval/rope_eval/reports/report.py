@@ -29,7 +29,8 @@ from rope_eval.reports.summary import Estimate, is_clear, percent, shown, signed
 from rope_eval.run.plan import PAGE, RESULTS, TABLES
 from rope_eval.tasks.base import Task
 from rope_ext.command.method_options import UNPATCHED
-from rope_ext.command.terminal import wide_console
+from rope_ext.command.terminal import plain, wide_console
+from rope_ext.quoting import in_csv, in_markdown, printable
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ class Report(Advice):
                 whole = console.options.update(max_width=10**4)
                 console.width = max(console.width, Measurement.get(console, whole, table).maximum)
             console.print(table)
-            console.print(f"{section.sentences[0]}.\n", style="dim", highlight=False)
+            console.print(plain(f"{printable(section.sentences[0])}.\n"), style="dim")
         parts = dict.fromkeys(self.essentials, "dim")
         notes = (*self.plan.refusals, *self.warnings)
         parts |= dict.fromkeys((f"Note: {note}." for note in notes), "yellow")
         parts |= dict.fromkeys(self.recommendations, "bold")
         for part, style in parts.items():
-            console.print(part, style=style, highlight=False, markup=False)
+            console.print(plain(printable(part)), style=style)
 
     def write(self) -> list[Path]:
         """Write JSON, CSV, Markdown, plots and the page; returns their paths."""
@@ -116,11 +117,11 @@ class Report(Advice):
         """Return all tables in Markdown, to paste into a model card."""
         parts = []
         for section in self.sections:
-            definition = f"{section.sentences[0]}."
-            parts += [f"### {section.name}", section.tables[0].markdown(), definition]
-        parts += self.recommendations
-        parts += [f"Note: {note}." for note in self.notes]
-        parts.append(f"95 % intervals. {' '.join(self.essentials)}")
+            name, definition = in_markdown(section.name), in_markdown(section.sentences[0])
+            parts += [f"### {name}", section.tables[0].markdown(), f"{definition}."]
+        parts += map(in_markdown, self.recommendations)
+        parts += [f"Note: {in_markdown(note)}." for note in self.notes]
+        parts.append(f"95 % intervals. {in_markdown(' '.join(self.essentials))}")
         return "\n\n".join(parts) + "\n"
 
     def page(self, pictures: Sequence[tuple[str, str, bytes]]) -> str:
@@ -202,7 +203,7 @@ class Report(Advice):
             for depth, cell in {"": value, **bins}.items():
                 at = dict(zip(("task", "system", "length"), place, strict=True))
                 row = {**at, "depth_bin": depth, **asdict(cell), **more}
-                rows.append({name: _plain(each) for name, each in row.items()})
+                rows.append({name: in_csv(_plain(each)) for name, each in row.items()})
         table = csv.DictWriter(file := io.StringIO(newline=""), rows[0])
         table.writeheader()
         table.writerows(rows)
@@ -235,12 +236,13 @@ def _png(draw: Callable[..., None], *given: Any) -> bytes:
 
 
 def _rich(name: str, table: Table) -> RichTable:
-    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, title=name, title_justify="left")
+    title = plain(printable(name), "table.title")
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for header in table.header:
-        header = header.replace(" (trained)", "\n(trained)").replace(", ", ",\n")
-        shown.add_column(header, overflow="fold")
+        header = printable(header).replace(" (trained)", "\n(trained)").replace(", ", ",\n")
+        shown.add_column(plain(header), overflow="fold")
     for row in table.rows:
-        shown.add_row(*(cell.text for cell in row.cells))
+        shown.add_row(*(plain(printable(cell.text)) for cell in row.cells))
     return shown
 
 

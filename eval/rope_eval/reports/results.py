@@ -169,24 +169,15 @@ class Results:
 
     @cached_property
     def warnings(self) -> list[str]:
-        low, led, notes = [], [], []
+        low, notes = [], []
         for system in self.plan.systems:
             length = self.reference(system)
             found = self.estimates.get(("passkey", system.name, length or 0))
             if system.method == UNPATCHED and found is not None and found.value < MIN_FOUND:
                 low.append(f"{found.value:.0%} at {length} tokens ({system.name})")
-            right = [o for o in self.outcomes if o.system == system.name and o.value == 1]
-            right = [o for o in right if o.led is not None]
-            if others := sum(not o.led for o in right):
-                led.append(f"{others} of {len(right)} ({system.name})")
         if low:
             notes.append(
                 f"within its trained length the unpatched model finds few passkeys, "
                 f"{', '.join(low)}: those beyond say little; try --needle word or --digits 3"
-            )
-        if led:
-            notes.append(
-                f"digits right, first token wrong: in {', '.join(led)} of the passkeys found, the "
-                f"model would begin its answer otherwise than with the space that it is given"
             )
         return notes

@@ -259,8 +259,7 @@ class Runner:
         for row, case in enumerate(batch):
             if case.mode == "argmax":
                 found = bool(hits[row, -case.count :].all())
-                led = bool(hits[row, -tails[row] : -case.count].all()) if case.lead else None
-                results.append(Result(float(found), case.count, led=led))
+                results.append(Result(float(found), case.count))
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results

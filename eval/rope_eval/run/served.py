@@ -6,27 +6,26 @@ tokenizer encodes to the same IDs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from rope_eval.cases import Case, Result, loss, share_found, tail
 from rope_eval.data.prompts import beginning, encode
 from rope_eval.options import refuse
+from rope_eval.server import KEY, Client, Completion, RequestError, require_url, served_context
 from rope_eval.settings import Settings
 from rope_eval.systems import System
 from rope_ext.command.terminal import tell
-from rope_ext.errors import MeasureError, OptionError, first_line, optional
+from rope_ext.errors import MeasureError, OptionError, first_line
 from rope_ext.saving import checkpoints as models
 
-KEY = "OPENAI_API_KEY"
-"""Environment variable with the server's API key, if it requires one."""
-_ROUNDING = 1e-3  # of a log-probability of 0 in 16 bits
+_NOTES = 8  # about each server
+_LONGEST_TIMEOUT = 1_000_000  # seconds
+_LONGEST_TOKEN = 1000  # characters
 
 
 def require_server(settings: Settings) -> None:
@@ -40,15 +39,9 @@ def require_server(settings: Settings) -> None:
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
     names = settings.served_model_name or ()
     count = 1 if isinstance(names, str) else len(names)
-    addresses = [urlsplit(url) for url in urls]
-    hosts = [a.hostname if a.scheme in ("http", "https") else None for a in addresses]
-    wrong = next((url for url, host in zip(urls, hosts, strict=True) if not host), None)
-    secret = any(address.username or address.password for address in addresses)
+    for url in urls:
+        require_url(url, "an address such as http://HOST:PORT/v1")
     refuse(
-        (wrong is not None, f"--url {wrong!r} is not valid; give an address such as "
-         f"http://HOST:PORT/v1"),
-        (secret, f"--url holds a password, which reports would show; set it as {KEY} in the "
-         f"environment"),
         (not count, "--url needs the name of the model on the server; give --served-model-name "
          "NAME"),
         (count not in (1, len(urls)), f"--served-model-name gives {count} names for {len(urls)} "
@@ -57,11 +50,11 @@ def require_server(settings: Settings) -> None:
          "once, or other names"),
         (not settings.models, "--url needs the tokenizer of the served model, with which prompts "
          "are made; give --tokenizer a directory or Hub ID"),
-        (not settings.timeout > 0, "--timeout must be a number of seconds above 0"),
+        (not 0 < settings.timeout <= _LONGEST_TIMEOUT, f"--timeout must be a number of seconds "
+         f"above 0, up to {_LONGEST_TIMEOUT}"),
         (settings.batch_size is not None, "--batch-size is for a model in this process; give "
          "--concurrency"),
     )  # fmt: skip
-    _openai()
 
 
 def served_identity(settings: Settings) -> dict[str, Any]:
@@ -69,10 +62,6 @@ def served_identity(settings: Settings) -> dict[str, Any]:
     if settings.url is None:
         return {}
     return {"url": settings.url, "served_as": settings.served_model_name, "api": settings.api}
-
-
-class UnusableAnswer(Exception):
-    """A response with status 200 that is empty or inconsistent."""
 
 
 class Served:
@@ -83,21 +72,19 @@ class Served:
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
-        self.settings, self.openai = settings, _openai()
+        self.settings = settings
         self.tokenizer = models.load_tokenizer(name)
         self.servers = {server.label: server for server in settings.servers}
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
         self.server = self.servers[system.label]
-        self.others: set[str] = set()
-        with self.openai.OpenAI(
-            base_url=self.server.url,
-            api_key=os.environ.get(KEY) or "none",
-            max_retries=self.settings.retries,
-            timeout=self.settings.timeout,
-        ) as self.client:
+        self.notes: set[str] = set()
+        self.client = Client(self.server.url, self.settings.timeout, self.settings.retries)
+        try:
             yield
+        finally:
+            self.client.close()
 
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
@@ -107,18 +94,14 @@ class Served:
         self._check_context(cases)
         pool = ThreadPoolExecutor(self.settings.concurrency)
         waiting = {pool.submit(self._result, case): case for case in cases}
-        api = self.openai
-        # With these, every other request would fail, too.
-        final = (api.APIConnectionError, api.AuthenticationError, api.PermissionDeniedError)
-        final = (*final, api.NotFoundError)
         try:
             for done in as_completed(waiting):
                 case = waiting[done]
                 try:
                     result = done.result()
-                except (api.OpenAIError, UnusableAnswer, ValueError) as error:
-                    said = first_line(error)[:300]
-                    if isinstance(error, final) and not isinstance(error, api.APITimeoutError):
+                except ValueError as error:
+                    said = first_line(error)
+                    if isinstance(error, RequestError) and error.hopeless:
                         raise MeasureError(
                             f"{self.server.url} does not answer for "
                             f"{self.server.served_model_name!r} ({said}); check --url, "
@@ -138,17 +121,16 @@ class Served:
     def _check_context(self, cases: Sequence[Case]) -> None:
         """Raise MeasureError if the server reports a context shorter than a case."""
         try:
-            listed = self.client.with_options(max_retries=0).models.list().data
-        except (self.openai.OpenAIError, AttributeError, ValueError):
+            answer = self.client.get("/models")
+        except RequestError:
             return  # not all servers provide this list
+        most = served_context(answer, self.server.served_model_name)
         longest = max((case.tokens for case in cases), default=0)
-        for model in listed or ():
-            most = getattr(model, "max_model_len", None)  # vLLM and SGLang
-            if model.id == self.server.served_model_name and type(most) is int and most < longest:
-                raise MeasureError(
-                    f"{self.server.url} takes {most} tokens, and a prompt has {longest} with its "
-                    f"answer; start the server with a longer context, or give shorter --lengths"
-                )
+        if most is not None and most < longest:
+            raise MeasureError(
+                f"{self.server.url} takes {most} tokens, and a prompt has {longest} with its "
+                f"answer; start the server with a longer context, or give shorter --lengths"
+            )
 
     def _result(self, case: Case) -> Result:
         if case.mode == "loss":
@@ -163,51 +145,51 @@ class Served:
 
     def _written(self, ids: Sequence[int], count: int) -> str:
         """Return the greedily decoded text after these tokens, up to ``count`` tokens."""
-        text = self._choice(ids, count).get("text")
-        if not isinstance(text, str):
-            raise UnusableAnswer("the answer has no text")
+        text = self._completion(ids, count).text()
         prompt = self.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
         if prompt and prompt in text:
-            raise UnusableAnswer("the answer repeats the prompt")
+            raise RequestError("the answer repeats the prompt")
+        most = 2 * count + 16  # text may be encoded to more tokens than were generated
+        if len(text) > most * _LONGEST_TOKEN:  # do not tokenize megabytes
+            raise RequestError(f"{len(text)} characters are too many for an answer of {count}")
         tokens = len(encode(self.tokenizer, text))
-        if tokens > 2 * count + 16:  # text may be encoded to more tokens than were generated
-            raise UnusableAnswer(f"{tokens} tokens are too many for an answer of {count}")
+        if tokens > most:
+            raise RequestError(f"{tokens} tokens are too many for an answer of {count}")
         return text
 
-    def _choice(self, ids: Sequence[int], count: int, **body: Any) -> dict[str, Any]:
-        """Return the first choice of a response that is consistent with the request."""
+    def _completion(self, ids: Sequence[int], count: int, **body: Any) -> Completion:
+        """Return a completion that is consistent with the request."""
         name = self.server.served_model_name
         body |= {"model": name, "prompt": self._prompt(ids), "temperature": 0, "max_tokens": count}
-        answer: Any = self.client.post("/completions", cast_to=object, body=body)
-        try:
-            choice, usage = dict(answer["choices"][0]), dict(answer.get("usage") or {})
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise UnusableAnswer(f"the answer has no choices: {str(answer)[:200]}") from None
-        other = answer.get("model") or name
-        if other != name and other not in self.others:
-            self.others.add(other)
-            tell(f"note: {self.server.url} answers as {other!r}, not as {name!r}", "yellow")
-        read, written = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
-        if (read or len(ids)) != len(ids) or (written or 0) > count:
-            raise UnusableAnswer(
-                f"it says that it read {read} of {len(ids)} and wrote {written} of {count} tokens"
+        found = Completion.from_json(self.client.post("/completions", body))
+        if found.model not in (None, name):
+            self._note(f"answers as {found.model!r}, not as {name!r}")
+        read = len(ids) if found.read is None else found.read
+        if read < len(ids) or (found.written or 0) > count:
+            raise RequestError(
+                f"it says that it read {read} of {len(ids)} and wrote {found.written} of {count} "
+                f"tokens"
             )
-        return choice
+        if read > len(ids):  # such as a beginning-of-sequence token
+            self._note(
+                f"counts {read - len(ids)} more tokens than each prompt has, such as a "
+                f"beginning-of-sequence token"
+            )
+        return found
+
+    def _note(self, what: str) -> None:
+        """Tell once what is unusual about the server's answers."""
+        if what not in self.notes and len(self.notes) < _NOTES:
+            self.notes.add(what)
+            tell(f"note: {self.server.url} {what}", "yellow")
 
     def _losses(self, case: Case) -> torch.Tensor:
         """Return negative log likelihoods of all tokens except the first, float64, nats."""
-        logprobs = self._choice(case.ids, 1, echo=True, logprobs=1).get("logprobs")
-        given = (logprobs or {}).get("token_logprobs") or []
-        found = given[1 : len(case.ids)]
-        if len(found) < len(case.ids) - 1 or any(value is None for value in found):
-            raise MeasureError(
-                f"{self.server.url} does not return the log-probabilities of a prompt (echo=True, "
-                f"logprobs=1), which {case.task} needs; leave it out for this server"
-            )
-        usable = all(type(value) in (int, float) and value <= _ROUNDING for value in found)
-        if not usable or len(given) > len(case.ids) + 1:  # and that of the token which it writes
-            raise UnusableAnswer("its log-probabilities are not those of the prompt")
-        return -torch.tensor(found, dtype=torch.float64, device="cpu")
+        found = self._completion(case.ids, 1, echo=True, logprobs=1)
+        length = len(case.ids)
+        added = 0 if found.read is None else found.read - length
+        values = found.prompt_log_probs(length, added)
+        return -torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def _prompt(self, ids: Sequence[int]) -> Any:
         """Return token IDs, or text that the server's tokenizer encodes to these IDs."""
@@ -222,7 +204,3 @@ class Served:
         raise MeasureError(
             f"a prompt of {len(ids)} tokens would become others as text; give --api completions"
         )
-
-
-def _openai() -> Any:
-    return optional("openai", "--url needs", "rope-ext[server]")

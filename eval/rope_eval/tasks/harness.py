@@ -28,7 +28,7 @@ from rope_ext.errors import MeasureError, OptionError, first_line
 def _read_metadata(text: str | None) -> dict[str, Any]:
     try:
         data = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
         raise OptionError(f'--metadata {text!r} is not a JSON object, such as {{"name": 1}}')
@@ -123,6 +123,39 @@ class HarnessTask(Harness):
         )
 
 
+def _remembering(model: Any, answers: Path) -> Any:
+    """Return a model of the harness that keeps its answers in a file, and reads them from there.
+
+    The harness's own cache contains pickles, which execute code when they are read; a folder of
+    results may come from elsewhere. These answers are JSON.
+    """
+    from lm_eval.api.model import LM, CachingLM
+    from sqlitedict import SqliteDict  # a dependency of the harness
+
+    def decode(text: str | bytes) -> Any:
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError):
+            raise MeasureError(
+                f"{answers} holds no answers of this program; give --overwrite, or another --output"
+            ) from None
+        return tuple(answer) if isinstance(answer, list) else answer
+
+    class Remembering(CachingLM):
+        """Wraps the model as the harness does with ``use_cache``."""
+
+        def __init__(self) -> None:
+            super().__init__(model, str(answers))
+            self.dbdict.close()
+            self.dbdict = SqliteDict(
+                str(answers), autocommit=True, encode=json.dumps, decode=decode
+            )
+            model.set_cache_hook(self.get_cache_hook())
+
+    LM.register(Remembering)  # the harness accepts no other model
+    return Remembering()
+
+
 def outcomes(
     tasks: Sequence[HarnessTask],
     window: Mapping[str, Any],
@@ -146,13 +179,13 @@ def outcomes(
     length, tokenizer = window["max_length"], window["tokenizer"]
     tokenizer.model_max_length = max(length, tokenizer.model_max_length)
     first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
+    answers = cache / f"{digest(system.identity, length)}.db"
     found = harness.simple_evaluate(
-        made.HFLM(**window),
+        _remembering(made.HFLM(**window), answers),
         tasks=[task.name for task in tasks],
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,
         limit=first.limit,
-        use_cache=str(cache / digest(system.identity, length)),
         bootstrap_iters=0,
         apply_chat_template=chat,
         metadata=first.metadata,

@@ -1,0 +1,115 @@
+"""Says what the training data contains: files, documents, tokens, rows, and what is left out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_SHOWN = 5  # files that cannot be read, by name
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one dataset contains. Counts are None for data that is read during training.
+
+    Args:
+        documents: number of documents that are not empty.
+        duplicates: documents with the same text as an earlier one. They are trained on.
+        tokens: tokens of all documents.
+        dropped: number of documents that are too short.
+        dropped_tokens: their tokens.
+        minimum: length of the shortest document that is used, tokens.
+        rows: number of training rows.
+        problems: reasons why files could not be read.
+        digest: hash of the documents, or of the beginning of data read during training.
+    """
+
+    digest: str
+    documents: int | None = None
+    duplicates: int = 0
+    tokens: int | None = None
+    dropped: int = 0
+    dropped_tokens: int = 0
+    minimum: int = 0
+    rows: int | None = None
+    problems: tuple[str, ...] = ()
+
+    def lines(self, name: str, files: str, row: int, needed: float | None) -> Iterator[str]:
+        """Sentences for the user.
+
+        Args:
+            name: name of the dataset.
+            files: number of its files; empty if it has none.
+            row: length of a row in tokens.
+            needed: number of rows that the run trains on; None: one pass.
+        """
+        parts = [files] if files else []
+        if self.documents is None:
+            parts.append("read during training, so documents and rows are not counted")
+        else:
+            same = f" ({self.duplicates:,} duplicates)" if self.duplicates else ""
+            parts.append(f"{self.documents:,} documents{same}")
+        if self.tokens is not None:
+            parts.append(f"{self.tokens:,} tokens")
+        if self.rows is not None:
+            parts.append(f"{self.rows:,} rows of {row:,} tokens")
+            if needed is not None:
+                parts.append(f"{needed / self.rows:.3g} passes")
+        yield f"{name}: {', '.join(parts)}"
+        if self.dropped and self.tokens:
+            share = self.dropped_tokens / self.tokens
+            yield (
+                f"{self.dropped:,} of {self.documents:,} documents have fewer than "
+                f"{self.minimum:,} tokens and are dropped, with {share:.1%} of the tokens"
+            )
+        for problem in self.problems[:_SHOWN]:
+            yield f"left out: {problem}"
+        if len(self.problems) > _SHOWN:
+            yield f"left out: {len(self.problems) - _SHOWN:,} more files that cannot be read"
+
+
+def contents(
+    counts: Sequence[int], digests: Sequence[int], problems: Sequence[str], minimum: int, rows: int
+) -> Contents:
+    """Summarize tokenized documents.
+
+    Args:
+        counts: tokens of each document; 0 for an empty one.
+        digests: hash of the text of each document.
+        problems: reasons why files could not be read.
+        minimum: length of the shortest document that is used, tokens.
+        rows: number of rows made of them.
+    """
+    sizes, texts = np.asarray(counts, np.int64), np.asarray(digests, np.int64)
+    short = (sizes > 0) & (sizes < minimum)
+    filled = texts[sizes > 0]
+    return Contents(
+        digest=hashlib.sha256(texts.astype("<i8").tobytes()).hexdigest()[:16],
+        documents=len(filled),
+        duplicates=len(filled) - len(np.unique(filled)),
+        tokens=int(sizes.sum()),
+        dropped=int(short.sum()),
+        dropped_tokens=int(sizes[short].sum()),
+        minimum=minimum,
+        rows=rows,
+        problems=tuple(problems),
+    )
+
+
+def beginning_of(parts: Sequence[Any]) -> Contents:
+    """Contents of data that is read during training.
+
+    Args:
+        parts: what identifies it: names and sizes of its files, and its first documents.
+    """
+    return Contents(digest=hashlib.sha256(repr(list(parts)).encode()).hexdigest()[:16])
+
+
+def digest_of(text: str) -> int:
+    """Hash of a text as a signed number of 64 bits."""
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,69 @@
+"""Every other class of transformers that rotates: no raw error, and no attention made causal.
+
+Those outside of the causal and image-text mappings: encoders, embedders, heads, audio, series.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import rope_ext
+from rope_ext.rotary.sites import text_decoder, vocabulary_of
+from tests.families.zoo import LENGTH, NotBuildable, other_classes, rotating_modules, tiny_of
+
+OPTIONS: dict[str, Any] = {"factor": 4, "original_max_position_embeddings": LENGTH}
+METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("yarn", {}),
+    ("dynamic_ntk", {}),
+    ("rerope", {"window": LENGTH, "log_n": False}),
+    ("alibi", {"factor": None}),
+    ("yarn", {"bias": "alibi"}),
+    ("yarn", {"temperature": "log_n"}),
+)
+WITHIN = 40
+"""Tokens of a text, fewer than the window, so that ``rerope`` may change nothing."""
+
+
+def built(module: str) -> list[PreTrainedModel]:
+    models = []
+    for cls in other_classes(module):
+        try:
+            models.append(tiny_of(cls))
+        except NotBuildable:  # it needs more than a small configuration
+            continue
+    return models
+
+
+@torch.no_grad()
+def output(model: PreTrainedModel) -> torch.Tensor | None:
+    """What the decoder makes of one text; None if token ids are not enough for it."""
+    decoder: Any = text_decoder(model)
+    try:
+        ids = torch.arange(WITHIN)[None] * 37 % vocabulary_of(decoder).num_embeddings
+        return decoder(input_ids=ids)[0]
+    except Exception:  # whatever a model raises that needs other inputs
+        return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", rotating_modules())
+def test_patch_accepts_or_refuses_in_words_and_changes_no_direction(module: str) -> None:
+    for model in built(module):
+        before = output(model)
+        for method, options in METHODS:
+            given = {name: x for name, x in {**OPTIONS, **options}.items() if x is not None}
+            try:
+                with rope_ext.patched(model, method, **given):
+                    after = output(model)
+            except rope_ext.RopeExtError as error:
+                assert "\n" not in str(error) and str(error)
+                continue
+            assert (before is None) == (after is None), (type(model), method)
+            if before is not None and after is not None and method == "rerope":
+                torch.testing.assert_close(
+                    after, before, rtol=1e-4, atol=1e-4, msg=str(type(model))
+                )

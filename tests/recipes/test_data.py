@@ -1,0 +1,117 @@
+"""recipes/files.py and contents.py: which files are read, and what a run says about its data."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pytest
+
+from recipes import data, finetune
+from rope_ext import OptionError
+from tests.helpers.recipe_runs import arguments
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of all kinds, some of them hidden or broken."""
+    folder = tmp_path / "documents"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "log.txt").write_text("hidden")
+    (folder / "a.txt").write_text("one")
+    (folder / "B.TXT").write_text("two")
+    (folder / "c.txt.gz").write_bytes(gzip.compress(b"three"))
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "four"}\n{"text": "five"}\n'))
+    (folder / "e.json").write_text(json.dumps([{"text": "six"}, {"text": "seven \ud800"}]))
+    datasets.Dataset.from_dict({"text": ["eight"]}).to_parquet(folder / "f.parquet")
+    (folder / "page.html").write_text("<p>")
+    return folder
+
+
+def break_files(folder: Path) -> None:
+    (folder / "x.txt").write_bytes(b"good \xff bad")
+    (folder / "y.jsonl").write_text('{"text": "nine"}\n{"text": "te')
+    (folder / "z.parquet").write_bytes(b"nothing")
+
+
+READ = ["eight", "five", "four", "one", "seven ?", "six", "three", "two"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_kinds_of_files_are_read_and_broken_ones_named(folder: Path, streaming: bool) -> None:
+    def texts(**more: bool) -> list[dict]:
+        return list(data.documents(str(folder), streaming=streaming, **more))
+
+    rows = texts()
+    assert sorted(row["text"].replace("\ufffd", "?") for row in rows) == READ
+    break_files(folder)
+    rows = texts()
+    found = [row["text"] for row in rows if row["text"] is not None]
+    assert sorted(text.replace("\ufffd", "?") for text in found) == sorted([*READ, "nine"])
+    problems = sorted(row["problem"] for row in rows if row["problem"])
+    assert len(problems) == 3
+    for problem, name in zip(problems, ("x.txt", "y.jsonl, line 2", "z.parquet"), strict=True):
+        assert name in problem
+    assert "0xff" in problems[0]
+    with pytest.raises(data.DataError, match=r"x\.txt"):
+        texts(strict=True)
+    (folder / "x.txt").write_text("good")  # what was read before is not used again
+    assert "good" in [row["text"] for row in texts()]
+
+
+def test_a_folder_without_a_readable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xff")
+    with pytest.raises(data.DataError, match=r"x\.txt is not UTF-8"):
+        data.documents(str(tmp_path))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path, streaming: bool) -> None:
+    saved = datasets.Dataset.from_dict({"content": ["one", "two"]})
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"test": saved}).save_to_disk(tmp_path / "splits")
+    options = {"column": "content", "streaming": streaming}
+    for name, split in (("one", "train"), ("splits", "test")):
+        found = data.documents(str(tmp_path / name), split=split, **options)
+        assert [row["text"] for row in islice(found, 9)] == ["one", "two"]
+    with pytest.raises(data.DataError, match="--dataset_split one of test"):
+        data.documents(str(tmp_path / "splits"), **options)
+
+
+def test_a_run_says_what_it_reads(
+    checkpoint: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_files(folder)
+    for number in range(4):  # two of them are the same
+        (folder / f"long {number}.txt").write_text(f"word{number % 3} " * 200)
+    more = {"minimum_document": 100, "max_steps": 3}
+    finetune.main(arguments(checkpoint, folder, tmp_path / "run", **more))
+    told = capsys.readouterr().err
+    assert "13 of 15 files (1 with other suffixes: .html, 1 hidden)" in told
+    assert "13 documents (1 duplicates)" in told
+    assert "9 of 13 documents have fewer than 100 tokens and are dropped, with" in told
+    for name in ("x.txt", "y.jsonl", "z.parquet"):
+        assert f"{name}" in told
+    rows = int(told.partition(" rows of 64 tokens")[0].rpartition(" ")[2])
+    assert f"{6 / rows:.3g} passes" in told
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_is_not_resumed_on_other_data(
+    checkpoint: Path, texts: Path, tmp_path: Path, streaming: bool
+) -> None:
+    documents, run = tmp_path / "documents.jsonl", tmp_path / "run"
+    documents.write_bytes(texts.read_bytes())
+    words = arguments(checkpoint, documents, run, save_steps=1, streaming=streaming)
+    finetune.main(words)
+    shutil.rmtree(run / "checkpoint-2")
+    documents.write_text(documents.read_text() + "\n" + json.dumps({"text": "more"}))
+    with pytest.raises(OptionError, match="other training data"):
+        finetune.main([*words, "--resume_from_checkpoint", "true"])
+    documents.write_bytes(texts.read_bytes())
+    finetune.main([*words, "--resume_from_checkpoint", "true"])
+    assert (run / "checkpoint-2").exists()

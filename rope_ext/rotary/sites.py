@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rope_ext.config.record import record_of
+from rope_ext.config.record import FIELD
 from rope_ext.config.settings import (
     LONGEST,
     METHODS,
@@ -319,7 +319,7 @@ def _site(
             f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
         )
     settings, changed = rope_settings(config, layer_type), None
-    if record_of(config) is None:  # else the record has the trained length
+    if getattr(config, FIELD, None) is None:  # else the record has the trained length
         found = _Loaded(decoder, config, name, module, layer_type, rope_type, loaded)
         settings, changed = found.settings(settings)
         length = settings.target if changed and not given else length

@@ -255,7 +255,7 @@ def unpatched(model: Model) -> Iterator[Model]:
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
-    quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
+    quiet = functools.partial(configuration.quieted, _logger)  # only temporary
     with _lock, quiet():
         earlier, values = current_patch(model), Earlier(text_decoder(model))
         change()

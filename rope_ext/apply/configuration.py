@@ -8,8 +8,9 @@ import copy
 import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +49,37 @@ UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (p
 REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
 
 
+_held: dict[Any, tuple[int, Any]] = {}  # of each replacement: blocks inside, and the value before
+_holding = threading.Lock()  # innermost: no other lock of rope_ext is taken under it
+
+
 @contextmanager
-def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
-    """Raise the level of ``logger`` to ``level`` inside a ``with`` block."""
-    before = logger.level
-    logger.setLevel(level)
+def replaced(
+    key: Any, get: Callable[[], Any], put: Callable[[Any], Any], new: Any
+) -> Iterator[None]:
+    """Replace a value that all threads share until the last of the overlapping blocks ends.
+
+    ``key`` names the value; all its blocks must have the same ``new`` one.
+    """
+    with _holding:
+        count, before = _held.get(key) or (0, get())
+        if count == 0:
+            put(new)
+        _held[key] = (count + 1, before)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        with _holding:
+            count, before = _held.pop(key)
+            if count > 1:
+                _held[key] = (count - 1, before)
+            else:
+                put(before)
+
+
+def quieted(logger: logging.Logger) -> AbstractContextManager[None]:
+    """Raise the level of ``logger`` to CRITICAL inside a ``with`` block, for all threads."""
+    return replaced(logger, lambda: logger.level, logger.setLevel, logging.CRITICAL)
 
 
 def _names_another(record: logging.LogRecord) -> bool:
@@ -278,7 +301,7 @@ def unsaved(place: PatchTarget, target: int) -> Written:
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
     """Whether transformers saves and loads the configuration, but cannot build a model from it."""
-    with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+    with quieted(logging.getLogger("transformers")):
         try:
             trial = _reloaded(config, values)
         except Exception:  # but rope_ext.from_pretrained must read it
@@ -342,7 +365,7 @@ def _built(
     """Build what transformers builds from ``values``, after a round trip through config.json."""
     try:
         # transformers may reject a candidate; hide its messages from users.
-        with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+        with quieted(logging.getLogger("transformers")):
             modules = _rebuilt_modules(decoder, _reloaded(config, values), sites)
         result = {}
         for site in sites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 import rope_ext
 from tests.helpers.models import tiny_llama
@@ -95,3 +97,43 @@ def test_of_threads_that_patch_one_model_one_does(ids) -> None:
     results = at_once(*[lambda: rope_ext.patch(model, "self_extend", factor=4)] * 4)
     assert [isinstance(x, rope_ext.AlreadyPatchedError) for x in results].count(True) == 3
     assert torch.equal(rope_ext.unpatch(model)(ids).logits, before)
+
+
+def test_threads_that_load_and_patch_leave_logging_and_classes_as_they_were(
+    tmp_path, monkeypatch
+) -> None:
+    rope_ext.patch(tiny_llama(), "t5").save_pretrained(tmp_path)
+    loggers = [logging.getLogger(name) for name in ("rope_ext", "transformers")]
+    names = "_keys_to_ignore_on_load_unexpected"
+    before = [*(logger.level for logger in loggers), getattr(PreTrainedModel, names)]
+    load, entered = AutoConfig.from_pretrained, threading.Barrier(2)
+    weights = LlamaForCausalLM.from_pretrained.__func__
+    left = threading.Event()
+
+    def config(*args: Any, **kwargs: Any) -> Any:
+        entered.wait(timeout=20)  # both inside
+        return load(*args, **kwargs)
+
+    def model(cls: type, *args: Any, **kwargs: Any) -> Any:
+        entered.wait(timeout=20)
+        found = weights(cls, *args, **kwargs)
+        if threading.current_thread().name == "second":
+            left.wait(timeout=20)
+        return found
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", config)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(model))
+
+    def first() -> Any:
+        found = rope_ext.from_pretrained(tmp_path)
+        left.set()
+        return found
+
+    def second() -> Any:
+        threading.current_thread().name = "second"
+        return rope_ext.from_pretrained(tmp_path)
+
+    for found in at_once(first, second):
+        assert rope_ext.describe(found).method == "t5"
+    after = [*(logger.level for logger in loggers), getattr(PreTrainedModel, names)]
+    assert after == before

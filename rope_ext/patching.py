@@ -312,6 +312,7 @@ def _patch(
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
     refuse_changed(decoder, scaled, options.original_max_position_embeddings)
+    _refuse_unsaved(model, decoder)
     changes: Changes = []
     try:
         separate_configurations(given, WRITTEN, changes)
@@ -407,6 +408,17 @@ def refuse_changed(decoder: nn.Module, sites: list[RotarySite], length: int | No
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} was loaded with rope_type {site.rope_type!r}, and its "
                 f"configuration was changed since: {'; '.join(site.changed)}"
+            )
+
+
+def _refuse_unsaved(model: nn.Module, decoder: nn.Module) -> None:
+    """Raise if transformers only copies the decoder's configuration from the one that it saves."""
+    for module in (model, decoder):
+        if text_config(module) is not text_config(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__}: its encoder and decoder read the same fields of one "
+                f"configuration ({type(module.config).__name__}), so a patch of the decoder cannot "
+                f"be saved; use a model whose decoder has a configuration of its own"
             )
 
 

@@ -18,9 +18,15 @@ from torch import nn
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
-from rope_ext.config.record import FIELD, SIDECAR, Recommendation, Record
+from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
 from rope_ext.encodings import Encoding
-from rope_ext.errors import AlreadyPatchedError, NotPatchedError, OptionError, brief
+from rope_ext.errors import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    OptionError,
+    UnsupportedModelError,
+    brief,
+)
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
@@ -34,13 +40,21 @@ from rope_ext.rotary.sites import (
     text_decoder,
     unwrap,
 )
-from rope_ext.rotary.swapping import Changes, Grown, guard_buffers, set_attribute, undo, wrap
+from rope_ext.rotary.swapping import (
+    Changes,
+    Grown,
+    guard_buffers,
+    separate_configurations,
+    set_attribute,
+    undo,
+    wrap,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
 _REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
-_lock = threading.RLock()  # for all models, since they may share a configuration
+_lock = threading.RLock()  # for all models, since they may share modules
 
 
 @contextmanager
@@ -188,6 +202,8 @@ def patch(
             "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
             folder,
         )
+    for text in _changed(state.sites):
+        _logger.warning("rope_ext: %s on %s: configuration: %s", method.name, family, text)
     # A problem only if plain transformers silently computes something else.
     prefix = "sequences: " if state.saved.native else "saving: "
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
@@ -241,7 +257,7 @@ def unpatched(model: Model) -> Iterator[Model]:
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
-    quiet = functools.partial(configuration.quieted, _logger, logging.ERROR)  # only temporary
+    quiet = functools.partial(configuration.quieted, _logger)  # only temporary
     with _lock, quiet():
         decoder = text_decoder(model)
         earlier, values = current_patch(model), Earlier(decoder)
@@ -297,13 +313,17 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 def _patch(
     model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
-    model, decoder = unwrap(model), text_decoder(model)
+    given, model, decoder = model, unwrap(model), text_decoder(model)
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    config, tokenizer = text_config(decoder), options.tokenizer
+    refuse_changed(decoder, scaled, options.original_max_position_embeddings)
+    _refuse_unsaved(model, decoder)
     changes: Changes = []
     try:
+        separate_configurations(given, WRITTEN, changes)
+        config, tokenizer = text_config(decoder), options.tokenizer
+        configuration.correct(decoder, sites)
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
@@ -327,6 +347,7 @@ def _patch(
             config=configuration.before(config, saved.values),
         )
         values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
+        notes += [f"configuration: {text}" for text in _changed(sites)]
         if rounded:
             notes.append(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
@@ -376,6 +397,37 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 
+def configuration_notes(sites: Sequence[RotarySite]) -> tuple[str, ...]:
+    """Say what the configuration was changed to after loading, which changes nothing."""
+    changed = dict.fromkeys(site.changed for site in sites if site.changed is not None)
+    return tuple(f"configuration: {text}; {cure}" for text, cure in changed)
+
+
+def _changed(sites: Sequence[RotarySite]) -> list[str]:
+    return [*dict.fromkeys(site.changed[0] for site in sites if site.changed is not None)]
+
+
+def refuse_changed(decoder: nn.Module, sites: list[RotarySite], length: int | None) -> None:
+    """Raise if the configuration of a scaled checkpoint was changed, so that its length is lost."""
+    for site in sites if length is None else ():
+        if site.changed is not None and site.rope_type != "default":
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__} was loaded with rope_type {site.rope_type!r}, and its "
+                f"configuration was changed since: {'; '.join(site.changed)}"
+            )
+
+
+def _refuse_unsaved(model: nn.Module, decoder: nn.Module) -> None:
+    """Raise if transformers only copies the decoder's configuration from the one that it saves."""
+    for module in (model, decoder):
+        if text_config(module) is not text_config(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__}: its encoder and decoder read the same fields of one "
+                f"configuration ({type(module.config).__name__}), so a patch of the decoder cannot "
+                f"be saved; use a model whose decoder has a configuration of its own"
+            )
+
+
 def note_target(model: nn.Module, target: int) -> None:
     """Set the target length of a patched model if its configuration gives a different one."""
     decoder = text_decoder(model)
@@ -398,7 +450,9 @@ def first_site(
             f"this model is patched with {there.method}; call rope_ext.unpatch(model) first"
         )
     decoder = text_decoder(model)
-    return chosen_sites(decoder, find_sites(decoder, length), sliding_layers)[0]
+    sites = chosen_sites(decoder, find_sites(decoder, length), sliding_layers)
+    refuse_changed(decoder, sites, length)
+    return sites[0]
 
 
 class _Limit:

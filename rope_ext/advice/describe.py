@@ -19,7 +19,7 @@ from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
-from rope_ext.patching import Patch, current_patch
+from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.quoting import in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
@@ -154,7 +154,8 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
         method, lengths = patch.method, (patch.length, patch.target_length)
         return Description(name, method.name, method.options(), *lengths, shown, patch.notes)
     notes, target = tuple(_unpatched_notes(decoder, sites)), sites[0].rope.length
-    found = configured(text_config(decoder))
+    changed = any(site.changed for site in sites)
+    found = None if changed else configured(text_config(decoder))
     length, scaling = (target, None) if found is None else (found[1], call_text(found[0]))
     return Description(name, None, {}, length, target, shown, notes, scaling)
 
@@ -196,6 +197,7 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
     yield from gguf_source.scaling_notes(decoder.config)
+    yield from configuration_notes(sites)
     yield from unread(text_config(decoder))
     for site in sites:
         if site.scaled:

@@ -33,7 +33,7 @@ from rope_ext.methods import Method, Rope, YaRN, build_method
 from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
-from rope_ext.patching import current_patch, first_site, patched
+from rope_ext.patching import configuration_notes, current_patch, first_site, patched
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving.folder import model_of, read_saved
@@ -77,6 +77,7 @@ class _Case:
     recipe: Any  # the vendor's, or None
     length: int | None  # trained length to pass to `patch`; None: that of the configuration
     raised: Method | None  # the checkpoint's own scaling with a larger factor
+    notes: tuple[str, ...]  # what the configuration says that is not in force
 
     @property
     def factor(self) -> int | float:
@@ -155,6 +156,7 @@ def recommend(
     if not accepted:
         raise not_none(trials[0].refusal)
     first, *others = accepted
+    notes = (*case.notes, *notes)
     serve = None if engine else next((t for t in accepted if t.engines), None)
     before = trials[: trials.index(first)]
     refused = [f"{t.method.name} is left out: {t.refusal}" for t in before if t.refusal]
@@ -168,7 +170,12 @@ def recommend(
         engine=engine,
         compose=case.compose(first.method),
         original_max_position_embeddings=case.length,
-        reasons=(*first.why.splitlines(), *_more(case, first, found), *refused, *notes),
+        reasons=(
+            *first.why.splitlines(),
+            *_more(case, first, found),
+            *refused,
+            *notes,
+        ),
         alternatives=tuple((t.method, t.why.replace("\n", " ")) for t in others),
         serve=None if serve is None else serve.method,
         engines=() if serve is None else serve.engines,
@@ -231,7 +238,18 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
     if recipe is not None and recipe.trained != configured:
         length = recipe.trained
         site = first_site(model, length=length)
-    return _Case(model, site.rope, target, finetune, engine, scaled, recipe, length, raised)
+    return _Case(
+        model=model,
+        rope=site.rope,
+        target=target,
+        finetune=finetune,
+        engine=engine,
+        scaled=scaled,
+        recipe=recipe,
+        length=length,
+        raised=raised,
+        notes=configuration_notes([site]),
+    )
 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:

@@ -5,12 +5,12 @@ only if transformers builds the patched frequencies from a saved and reloaded co
 """
 
 import copy
-import functools
 import itertools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
+from rope_ext.config.settings import SCALING_FIELDS
 from rope_ext.errors import CURE, RecordError
 from rope_ext.methods import FrequencyMethod, longrope_table
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, rebuilt, text_config
-from rope_ext.rotary.swapping import ABSENT, Changes, restore
+from rope_ext.rotary.swapping import Changes, set_attribute
 
 Entries = dict[RotarySite, dict[str, Any]]
 """An entry of ``rope_parameters`` for each scaled site."""
@@ -44,25 +45,41 @@ READ: Mapping[str, tuple[str, ...]] = {
 }
 """For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
-# Fields of a scaled entry besides its base; composing replaces all of them.
-SCALING_FIELDS = (
-    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
-    *("low_freq_factor", "mscale", "mscale_all_dim", "rope_type", "short_factor", "truncate"),
-    "type",
-)
 UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (plain {})"
 REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
 
 
+_held: dict[Any, tuple[int, Any]] = {}  # of each replacement: blocks inside, and the value before
+_holding = threading.Lock()  # innermost: no other lock of rope_ext is taken under it
+
+
 @contextmanager
-def quieted(logger: logging.Logger, level: int) -> Iterator[None]:
-    """Raise the level of ``logger`` to ``level`` inside a ``with`` block."""
-    before = logger.level
-    logger.setLevel(level)
+def replaced(
+    key: Any, get: Callable[[], Any], put: Callable[[Any], Any], new: Any
+) -> Iterator[None]:
+    """Replace a value that all threads share until the last of the overlapping blocks ends.
+
+    ``key`` names the value; all its blocks must have the same ``new`` one.
+    """
+    with _holding:
+        count, before = _held.get(key) or (0, get())
+        if count == 0:
+            put(new)
+        _held[key] = (count + 1, before)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        with _holding:
+            count, before = _held.pop(key)
+            if count > 1:
+                _held[key] = (count - 1, before)
+            else:
+                put(before)
+
+
+def quieted(logger: logging.Logger) -> AbstractContextManager[None]:
+    """Raise the level of ``logger`` to CRITICAL inside a ``with`` block, for all threads."""
+    return replaced(logger, lambda: logger.level, logger.setLevel, logging.CRITICAL)
 
 
 def _names_another(record: logging.LogRecord) -> bool:
@@ -74,8 +91,19 @@ def _names_another(record: logging.LogRecord) -> bool:
 logging.getLogger("transformers.modeling_rope_utils").addFilter(_names_another)
 
 
+def correct(decoder: nn.Module, sites: list[RotarySite]) -> None:
+    """Return a model's own configuration to what was loaded, where it was changed since."""
+    config = text_config(decoder)
+    for site in sites:
+        if site.changed and site.rope_type == "default":
+            part = part_of(config.rope_parameters, site)
+            part.clear()
+            part.update(copy.deepcopy(dict(site.settings.parameters)))
+            config.max_position_embeddings = site.settings.target
+
+
 def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes: Changes) -> None:
-    """Write a patch into the configurations of the text model until ``changes`` are undone.
+    """Write a patch into the configurations of the text model, which are the model's own.
 
     The fields in ``OLDER`` only affect saved files: ``rope_scaling`` is a property of the class, so
     only ``to_dict`` sees a value on the instance. They are not written for classes that read their
@@ -83,29 +111,31 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
     """
     outermost: Any = place.model.config
     texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
-    before = [(c, dict(vars(c))) for c in {**texts, id(outermost): outermost}.values()]
-    try:
-        for config in texts.values():
-            vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
-            for name in FIELDS:  # in order: the original length before the maximum
-                if name in values:
-                    setattr(config, name, copy.deepcopy(values[name]))
-        if EXPERTS in values:
-            setattr(outermost, EXPERTS, values[EXPERTS])
-        for config in texts.values():
-            fields = getattr(type(config), "__dataclass_fields__", {})
-            ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
-            if ours and hasattr(config, "rope_parameters"):
-                for name in OLDER:
-                    vars(config).pop(name, None)
-                vars(config).update(copy.deepcopy(_older_fields(place, record)))
-                setattr(PreTrainedConfig, "max_position_embeddings", _Unknown())  # noqa: B010
-    finally:
-        for config, old in before:
-            now = vars(config)
-            names = [k for k in old | now if old.get(k, ABSENT) is not now.get(k, ABSENT)]
-            own = {name: old.get(name, ABSENT) for name in names}
-            changes.append(functools.partial(restore, config, own))
+    for config in texts.values():
+        vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
+        for name in FIELDS:  # in order: the original length before the maximum
+            if name in values:
+                setattr(config, name, copy.deepcopy(values[name]))
+    if EXPERTS in values:
+        setattr(outermost, EXPERTS, values[EXPERTS])
+        if not _reads_experts(place.model):  # models built from it look it up, and fail
+            set_attribute(outermost, "_experts_implementation_internal", CURE, changes)
+    for config in texts.values():
+        fields = getattr(type(config), "__dataclass_fields__", {})
+        ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
+        if ours and hasattr(config, "rope_parameters"):
+            for name in OLDER:
+                vars(config).pop(name, None)
+            vars(config).update(copy.deepcopy(_older_fields(place, record)))
+            setattr(PreTrainedConfig, "max_position_embeddings", _Unknown())  # noqa: B010
+
+
+def _reads_experts(model: nn.Module) -> bool:
+    """Whether a module looks up its experts implementation in the model's configuration."""
+    return any(
+        hasattr(module, "is_transposed") and getattr(module, "config", None) is model.config
+        for module in model.modules()
+    )
 
 
 class _Unknown:
@@ -271,7 +301,7 @@ def unsaved(place: PatchTarget, target: int) -> Written:
 
 def _is_refused(config: Any, values: dict[str, Any], build: Callable[[Any], Any]) -> bool:
     """Whether transformers saves and loads the configuration, but cannot build a model from it."""
-    with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+    with quieted(logging.getLogger("transformers")):
         try:
             trial = _reloaded(config, values)
         except Exception:  # but rope_ext.from_pretrained must read it
@@ -335,7 +365,7 @@ def _built(
     """Build what transformers builds from ``values``, after a round trip through config.json."""
     try:
         # transformers may reject a candidate; hide its messages from users.
-        with quieted(logging.getLogger("transformers"), logging.CRITICAL):
+        with quieted(logging.getLogger("transformers")):
             modules = _rebuilt_modules(decoder, _reloaded(config, values), sites)
         result = {}
         for site in sites:

@@ -29,6 +29,8 @@ FIELDS = ("rope_parameters", HEAD, *LENGTHS, FIELD)
 """All fields that a patch writes to the text model's configuration, in this order."""
 OLDER = ("rope_theta", "rope_scaling")
 """Fields that transformers read before version 5, and that other programs still read."""
+WRITTEN = (*FIELDS, *OLDER, EXPERTS)
+"""All fields that a patch may write to a model's configurations."""
 
 ARGUMENTS: Mapping[str, Any] = Options().recorded()
 """The keyword arguments of ``patch`` that a record stores, with their defaults."""
@@ -121,6 +123,7 @@ class Record:
                 del vars(text)[name]
         for name, value in self.config.items():
             if name == EXPERTS:
+                vars(config).pop(EXPERTS, None)  # of a model in memory
                 config._experts_implementation = value  # transformers' attribute for this field
             elif value is not None:
                 setattr(text, name, copy.deepcopy(value))

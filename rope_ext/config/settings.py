@@ -6,10 +6,11 @@ the factor. The value that transformers builds the frequencies from takes preced
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rope_ext.config.record import FIELD, record_of
+from rope_ext.config.record import FIELD, patch_call, record_of
+from rope_ext.errors import RopeExtError
 from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
 from rope_ext.methods.rope import plain_number, reach, whole_number
 from rope_ext.methods.temperature import yarn_factor
@@ -25,6 +26,12 @@ METHODS: Mapping[str, str] = {
     "longrope": "longrope",
 }
 """Method names by ``rope_type``."""
+# Fields of a scaled entry besides its base; composing replaces all of them.
+SCALING_FIELDS = (
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
+    *("low_freq_factor", "mscale", "mscale_all_dim", "rope_type", "short_factor", "truncate"),
+    "type",
+)
 _SAME_NAMES = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
 """Options of YaRN or Llama 3 that entries store under the same name."""
 
@@ -87,6 +94,37 @@ def trained_length(config: Any) -> int | None:
         return record.trained_length  # the maximum field holds the extended length
     lengths = [settings.target for settings in all_settings(config).values()]
     return max(lengths, key=lambda length: length or 0)
+
+
+def unscaled(settings: RopeSettings, base: float, length: int | None) -> RopeSettings:
+    """Return the settings without their scaling, with another base and trained length."""
+    drop = (*SCALING_FIELDS, ORIGINAL)
+    kept = {name: value for name, value in settings.parameters.items() if name not in drop}
+    parameters = {**kept, "rope_theta": base, "rope_type": "default"}
+    return replace(
+        settings,
+        parameters=parameters,
+        rope_type="default",
+        factor=None,
+        length=length,
+        target=length,
+    )
+
+
+def patch_for(settings: RopeSettings, loaded: RopeSettings) -> str:
+    """Return the ``patch`` call with which ``loaded`` frequencies become those of ``settings``."""
+    base = plain_number(settings.parameters.get("rope_theta"))
+    if settings.rope_type == "default" and base is not None:
+        return f"rope_ext.patch(model, 'abf', base={base:g}, factor=FACTOR)"
+    try:
+        method = method_of(dict(settings.parameters), settings.factor or 0.0)
+        length = settings.parameters.get(ORIGINAL)
+        own = {} if length in (None, loaded.length) else {ORIGINAL: length}
+        if method is not None:
+            return patch_call(method, **own)
+    except (RopeExtError, KeyError, TypeError):
+        pass  # an incomplete entry
+    return "rope_ext.patch(model, METHOD, factor=FACTOR)"
 
 
 def path_to_text(config: Any) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import SCALING_FIELDS, part_of
-from rope_ext.config.settings import path_to_text
+from rope_ext.apply.configuration import part_of
+from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
 from rope_ext.methods.temperature import yarn_factor

@@ -9,14 +9,23 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rope_ext.config.settings import METHODS, RopeSettings, rope_settings, trained_length
+from rope_ext.config.record import FIELD
+from rope_ext.config.settings import (
+    LONGEST,
+    METHODS,
+    RopeSettings,
+    patch_for,
+    rope_settings,
+    trained_length,
+    unscaled,
+)
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number
@@ -44,10 +53,12 @@ class RotarySite:
     local: bool  # whether only sliding-window layers use it
     shared: bool  # whether layers with and without a sliding window use it
     columns: Columns  # the verified layout of the module's output
-    settings: RopeSettings  # RoPE settings in the configuration when it was found
+    settings: RopeSettings  # RoPE settings, of the configuration unless it was changed
     # latent attention layers whose softmax scale has the checkpoint's factor (mscale_all_dim)
     baked: tuple[nn.Module, ...] = ()
     rounded: bool = False  # whether a cast has rounded the buffer
+    # what the configuration says that is not in force in the loaded model, and what to do
+    changed: tuple[str, str] | None = None
     # with compose="raise", the checkpoint's own rope_parameters entry with the larger factor, and
     # the resulting length in tokens. The other fields then describe the unscaled embedding
     raised: tuple[Mapping[str, Any], int] | None = None
@@ -307,6 +318,11 @@ def _site(
             f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
             f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
         )
+    settings, changed = rope_settings(config, layer_type), None
+    if getattr(config, FIELD, None) is None:  # else the record has the trained length
+        found = _Loaded(decoder, config, name, module, layer_type, rope_type, loaded)
+        settings, changed = found.settings(settings)
+        length = settings.target if changed and not given else length
     if length is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration has no max_position_embeddings, so the "
@@ -317,7 +333,6 @@ def _site(
             f"{type(decoder).__name__}: a trained length of {length} tokens cannot be extended, "
             f"only one of 2 to {MOST_TOKENS}; pass original_max_position_embeddings=TOKENS"
         )
-    settings = rope_settings(config, layer_type)
     bakes = settings.parameters.get("mscale_all_dim") and settings.rope_type in METHODS
     base = _base(decoder, settings.parameters.get("rope_theta"), loaded)
     theta = torch.where(loaded > 0, geometric(base, 2 * len(loaded)), 0.0)
@@ -339,7 +354,90 @@ def _site(
         settings=settings,
         baked=tuple(softmax_scales(decoder, mscale_all_dim=0) or ()) if bakes else (),
         rounded=not buffer.is_meta and not torch.equal(buffer.float().cpu(), loaded),
+        changed=changed,
     )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A rotary module as loaded, to compare with its configuration, which may have been changed."""
+
+    decoder: nn.Module
+    config: Any
+    name: str
+    module: nn.Module
+    layer_type: str | None
+    rope_type: str
+    inv_freq: Tensor
+
+    def settings(self, said: RopeSettings) -> tuple[RopeSettings, tuple[str, str] | None]:
+        """Return the settings in force, and what the configuration says instead, if anything."""
+        length = getattr(self.module, "original_max_seq_len", None)  # of the configuration then
+        same = length == getattr(self.config, LONGEST, None) and said.rope_type == "default"
+        if same or type(length) is not int:
+            length = said.target
+        in_force = self._is_in_force(said)
+        if in_force and (said.rope_type != "default" or length == said.target):
+            return said, None
+        base = self._base()
+        if base is None and not in_force and self.rope_type == said.rope_type == "default":
+            return said, None  # frequencies that were set on purpose
+        what = f"max_position_embeddings {said.target}"
+        cure = f"pass original_max_position_embeddings={said.target} if it was trained on them"
+        now = said if base is None else unscaled(said, base, length)
+        if not in_force:
+            factor = "" if said.factor is None else f", factor {said.factor:g}"
+            theta = said.parameters.get("rope_theta")
+            what = f"rope_type {said.rope_type!r}{factor}, rope_theta {theta}"
+            cure = f"call {patch_for(said, now)}"
+        if self.rope_type != "default":
+            now = replace(said, length=length, target=length)
+            cure = "load the model with that configuration"
+        why = "which is not in force, since a change after loading has no effect on the model"
+        return now, (f"it says {what}, {why}", cure)
+
+    def _is_in_force(self, said: RopeSettings) -> bool:
+        """Whether a module that is built from the configuration now has these frequencies."""
+        module: Any = self.module
+        try:
+            config = copy.deepcopy(module.config)  # some transformers functions add fields
+            with torch.device("cpu"):
+                built = type(module)(config)
+        except Exception:
+            return not hasattr(module, "rope_type") or self.rope_type == said.rope_type
+        name = f"{self.layer_type}_inv_freq" if self.layer_type else "inv_freq"
+        same = self._type_of(built) == self.rope_type
+        if same and self.rope_type in _MOVING:
+            return True
+        if same and _are_equal(built.get_buffer(name), self.inv_freq):
+            return True
+        # Some decoders pass more than the configuration to a module.
+        try:
+            with torch.device("meta"):
+                decoder = type(self.decoder)(copy.deepcopy(text_config(self.decoder)))
+            other = self._type_of(decoder.get_submodule(self.name))
+        except Exception:
+            return False
+        return other == self.rope_type != self._type_of(built)
+
+    def _type_of(self, module: nn.Module) -> Any:
+        kinds = getattr(module, "rope_type", "default")
+        return kinds.get(self.layer_type) if isinstance(kinds, dict) else kinds
+
+    def _base(self) -> float | None:
+        """Return the base if these frequencies are unscaled and geometric."""
+        if self.rope_type != "default" or len(self.inv_freq) < 2 or not 0 < self.inv_freq[1] < 1:
+            return None
+        base = float(f"{self.inv_freq[1].double().item() ** -len(self.inv_freq):.6g}")
+        rotating = torch.where(self.inv_freq > 0, geometric(base, 2 * len(self.inv_freq)), 0.0)
+        return base if _are_equal(rotating, self.inv_freq) else None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether frequencies are equal up to the rounding of float32."""
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=ROUNDING, atol=0)
 
 
 def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, float] | None:
@@ -374,7 +472,7 @@ def _base(decoder: nn.Module, base: Any, loaded: Tensor) -> float:
     return float(number)
 
 
-def _loaded(decoder: nn.Module, module: nn.Module, name: str, moving: bool) -> Tensor:
+def _loaded(decoder: nn.Module, module: Any, name: str, moving: bool) -> Tensor:
     """Return the frequencies that a buffer was loaded with, float32 on the CPU.
 
     They are rebuilt if the buffer is on the meta device, or was rounded by a cast to bfloat16 or

@@ -7,12 +7,14 @@ Where new values in rotary buffers are enough, the model's own code computes cos
 caches, attention kernels and compilation work as before; ``hooks`` handles the other cases.
 """
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from rope_ext.rotary.sites import RotarySite
 
@@ -47,6 +49,73 @@ def restore(holder: Any, own: dict[str, Any]) -> None:
             vars(holder).pop(name, None)
         else:
             vars(holder)[name] = value
+
+
+def separate_configurations(model: nn.Module, written: Iterable[str], changes: Changes) -> None:
+    """Give all modules of ``model`` copies of their configurations until ``changes`` are undone.
+
+    Other models may hold the same objects, and must not follow what a patch writes into them. Call
+    it before any other change. Fields that the user sets meanwhile, such as ``use_cache``, are
+    carried back; those that the patch has ``written`` are not.
+    """
+    own: dict[int, Any] = {}  # the memo of deepcopy: copies by the id of what they were made from
+    swapped = []
+    for original in [*_configurations(model)]:
+        twin = copy.deepcopy(original, own)
+        swapped.append((original, twin, _frozen(twin)))
+    for module in model.modules():
+        _replace(module, [(original, twin) for original, twin, _ in swapped])
+    changes.append(functools.partial(_give_back, model, swapped, tuple(written)))
+
+
+def _give_back(
+    model: nn.Module, swapped: list[tuple[Any, Any, dict[str, Any]]], written: tuple[str, ...]
+) -> None:
+    """Return to the original configurations, with what the user has set in the copies."""
+    back = [(twin, original) for original, twin, _ in swapped]
+    for module in model.modules():
+        _replace(module, back)
+    for original, twin, before in swapped:
+        now = vars(twin)
+        for name in before | now:
+            if name not in written and not _same(before.get(name, ABSENT), now.get(name, ABSENT)):
+                restore(original, {name: now.get(name, ABSENT)})
+        _replace(original, back)
+
+
+def _configurations(model: nn.Module) -> Iterator[Any]:
+    """Yield every configuration that a module holds, and those within, each once."""
+    seen: set[int] = set()
+    holders: list[Any] = [*model.modules()]
+    while holders:
+        for value in vars(holders.pop()).values():
+            if isinstance(value, PreTrainedConfig) and id(value) not in seen:
+                seen.add(id(value))
+                holders.append(value)
+                yield value
+
+
+def _replace(holder: Any, pairs: list[tuple[Any, Any]]) -> None:
+    """Replace attributes of an object that are the first of a pair by the second."""
+    others = {id(old): new for old, new in pairs}
+    for name, value in vars(holder).items():
+        if id(value) in others:
+            vars(holder)[name] = others[id(value)]  # the same keys, so that iteration goes on
+
+
+def _frozen(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration, unaffected by changes inside lists and dicts."""
+    plain = (dict, list)
+    return {
+        name: copy.deepcopy(value) if isinstance(value, plain) else value
+        for name, value in vars(config).items()
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two fields are the same object, or equal plain values."""
+    plain = (dict, list, tuple, str, int, float)
+    return one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
 
 
 def wrap(holder: Any, name: str, function: Callable[..., Any], changes: Changes) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
-from rope_ext.apply.configuration import SCALING_FIELDS
 from rope_ext.config.record import record_of
-from rope_ext.config.settings import RopeSettings, all_settings, method_of
+from rope_ext.config.settings import SCALING_FIELDS, RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none

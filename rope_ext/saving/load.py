@@ -4,13 +4,14 @@ The configuration of a model records its patch; that of an adapter is in a sidec
 """
 
 import copy
+import functools
 import json
 import logging
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -174,7 +175,8 @@ def _load(
     if gguf_file is not None:
         gguf_source.require_readable(path, gguf_file, **hub.of_hub(kwargs))
     try:
-        with hub.loading("weights", path), _expecting_learned(record):
+        expecting = nullcontext() if record is None else _expecting_learned()
+        with hub.loading("weights", path), expecting:
             loaded = _class(config, class_name).from_pretrained(path, **kwargs)
     except LoadError as error:
         if CURE not in str(error.__cause__):
@@ -194,7 +196,7 @@ def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
     options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
     # Its rope_type may be one that plain transformers must refuse.
     with (
-        configuration.quieted(logging.getLogger("transformers"), logging.ERROR),
+        configuration.quieted(logging.getLogger("transformers")),
         hub.loading("configuration", path),
     ):
         if kwargs.get("gguf_file") is not None:
@@ -265,7 +267,7 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
 
 def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure: str) -> None:
     """Patch as recorded; ``stores`` have what the patch learned."""
-    with configuration.quieted(_logger, logging.ERROR):  # hides advice already followed
+    with configuration.quieted(_logger):  # hides advice already followed
         patch(model, record.method, **record.arguments)
     with hub.loading("weights", path):
         missing = copy_learned(model, *stores)
@@ -276,16 +278,15 @@ def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure
         )
 
 
-@contextmanager
-def _expecting_learned(record: Record | None) -> Iterator[None]:
-    """Keep transformers from reporting a patch's parameters as unexpected keys."""
+def _expecting_learned() -> AbstractContextManager[None]:
+    """Keep transformers from reporting a patch's parameters as unexpected keys, in all threads."""
     before = PreTrainedModel._keys_to_ignore_on_load_unexpected
-    if record is not None:
-        PreTrainedModel._keys_to_ignore_on_load_unexpected = [*(before or ()), _LEARNED]
-    try:
-        yield
-    finally:
-        PreTrainedModel._keys_to_ignore_on_load_unexpected = before
+    return configuration.replaced(
+        key=_LEARNED,
+        get=lambda: PreTrainedModel._keys_to_ignore_on_load_unexpected,
+        put=functools.partial(setattr, PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
+        new=[*(before or ()), _LEARNED],
+    )
 
 
 @torch.no_grad()

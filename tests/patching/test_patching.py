@@ -16,6 +16,64 @@ from tests.helpers.models import LENGTH, tiny_llama
 from tests.helpers.positions import logits
 
 
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # gemma3 has sub-configurations
+def test_models_of_one_configuration_object_do_not_follow_each_other(
+    tmp_path, family: str, name: str
+) -> None:
+    model = tiny_model(family)
+    other = type(model)(model.config)
+    model.save_pretrained(tmp_path)  # which notes class and dtype in the configuration
+    before = [snapshot(one) for one in (model, other)]
+    described = rope_ext.describe(other)
+    rope_ext.patch(model, name, factor=4)
+    assert not changed(before[1], snapshot(other))
+    assert rope_ext.describe(other) == rope_ext.describe(copy.deepcopy(other)) == described
+    other.save_pretrained(tmp_path)
+    assert rope_ext.describe(tmp_path).method is None
+    follower = type(model)(model.config) if name == "yarn" else None
+    rope_ext.unpatch(model)
+    assert not changed(before[0], snapshot(model)) and model.config is other.config
+    if follower is not None:  # which has the scaling that the configuration had
+        assert follower.config.get_text_config().max_position_embeddings == 4 * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("phi3", "rerope"), ("phi3", "dynamic_ntk"), ("blt", "yarn"), ("gemma3", "rerope")],
+)
+def test_a_model_built_from_the_configuration_of_a_patch_is_refused(ids, family, name) -> None:
+    model = tiny_model(family)
+    before, plain = snapshot(model), logits(model, ids)
+    rope_ext.patch(model, name, factor=4)
+    said = logits(model, ids)
+    for build in (type(model), AutoModelForCausalLM.from_config):
+        with pytest.raises((KeyError, ValueError), match=r"rope_ext\.from_pretrained"):
+            build(copy.deepcopy(model.config))
+    assert torch.equal(logits(model, ids), said)
+    assert rope_ext.describe(model.config).method == name  # which needs no weights
+    with rope_ext.unpatched(model):
+        AutoModelForCausalLM.from_config(model.config)
+    rope_ext.unpatch(model)
+    assert not changed(before, snapshot(model)) and torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("name", ["yarn", "rerope"])
+def test_what_is_set_in_the_configuration_under_a_patch_stays(model, name: str) -> None:
+    before = model.config
+    before.id2label = {0: "no"}
+    rope_ext.patch(model, name, factor=4)
+    model.config.use_cache = False
+    model.config.id2label[1] = "yes"
+    model.config.max_position_embeddings = 999  # a field of the patch
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        config = rope_ext.unpatch(one).config
+        assert config is one.model.config and config.max_position_embeddings == LENGTH
+        assert config.use_cache is False and config.id2label == {0: "no", 1: "yes"}
+    assert model.config is before and twin.config is not before
+
+
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "rerope", "t5"])
 def test_unpatched_is_the_original_for_a_while(model, ids, name: str) -> None:
     before = logits(model, ids)
@@ -208,3 +266,71 @@ def test_a_patch_in_inference_mode_leaves_no_inference_tensors(model, method: st
     with torch.inference_mode():
         rope_ext.unpatch(model)
     assert not any(tensor.is_inference() for tensor in model.buffers())
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": YARN},
+        {"rope_parameters": YARN | {"original_max_position_embeddings": LENGTH}},
+        {"rope_parameters": YARN, "max_position_embeddings": 4 * LENGTH},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"max_position_embeddings": 4 * LENGTH},
+    ],
+)
+def test_a_configuration_changed_after_loading_is_reported_and_not_believed(
+    tmp_path, ids, caplog, change: dict
+) -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    model.save_pretrained(tmp_path)  # which notes class and dtype in the configuration
+    for name, value in change.items():
+        setattr(model.config, name, copy.deepcopy(value))
+    before = snapshot(model)
+    found, wanted = rope_ext.describe(model), rope_ext.describe(plain)
+    assert (found.length, found.target_length, found.configured) == (LENGTH, LENGTH, None)
+    assert found.sites == wanted.sites and any("not in force" in note for note in found.notes)
+    assert rope_ext.diagnose(model, 200).sites == rope_ext.diagnose(plain, 200).sites
+    advice = rope_ext.recommend(model, 200)
+    assert advice.trained_length == LENGTH
+    assert any("not in force" in reason for reason in advice.reasons)
+    for method in ("yarn", "rerope"):
+        caplog.clear()
+        with rope_ext.patched(plain, method, factor=4):
+            said = logits(plain, ids)
+        rope_ext.patch(model, method, factor=4)
+        assert "not in force" in caplog.text
+        assert torch.equal(logits(model, ids), said)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(logits(rope_ext.from_pretrained(tmp_path), ids), said)
+        assert not changed(before, snapshot(rope_ext.unpatch(model)))
+
+
+def test_frequencies_of_a_sub_configuration_changed_after_loading_are_those_loaded() -> None:
+    model = tiny_model("gemma3")
+    wanted = rope_ext.describe(model)
+    model.config.text_config.rope_parameters["full_attention"].update(
+        rope_type="linear", factor=4.0
+    )
+    found = rope_ext.describe(model)
+    assert found.sites == wanted.sites and found.length == wanted.length
+    assert any("rope_ext.patch(model, 'pi', factor=4.0)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("change", [{"factor": 8.0}, {"rope_type": "default"}])
+def test_a_scaled_checkpoint_whose_configuration_was_changed_needs_its_length(change) -> None:
+    parameters = YARN | {"original_max_position_embeddings": LENGTH // 4}
+    model = tiny_llama(rope_parameters=parameters)
+    model.config.rope_parameters.update(change)
+    for call in (
+        lambda: rope_ext.patch(model, "pi", factor=4, compose=True),
+        lambda: rope_ext.recommend(model, 200),
+    ):
+        with pytest.raises(rope_ext.UnsupportedModelError, match="configuration was changed"):
+            call()
+    found = rope_ext.describe(model)
+    assert found.length == LENGTH and any("not in force" in note for note in found.notes)

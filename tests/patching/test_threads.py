@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import rope_ext
 from tests.helpers.models import tiny_llama
@@ -95,3 +99,53 @@ def test_of_threads_that_patch_one_model_one_does(ids) -> None:
     results = at_once(*[lambda: rope_ext.patch(model, "self_extend", factor=4)] * 4)
     assert [isinstance(x, rope_ext.AlreadyPatchedError) for x in results].count(True) == 3
     assert torch.equal(rope_ext.unpatch(model)(ids).logits, before)
+
+
+def test_threads_that_load_leave_logging_and_classes_as_they_were(tmp_path, monkeypatch) -> None:
+    """The first to begin each of the three stages is the first to end it."""
+    rope_ext.patch(tiny_llama(), "t5").save_pretrained(tmp_path)
+    loggers = [logging.getLogger(name) for name in ("rope_ext", "transformers")]
+    ignored = "_keys_to_ignore_on_load_unexpected"
+    before = [*(logger.level for logger in loggers), getattr(PreTrainedModel, ignored)]
+    waits = 20  # seconds; each event is set long before
+    reached = {(who, stage): threading.Event() for who in "12" for stage in "abc"}
+    config, weights = AutoConfig.from_pretrained, LlamaForCausalLM.from_pretrained.__func__
+    rotate = LlamaRotaryEmbedding.forward
+
+    def slow_config(*args: Any, **kwargs: Any) -> Any:
+        who = threading.current_thread().name
+        reached[who, "a"].set()
+        other = reached["2", "a"] if who == "1" else reached["1", "b"]
+        assert other.wait(waits)
+        return config(*args, **kwargs)
+
+    def slow_weights(cls: type, *args: Any, **kwargs: Any) -> Any:
+        who = threading.current_thread().name
+        reached[who, "b"].set()
+        other = reached["2", "b"] if who == "1" else reached["1", "c"]
+        assert other.wait(waits)
+        loaded = weights(cls, *args, **kwargs)
+        if who == "2":
+            reached["2", "c"].set()
+        return loaded
+
+    def slow_rotation(*args: Any, **kwargs: Any) -> Any:  # patch tries the module out
+        if threading.current_thread().name == "1" and not reached["1", "c"].is_set():
+            reached["1", "c"].set()
+            assert reached["2", "c"].wait(waits)
+            time.sleep(0.3)  # until the second waits for its turn to patch
+        return rotate(*args, **kwargs)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", slow_config)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(slow_weights))
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", slow_rotation)
+
+    def load(who: str) -> Any:
+        threading.current_thread().name = who
+        assert who == "1" or reached["1", "a"].wait(waits)
+        return rope_ext.from_pretrained(tmp_path)
+
+    for found in at_once(lambda: load("1"), lambda: load("2")):
+        assert rope_ext.describe(found).method == "t5"
+    after = [*(logger.level for logger in loggers), getattr(PreTrainedModel, ignored)]
+    assert after == before

@@ -161,7 +161,12 @@ def text_decoder(model: nn.Module) -> nn.Module:
 
 def text_config(module: nn.Module) -> Any:
     config: Any = module.config
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if not hasattr(config, "get_text_config"):
+        return config
+    found = config.get_text_config(decoder=True)
+    # transformers copies a decoder's own configuration too: what is written into a copy is lost.
+    copied = found is not config and type(found) is type(config)
+    return config if copied and found.to_dict() == config.to_dict() else found
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:

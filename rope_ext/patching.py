@@ -511,10 +511,13 @@ def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
 def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
     folder = kwargs.get("peft_model_id", args[0] if args else None)
     file = Path(str(folder)) / SIDECAR
+    trained = record
     try:
         trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError, RecursionError):  # on the Hub, or trained without a patch
-        trained = record
+    except FileNotFoundError:  # on the Hub, or trained without a patch
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        _logger.warning("rope_ext: which patch the adapter needs is unknown: %s: %s", file, error)
     if not trained.same(record):
         _logger.warning(
             "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "

@@ -11,6 +11,8 @@ from rope_ext.quoting import printable
 
 CURE = "rope_ext: unknown to plain transformers; load with rope_ext.from_pretrained"
 """Stored where transformers looks up a name, so that its error message tells users what to do."""
+_MOST_QUOTED = 300
+"""Characters of another library's error that are quoted: it may contain a whole file."""
 
 
 class RopeExtError(ValueError):
@@ -158,8 +160,9 @@ def is_path(name: str) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error, to quote within a sentence."""
+    """Return the first line of another library's error, cut, to quote within a sentence."""
     first, *more = str(error).strip().split("\n", 2)
     if first.endswith(":") and more:  # the first line only introduces the second
         first = f"{first} {more[0].strip()}"
-    return first.rstrip(".")
+    cut = first[:_MOST_QUOTED]
+    return cut.rstrip(".") if cut == first else f"{cut}..."

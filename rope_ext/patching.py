@@ -318,7 +318,7 @@ def _patch(
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
     refuse_changed(decoder, scaled, options.original_max_position_embeddings)
-    _refuse_unsaved(model, decoder)
+    _refuse_unsaved(model)
     changes: Changes = []
     try:
         separate_configurations(given, WRITTEN, changes)
@@ -417,15 +417,14 @@ def refuse_changed(decoder: nn.Module, sites: list[RotarySite], length: int | No
             )
 
 
-def _refuse_unsaved(model: nn.Module, decoder: nn.Module) -> None:
+def _refuse_unsaved(model: nn.Module) -> None:
     """Raise if transformers only copies the decoder's configuration from the one that it saves."""
-    for module in (model, decoder):
-        if text_config(module) is not text_config(module):
-            raise UnsupportedModelError(
-                f"{type(module).__name__}: its encoder and decoder read the same fields of one "
-                f"configuration ({type(module.config).__name__}), so a patch of the decoder cannot "
-                f"be saved; use a model whose decoder has a configuration of its own"
-            )
+    if text_config(model) is not text_config(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: transformers copies the configuration of its decoder from "
+            f"{type(model.config).__name__}, so a patch of it cannot be saved; pass the whole "
+            f"model, or one whose decoder has a configuration of its own"
+        )
 
 
 def note_target(model: nn.Module, target: int) -> None:
@@ -511,10 +510,13 @@ def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
 def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:
     folder = kwargs.get("peft_model_id", args[0] if args else None)
     file = Path(str(folder)) / SIDECAR
+    trained = record
     try:
         trained = Record.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
-    except (OSError, ValueError, RecursionError):  # on the Hub, or trained without a patch
-        trained = record
+    except FileNotFoundError:  # on the Hub, or trained without a patch
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        _logger.warning("rope_ext: which patch the adapter needs is unknown: %s: %s", file, error)
     if not trained.same(record):
         _logger.warning(
             "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "

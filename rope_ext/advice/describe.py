@@ -19,6 +19,7 @@ from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
 from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
+from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.quoting import in_markdown, inert_markdown, printable_lines
@@ -320,7 +321,7 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
     before = after = torch.tensor([length], dtype=torch.float64, device="cpu")
     if site.local:
         names = ("sliding_window", "attention_window_size", "attention_chunk_size")
-        windows = (getattr(config, name, None) for name in names)
+        windows = (whole_number(getattr(config, name, None)) for name in names)
         before = after = before.clamp(max=next(filter(None, windows), rope.length))
     elif active is not None:
         after = active.method.span(rope, length)

@@ -28,7 +28,7 @@ from rope_ext.config.settings import (
 )
 from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
-from rope_ext.methods.rope import MOST_TOKENS, plain_number
+from rope_ext.methods.rope import MOST_TOKENS, plain_number, whole_number
 from rope_ext.rotary.probe import Columns, prove
 
 ROUNDING = 1e-5
@@ -583,7 +583,8 @@ def _reach(config: Any, layer_type: str | None) -> tuple[bool, bool]:
     if layer_type is not None:
         return is_local(layer_type), False
     names = ("sliding_window", "attention_window_size")
-    window = next(filter(None, (getattr(config, name, None) for name in names)), 0)
+    windows = (whole_number(getattr(config, name, None)) for name in names)  # or damaged
+    window = next(filter(None, windows), 0)
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)]
     kinds = [kind for kind in kinds if not any(word in kind for word in _NO_ATTENTION)]
     limited = [is_local(kind) for kind in kinds]

@@ -322,6 +322,7 @@ def _found_in(store: _Store, wanted: Mapping[str, torch.Tensor]) -> dict[str, to
                 raise ValueError(f"{keys[name]} and {key} both hold {name}; remove one of them")
             if value.is_floating_point() != wanted[name].is_floating_point():
                 raise ValueError(f"{key} is {value.dtype}, and not {wanted[name].dtype}")
+            value = value.to(wanted[name].dtype)  # may overflow, and 8 bits have no isfinite
             if not value.isfinite().all():
                 raise ValueError(f"{key} has values that are NaN or infinite")
             found[name], keys[name] = value, key

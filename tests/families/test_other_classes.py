@@ -5,14 +5,19 @@ Those outside of the causal and image-text mappings: encoders, embedders, heads,
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 import rope_ext
-from rope_ext.rotary.sites import text_decoder, vocabulary_of
+from rope_ext.apply.configuration import UNPATCHED
+from rope_ext.patching import current_patch
+from rope_ext.rotary.sites import find_sites, text_decoder, vocabulary_of
+from rope_ext.saving.load import frequencies_of, same
 from tests.families.zoo import LENGTH, NotBuildable, other_classes, rotating_modules, tiny_of
 
 OPTIONS: dict[str, Any] = {"factor": 4, "original_max_position_embeddings": LENGTH}
@@ -67,3 +72,42 @@ def test_patch_accepts_or_refuses_in_words_and_changes_no_direction(module: str)
                 torch.testing.assert_close(
                     after, before, rtol=1e-4, atol=1e-4, msg=str(type(model))
                 )
+
+
+def reloads_as_described(model: PreTrainedModel, folder: Path) -> bool:
+    """Save a patched model; plain transformers builds its frequencies where ``describe`` says so.
+
+    Elsewhere it must not load it, unless ``describe`` says that it loads it unpatched.
+    """
+    said = str(rope_ext.describe(model))
+    state = current_patch(model)
+    assert state is not None
+    promised = frequencies_of(state.sites, state, start=True)
+    model.save_pretrained(folder)
+    try:
+        again = type(model).from_pretrained(folder)
+    except Exception as error:  # the refusal reads as the family raises it
+        return "reloads it" not in said and "rope_ext" in str(error)
+    equal = same(frequencies_of(find_sites(text_decoder(again))), promised)
+    return equal if "reloads it" in said else UNPATCHED in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", rotating_modules())
+def test_plain_transformers_reloads_what_describe_says(module: str, tmp_path: Path) -> None:
+    for number, model in enumerate(built(module)):
+        for method in ("yarn", "dynamic_ntk"):
+            try:
+                rope_ext.patch(model, method, **OPTIONS)
+            except rope_ext.RopeExtError:
+                continue
+            assert reloads_as_described(model, tmp_path / f"{number}-{method}"), type(model)
+            rope_ext.unpatch(model)
+
+
+@pytest.mark.parametrize("name", ["DiaModel", "T5GemmaModel"])
+def test_decoders_with_a_configuration_of_their_own_are_saved(name: str, tmp_path: Path) -> None:
+    model = tiny_of(getattr(transformers, name))
+    rope_ext.patch(model, "yarn", **OPTIONS)
+    assert "reloads it" in str(rope_ext.describe(model))
+    assert reloads_as_described(model, tmp_path)

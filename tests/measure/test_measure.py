@@ -27,7 +27,7 @@ from transformers import (
 import rope_ext
 from rope_eval import sliding
 from rope_eval.cases import Case, Outcome, loss, share_found
-from rope_eval.data import prompts
+from rope_eval.data import templates
 from rope_eval.data.prompts import Frame, joined
 from rope_eval.data.text import library_words, python_documentation, read_texts, sentences
 from rope_eval.forward import score, write
@@ -273,18 +273,29 @@ def test_chat_prompts_use_the_template_once(tokenizer: Any, checkpoint: Path) ->
         Frame.from_tokenizer(chat)
 
 
+LOOPS = "{% for i in range(99999) %}" * 4 + "a" + "{% endfor %}" * 4
+DOUBLED = "{% set n = namespace(x='abcd') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+TEMPLATES = {  # what each is refused for
+    LOOPS: "does not end within",
+    "{{ 10 ** (10 ** 9) }}": "does not end within",  # one operation
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "fails",
+    "{{ 'a' * 10**10 }}": "needs more than 512 MB",
+    DOUBLED + "{% endfor %}": "needs more than 512 MB|does not end",
+    "{{ messages[0].content * 10**6 }}": "4 MB of text",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the memory of a process")
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_chat_template_that_does_not_end_or_fails_is_refused(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     chat = AutoTokenizer.from_pretrained(checkpoint)
+    chat.chat_template = template
+    if TEMPLATES[template] == "does not end within":
+        monkeypatch.setattr(templates, "SECONDS", 0.5)
     before = sys.gettrace()
-    monkeypatch.setattr(prompts, "_TEMPLATE_SECONDS", 0.5)
-    many = "{% for i in range(99999) %}"
-    chat.chat_template = many * 4 + "a" + "{% endfor %}" * 4
-    with pytest.raises(OptionError, match="does not end within"):
-        Frame.from_tokenizer(chat)
-    chat.chat_template = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
-    with pytest.raises(OptionError, match="fails"):
+    with pytest.raises(OptionError, match=TEMPLATES[template]):
         Frame.from_tokenizer(chat)
     assert sys.gettrace() is before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -75,3 +76,16 @@ def test_an_adapter_of_another_patch_is_named(tmp_path, caplog, factor: int) -> 
     told = [r.getMessage() for r in caplog.records if r.name == "rope_ext"]
     assert len(told) == (factor == 8) and all("'yarn', factor=4)" in one for one in told)
     assert "load_adapter" not in rope_ext.unpatch(model).__dict__
+
+
+def test_an_adapter_whose_record_was_edited_is_named(tmp_path, caplog) -> None:
+    trained = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    adapted = get_peft_model(trained, LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path)
+    file = rope_ext.save_sidecar(adapted, tmp_path)
+    record = json.loads(file.read_text())
+    record["method"]["factor"] = 8.0
+    file.write_text(json.dumps(record))
+    rope_ext.patch(tiny_llama(), "yarn", factor=4).load_adapter(str(tmp_path))
+    [told] = [r.getMessage() for r in caplog.records if r.name == "rope_ext"]
+    assert str(file) in told and "factor=8" in told

@@ -218,3 +218,41 @@ def test_a_configuration_of_a_size_that_no_model_has(tmp_path, folders, values: 
         with pytest.raises(rope_ext.errors.RopeExtError, match="no model has more than"):
             load(str(folder))
     assert time.monotonic() - start < 10
+
+
+def nested(depth: int) -> dict:
+    found: dict = {}
+    for _ in range(depth):
+        found = {"text_config": found}
+    return found
+
+
+ABSURD = (
+    {"sliding_window": "64"},
+    {"sliding_window": [64], "layer_types": ["sliding_attention", "full_attention"]},
+    {"rope_parameters": 10**400},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 10**400, "rope_theta": 10000.0}},
+    {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "long_factor": [1.0] * 10**5}},
+    {"max_position_embeddings": 10**400},
+    {"text_config": nested(900)},
+    {"layer_types": ["full_attention"] * 10**6},
+)
+
+
+@pytest.mark.parametrize("values", ABSURD, ids=lambda values: " ".join(values))
+@pytest.mark.every
+def test_a_configuration_that_makes_no_sense_is_read_or_refused_in_one_line(
+    tmp_path, folders, values: dict
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "base", folder)
+    edit(folder / "config.json", **values)
+    for read in (
+        rope_ext.describe,
+        lambda path: rope_ext.recommend(path, 512),
+        lambda path: rope_ext.export(path, "vllm"),
+    ):
+        try:
+            read(str(folder))
+        except rope_ext.RopeExtError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000

@@ -160,16 +160,18 @@ def spoiled(tensors: dict[str, torch.Tensor], key: str, how: str) -> None:
         tensors[key][0] = math.nan
     elif how == "int64":
         tensors[key] = tensors[key].long()
+    elif how == "infinite":
+        tensors[key] = torch.full_like(tensors[key], 1e300, dtype=torch.float64)
     else:
         tensors[f"other.{key}"] = tensors[key] + 1
 
 
-@pytest.mark.parametrize("how", ["NaN", "int64", "both hold"])
+@pytest.mark.parametrize("how", ["NaN", "int64", "both hold", "infinite"])
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_learned_parameters_that_no_training_wrote_are_refused(
     tmp_path: Path, base: Path, kind: str, how: str
 ) -> None:
-    """Not a number, whole numbers, or two tensors for one."""
+    """Not a number, whole numbers, two tensors for one, or beyond what its dtype holds."""
     model = rope_ext.patch(AutoModelForCausalLM.from_pretrained(base), "t5")
     if kind == "adapter":
         adapted = lora(model, modules_to_save=["rope_ext_bias"])

@@ -6,21 +6,17 @@ stop and a line break are one token.
 
 from __future__ import annotations
 
-import sys
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
-from rope_ext.errors import OptionError, RopeExtError, first_line
+from rope_eval.data.templates import render
+from rope_ext.errors import OptionError
 
 Chat = Literal["auto", "yes", "no"]
 _MARK = "@@CONTENT@@"
-_TEMPLATE_SECONDS = 20.0
 Ids = TypeVar("Ids", bound=Sequence[int])
 """Token ids: a list, a tuple or a compact array."""
 
@@ -38,26 +34,6 @@ def joined(*parts: Iterable[int]) -> array:
 def blanks(tokenizer: Any, ids: Sequence[int], count: int) -> int:
     """Count blank tokens at the start of the last ``count``: before digits, they are tokens."""
     return next(n for n in range(count) if tokenizer.decode([ids[n - count]]).strip())
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise OptionError if the block, Python code such as that of a chat template, runs longer."""
-    deadline = time.monotonic() + seconds
-
-    def watch(frame: FrameType, event: str, given: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise OptionError(
-                f"the chat template does not end within {seconds:g} seconds; give --chat no"
-            )
-        return watch
-
-    before = sys.gettrace()  # of this thread, as is the change
-    sys.settrace(watch)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 @dataclass(frozen=True)
@@ -81,16 +57,7 @@ class Frame:
         if chat == "no" or not template:
             return cls(tokenizer, beginning(tokenizer))
         message = [{"role": "user", "content": _MARK}]
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        try:
-            with _limited(_TEMPLATE_SECONDS):
-                text = tokenizer.apply_chat_template(message, **how)
-        except RopeExtError:
-            raise
-        except Exception as error:  # it is a program, so it may raise any
-            raise OptionError(
-                f"the chat template fails ({first_line(error)}); give --chat no"
-            ) from error
+        text = render(tokenizer, message, add_generation_prompt=True)
         head, mark, tail = text.partition(_MARK)
         if not mark:
             raise OptionError("the chat template leaves the user's text out; give --chat no")

@@ -116,7 +116,7 @@ class Source:
         size = 0.0
         while size < self.block:
             # It warns that a shuffle buffer is not restored, but here the buffer is empty.
-            with quieted(logging.getLogger("datasets.iterable_dataset"), logging.ERROR):
+            with quieted(logging.getLogger("datasets.iterable_dataset")):
                 found = list(itertools.islice(reading, _READ))
             if not found:
                 break

@@ -88,7 +88,7 @@ class Size:
         elif name not in SHARES:
             torch.manual_seed(seed)
             # The warning that plain transformers cannot load it: it is never saved.
-            with quieted(logging.getLogger("rope_ext"), logging.ERROR):
+            with quieted(logging.getLogger("rope_ext")):
                 rope_ext.patch(model, _encoding(name))
         return model
 

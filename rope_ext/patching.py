@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +51,6 @@ from rope_ext.rotary.swapping import (
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
-_REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
 after_patch: list[Callable[[], None]] = []
 """Called after each patch; ``saving/trainers.py`` is above this file and adds itself."""
@@ -195,14 +193,6 @@ def patch(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
             "(lab/surgery.py)",
             *(method.name, family, _encoding(state)),
-        )
-    folder = getattr(unwrap(model).config, "name_or_path", None)
-    loaded = folder and not next(decoder.parameters()).is_meta
-    if earlier is None and loaded and any(name in sys.modules for name in _REFERENCES):
-        _logger.warning(
-            "rope_ext: trainers of TRL load their reference model from %r without this patch; "
-            "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
-            folder,
         )
     for text in _changed(state.sites):
         _logger.warning("rope_ext: %s on %s: configuration: %s", method.name, family, text)

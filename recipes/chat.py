@@ -5,7 +5,7 @@ A row has one of these shapes:
 * ``messages``: objects with ``role`` and ``content``, and optionally ``tools`` beside them;
 * ``conversations`` (ShareGPT): objects with ``from`` and ``value``;
 * ``prompt`` and ``completion``: two texts, or two lists of messages;
-* ``instruction``, ``output`` and optionally ``input``: three texts.
+* ``instruction``, ``output`` or ``response``, and optionally ``input`` or ``context``: three texts.
 
 A text of prompt and completion is used as it is. All else goes through the chat template of the
 tokenizer.
@@ -62,14 +62,25 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
         before = _messages(prompt)
         return {"messages": before + _messages(completion), "first": len(before), **more}
     if "instruction" in given:
-        asked = "\n\n".join(filter(None, (given["instruction"], given.get("input"))))
-        pair = (("user", asked), ("assistant", given["output"]))
+        more = given.get("input") or given.get("context")  # Alpaca's name, and Dolly's
+        answer = given["output"] if "output" in given else given["response"]
+        asked = "\n\n".join(filter(None, (given["instruction"], more)))
+        pair = (("user", asked), ("assistant", answer))
         messages = [{"role": role, "content": content} for role, content in pair]
         return {"messages": messages, "first": 0}
     raise DataError(
         f"a row has the columns {', '.join(map(str, row)) or 'none'}, which make no conversation; "
         f"give rows with {_SHAPES}, or --format text"
     )
+
+
+def is_conversation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has one of the shapes above."""
+    try:
+        conversation_of(row)
+    except DataError:
+        return False
+    return True
 
 
 def _without_none(value: Any) -> Any:

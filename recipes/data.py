@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from recipes.chat import TokenizeChat, Whole, conversation_of
+from recipes.chat import TokenizeChat, Whole, conversation_of, is_conversation
 from recipes.contents import Contents, beginning_of, contents, digest_of
 from recipes.files import Listing, first_rows, is_saved, list_files, load_files, load_saved
 from recipes.positions import Drawn, MixedWindows
@@ -133,8 +133,11 @@ def _require(name: str, first: Sequence[Mapping[str, Any]], column: str, chat: b
     keys = dict.fromkeys(key for row in first for key in row)
     texts = [key for key in keys if any(isinstance(row.get(key), str) for row in first)]
     if column not in texts:
+        fix = "set --text_column"
+        if is_conversation(first[0]):
+            fix = "give --format chat for conversations, or set --text_column"
         raise DataError(
-            f"the dataset {name!r} has no text column {column!r}; set --text_column. Text columns: "
+            f"the dataset {name!r} has no text column {column!r}; {fix}. Text columns: "
             f"{', '.join(texts) or 'none'}"
         )
 

@@ -394,6 +394,9 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
     # Parameters of an encoding start at random, and LoRA cannot make up for that.
     encoding = sorted({name.split(".")[-2] for name in learned(model)})
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    options = lora_options(recipe)
+    if next(model.parameters()).is_meta:  # no weights to take initial values from
+        options["init_lora_weights"] = True
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=recipe.lora_r,
@@ -402,7 +405,7 @@ def with_lora(model: Any, recipe: Recipe) -> Any:
         target_modules=_targets(recipe),
         modules_to_save=[*extra, *encoding] or None,
         ensure_weight_tying=bool(extra and tied),
-        **lora_options(recipe),
+        **options,
     )
     named = [f".{name}" for name, _ in model.named_modules()]
     try:

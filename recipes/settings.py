@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
@@ -504,6 +505,18 @@ def _of_lora(recipe: Recipe, args: Any) -> Iterator[str]:
             f"give --quantize_bits 4, or launch with recipes/accelerate/ddp.yaml or single.yaml"
         )
     yield from _of_lora_options(recipe)
+    eight = recipe.quantize and recipe.quantize_bits == 8
+    if eight and _use_dora(recipe) and (args.use_cpu or not torch.cuda.is_available()):
+        yield (
+            "--lora_options use_dora does not work on weights of 8 bits on a CPU: bitsandbytes "
+            "loses their scales in the second step; give --quantize_bits 4, or leave use_dora out"
+        )
+
+
+def _use_dora(recipe: Recipe) -> bool:
+    with contextlib.suppress(OptionError):  # reported with the other options
+        return bool(lora_options(recipe).get("use_dora"))
+    return False
 
 
 def lora_options(recipe: Recipe) -> dict[str, Any]:

@@ -33,6 +33,8 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name, f"rope_ext.{name}")
+    if home == "rope_ext.patching":  # lower than saving, which it therefore cannot import
+        importlib.import_module("rope_ext.saving.trainers")
     if name in _HOMES:
         value = getattr(importlib.import_module(home), name)
     elif not name.startswith("_") and importlib.util.find_spec(home) is not None:

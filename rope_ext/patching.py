@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,8 +51,9 @@ from rope_ext.rotary.swapping import (
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
-_REFERENCES = [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")]
 _logger = logging.getLogger("rope_ext")
+after_patch: list[Callable[[], None]] = []
+"""Called after each patch; ``saving/trainers.py`` is above this file and adds itself."""
 _lock = threading.RLock()  # for all models, since they may share modules
 
 
@@ -194,14 +194,6 @@ def patch(
             "(lab/surgery.py)",
             *(method.name, family, _encoding(state)),
         )
-    folder = getattr(unwrap(model).config, "name_or_path", None)
-    loaded = folder and not next(decoder.parameters()).is_meta
-    if earlier is None and loaded and any(name in sys.modules for name in _REFERENCES):
-        _logger.warning(
-            "rope_ext: trainers of TRL load their reference model from %r without this patch; "
-            "pass ref_model=copy.deepcopy(model), or train with PEFT or from a saved folder",
-            folder,
-        )
     for text in _changed(state.sites):
         _logger.warning("rope_ext: %s on %s: configuration: %s", method.name, family, text)
     # A problem only if plain transformers silently computes something else.
@@ -209,6 +201,8 @@ def patch(
     for note in (note.removeprefix(prefix) for note in state.notes if note.startswith(prefix)):
         level = logging.WARNING if UNPATCHED in note else logging.INFO
         _logger.log(level, "rope_ext: %s on %s: %s", method.name, family, note)
+    for listener in after_patch:
+        listener()
     return model
 
 
@@ -285,6 +279,11 @@ def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier, grown: Gr
 def current_patch(model: nn.Module) -> Patch | None:
     """The active patch of ``model``; None if it is not patched."""
     return text_decoder(model).__dict__.get(_STATE)
+
+
+def is_patched(model: Any) -> bool:
+    """Whether any object is a model with a patch; unlike others, it takes models without RoPE."""
+    return isinstance(model, nn.Module) and any(_STATE in vars(part) for part in model.modules())
 
 
 def _encoding(state: Patch | None) -> str | None:

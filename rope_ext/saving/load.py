@@ -383,27 +383,34 @@ class Sidecar:
         return None
 
 
-def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
-    """Write the patch of ``model`` to ``rope_ext.json`` in ``directory``.
-
-    PEFT does not save the patch, and an adapter on an unpatched base model generates garbage.
-    Call this wherever you save the adapter, in the main process only; :func:`load_adapter` and
-    :func:`from_pretrained` read the file. Returns its path.
-
-    Raises NotPatchedError if the model is not patched, and AdapterError if the directory is not
-    writable; a file that is there stays as it was.
-    """
+def sidecar_of(model: nn.Module) -> Sidecar:
+    """What a sidecar says of ``model``; raises NotPatchedError if it is not patched."""
     state = current_patch(model)
     if state is None:
         raise NotPatchedError(
             f"this model is not patched; call rope_ext.patch(model, ...) before training. An "
             f"adapter of an unpatched model needs no {SIDECAR}"
         )
-    parts = {"before": _unpatched(model), "after": frequencies_of(state.sites, state)}
+    return Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
+
+
+def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
+    """Write the patch of ``model`` to ``rope_ext.json`` in ``directory``.
+
+    An adapter on an unpatched base model generates garbage. ``PeftModel.save_pretrained`` and
+    trainers write this file themselves if peft was imported before the model was patched; otherwise
+    call this wherever you save the adapter, in the main process only. :func:`load_adapter` and
+    :func:`from_pretrained` read the file. Returns its path.
+
+    Raises NotPatchedError if the model is not patched, and AdapterError if the directory is not
+    writable; a file that is there stays as it was.
+    """
+    sidecar = sidecar_of(model)
+    parts = {"before": sidecar.before, "after": sidecar.after}
     path = Path(directory) / SIDECAR
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(state.record.to_json() | parts, indent=1) + "\n")
+        write_whole(path, json.dumps(sidecar.record.to_json() | parts, indent=1) + "\n")
     except OSError as error:
         raise AdapterError(
             f"cannot write {path} ({error.strerror}); choose a writable directory"

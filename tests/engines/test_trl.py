@@ -25,6 +25,10 @@ from tests.helpers.models import LENGTH as TRAINED
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
 LENGTH = 256
+PAGED = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 32, "max_batch_tokens": 512},
+}
 PROMPTS = (2 * TRAINED, 2 * TRAINED + 30)  # tokens
 QUIET = {
     "max_steps": 1,
@@ -79,7 +83,7 @@ def test_sft_of_a_patched_model_is_that_of_a_natively_scaled_one(tmp_path, metho
 
 
 def test_the_examples_on_the_page_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all weights and of an adapter; what was trained is what comes back."""
+    """Of all trainers, with all weights and adapters; what was trained is what comes back."""
     page = (Path(__file__).parents[2] / "docs" / "engines" / "beside.md").read_text("utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page.split("## lm-evaluation")[0], re.DOTALL)
     save_checkpoint(tmp_path / "checkpoints" / "tiny-512")
@@ -89,7 +93,8 @@ def test_the_examples_on_the_page_reload(tmp_path: Path, monkeypatch: pytest.Mon
     found = []
     for block in blocks:
         rate = "report_to=[], learning_rate=0.1, bf16=False, use_cpu=True"
-        exec(block.replace("report_to=[]", rate), names)
+        short = re.sub(r" \* [23]00", " * 30", block)  # for a model of 128 tokens
+        exec(short.replace("report_to=[]", rate), names)
         assert names["trainer"].state.global_step == 2
         assert names["tokenizer"].model_max_length == 4 * 128
         with torch.no_grad():
@@ -99,7 +104,7 @@ def test_the_examples_on_the_page_reload(tmp_path: Path, monkeypatch: pytest.Mon
     base = AutoModelForCausalLM.from_pretrained("checkpoints/tiny-512")
     with torch.no_grad():
         untrained = rope_ext.patch(base, "yarn", factor=4).eval()(ids).logits
-    assert len(found) == 2
+    assert len(found) == 4
     for logits in found:
         assert (logits - untrained).abs().max() > 0.01  # it learned
 
@@ -172,3 +177,72 @@ def test_grpo_begins_at_its_reference(method: str, tmp_path: Path) -> None:
     )
     trainer.train()
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def rollouts(model: Any, folder: Path, monkeypatch: Any, **options: Any) -> tuple[Any, Any]:
+    """What GRPO generated for its first step, and the trainer."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    found = []
+    generate = GRPOTrainer._generate_and_score_completions
+
+    def watched(trainer: Any, inputs: Any) -> Any:
+        found.append(generate(trainer, inputs))
+        return found[-1]
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lengths_of,
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+        args=GRPOConfig(
+            str(folder / "grpo"),
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=12,
+            top_k=1,  # greedy
+            **options,
+            **QUIET,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts(*PROMPTS)}),
+        processing_class=words(),
+    )
+    trainer.train()
+    return found[0], trainer
+
+
+def test_paged_rollouts_are_those_of_the_patched_model(tmp_path: Path, monkeypatch: Any) -> None:
+    model = patched(tmp_path, "yarn")
+    paged, trainer = rollouts(model, tmp_path, monkeypatch, **PAGED)
+    assert trainer.state.global_step == 1
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    answers = {}
+    for name, other in (
+        ("patched", rope_ext.patch(copy.deepcopy(base), "yarn", factor=4)),
+        ("unpatched", base),
+    ):
+        made = other.generate(
+            paged["prompt_ids"],
+            attention_mask=paged["prompt_mask"],
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=0,
+        )[:, paged["prompt_ids"].shape[1] :]
+        answers[name] = made.tolist()
+    assert paged["completion_ids"].tolist() == answers["patched"]
+    assert answers["patched"] != answers["unpatched"]
+
+
+@pytest.mark.parametrize("method", ["rerope", "dynamic_yarn"])
+def test_paged_rollouts_that_cannot_be_right_are_refused(
+    method: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = patched(tmp_path, method)
+    with pytest.raises(rope_ext.CacheError, match="continuous batching"):
+        rollouts(model, tmp_path, monkeypatch, **PAGED)
+
+
+def test_references_that_a_trainer_loads_unpatched_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(rope_ext.AdapterError, match="reference model"):
+        first_dpo_loss(patched(tmp_path, "yarn"), tmp_path)

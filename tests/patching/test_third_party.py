@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -121,17 +120,3 @@ def test_attention_of_another_package_that_turns_as_it_is_told_is_scaled(
     for method, options in (("rerope", {}), ("yarn", {"temperature": 1.2})):
         with pytest.raises(rope_ext.UnsupportedModelError, match=f"{PATH}.as_told in place of"):
             rope_ext.patch(tiny_llama(), method, factor=4, **options)
-
-
-def test_with_a_trainer_that_loads_its_reference_again_a_patch_warns(
-    model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delitem(sys.modules, "trl.trainer.dpo_trainer", raising=False)
-    rope_ext.unpatch(rope_ext.patch(model, "yarn", factor=4))
-    assert "ref_model" not in caplog.text
-    monkeypatch.setitem(sys.modules, "trl.trainer.dpo_trainer", None)
-    rope_ext.unpatch(rope_ext.patch(model, "yarn", factor=4))
-    assert "ref_model" not in caplog.text, "a model that came from no folder has no reference"
-    model.config._name_or_path = "folder"
-    rope_ext.patch(model, "yarn", factor=4)
-    assert "ref_model=copy.deepcopy(model)" in caplog.text

@@ -43,6 +43,7 @@ SHAPES: list[dict[str, Any]] = [
     {"prompt": [USER], "completion": [ASSISTANT]},
     {"prompt": [USER, {"role": "assistant", "content": "no"}, USER], "completion": [ASSISTANT]},
     {"instruction": "one", "input": "two three", "output": ANSWERED},
+    {"instruction": "one", "context": "two three", "response": ANSWERED},
 ]
 
 
@@ -277,3 +278,11 @@ def test_settings_that_conversations_do_not_support_are_refused(
 ) -> None:
     with pytest.raises((OptionError, data.DataError), match=message):
         finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+
+
+def test_conversations_that_are_read_as_text_name_the_format(tmp_path: Path) -> None:
+    for number, row in enumerate(SHAPES):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        with pytest.raises(data.DataError, match="--format chat"):
+            data.documents(str(file))

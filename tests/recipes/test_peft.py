@@ -104,6 +104,15 @@ def test_what_cannot_work_is_refused_before_the_weights_are_loaded(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"use_dora": True}], ids=str)
+def test_a_run_with_options_of_peft(
+    options: dict[str, object], checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    more = {"lora_options": json.dumps(options), "lora_target": "all-linear"}
+    finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    assert rope_ext.describe(rope_ext.from_pretrained(tmp_path / "run")).target_length == 512
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 def test_an_optimizer_of_torchao_needs_no_bitsandbytes(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +137,16 @@ def test_a_run_on_a_quantized_base(
     finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
     adapter = rope_ext.from_pretrained(tmp_path / "run")
     assert rope_ext.describe(adapter).target_length == 512
+
+
+def test_dora_on_eight_bits_is_refused_on_a_cpu(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    more = {"quantize": True, "quantize_bits": 8, "lora_options": '{"use_dora": true}'}
+    with pytest.raises(OptionError, match="use_dora"):
+        finetune.main(arguments(checkpoint, texts, tmp_path / "run", **more))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_planner_counts_states_or_says_that_it_does_not() -> None:

@@ -1,0 +1,158 @@
+r"""Measure what fine-tuning a pretrained checkpoint for a longer context is worth.
+
+    python -m lab.worth --minutes 60
+    python -m lab.worth --factors 4 --seeds 42 --arms pose
+
+For every factor, arm and seed, recipes/finetune.py trains SmolLM2 (8192 tokens) with YaRN and LoRA,
+on text of Python's standard library: ``pose`` on rows of 2048 tokens with PoSE, ``full`` on rows as
+long as the target, with as many tokens. Then ``rope-ext eval`` measures perplexity on held-out
+text: 8 documents within the trained length, 3 at two and four times that length; and 20 decoded
+passkeys at twice the trained length; beside the unpatched model and untrained YaRN. Each report has
+intervals over documents or prompts; the reports of several seeds are not summarized.
+
+Each command resumes where it stopped, and ``--minutes`` begins none after that time, so that the
+same line continues on another day. ``--dry-run`` prints the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints.pretrained import smollm2
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "own_model_yarn_lora.yaml"
+ARMS = ("pose", "full")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is trained and measured; lengths in tokens.
+
+    Args:
+        model: model directory or GGUF file.
+        output: directory of all runs and reports.
+        trained: trained length.
+        row: length of a row with PoSE.
+        tokens: tokens of a training run.
+        step_tokens: tokens of a step; at least one row.
+        documents: text segments within the trained length, and beyond.
+        passkeys: passkey prompts at each of five depths.
+        more: more settings of recipes/finetune.py.
+    """
+
+    model: str
+    output: Path
+    trained: int = 8192
+    row: int = 2048
+    tokens: int = 45 * 4096
+    step_tokens: int = 4096
+    documents: tuple[int, int] = (8, 3)
+    passkeys: int = 4
+    more: tuple[str, ...] = ()
+
+    def training(self, factor: int, arm: str, seed: int) -> list[str]:
+        """The command that trains one adapter."""
+        folder, target = self.adapter(factor, arm, seed), self.trained * factor
+        row = self.row if arm == "pose" else target
+        rows = max(1, self.step_tokens // row)
+        steps = max(1, self.tokens // (rows * row))
+        words = ["--config", str(RECIPE), "--model", self.model, "--dataset", "python-library"]
+        words += ["--original_max_position_embeddings", str(self.trained)]
+        words += ["--target_length", str(target), "--length", str(row)]
+        words += ["--rows_per_step", str(rows), "--max_steps", str(steps), "--save_steps", "5"]
+        words += ["--pose_chunks", "2" if arm == "pose" else "0", "--minimum_document", "0"]
+        words += ["--use_cpu", "true", "--quantize", "false", "--optim", "adamw_torch"]
+        words += ["--gradient_checkpointing", "true" if arm == "full" else "false"]
+        words += ["--seed", str(seed), "--output_dir", str(folder), "--report_to", "none"]
+        resume = ["--resume_from_checkpoint", "true"] if any(folder.glob("checkpoint-*")) else []
+        return [sys.executable, "recipes/finetune.py", *words, *self.more, *resume]
+
+    def adapter(self, factor: int, arm: str, seed: int) -> Path:
+        return self.output / f"{arm}-{factor}x-{seed}"
+
+    def measurements(self, factor: int, adapter: Path | None) -> Iterator[list[str]]:
+        """The commands that measure one adapter; None: the model without and with YaRN."""
+        twice, target = 2 * self.trained, min(4, factor) * self.trained
+        folder = self.output / f"untrained-{factor}x" if adapter is None else adapter
+        inside, beyond = self.documents
+        long = f"{twice},{target}" if target > twice else str(target)
+        for name, task, lengths, options in (
+            ("inside", "perplexity", str(self.trained), ["--windows", str(inside)]),
+            ("beyond", "perplexity", long, ["--windows", str(beyond)]),
+            ("passkeys", "passkey", str(twice), ["--trials", str(self.passkeys), "--digits", "3"]),
+        ):
+            words = ["--model", self.model, "--factor", str(factor), "--dtype", "bfloat16"]
+            words += ["--method", "none,yarn" if adapter is None else "adapter"]
+            words += [] if adapter is None else ["--adapter", str(adapter)]
+            words += ["--trained-length", str(self.trained), "--lengths", lengths, "--force"]
+            report = folder / f"report-{name}"
+            words += [*options, "--output", str(report), "--resume"]
+            yield [sys.executable, "-m", "rope_ext", "eval", task, *words]
+
+
+def commands(
+    study: Study, factors: Sequence[int], arms: Sequence[str], seeds: Sequence[int]
+) -> Iterator[tuple[Path, list[str]]]:
+    """All commands in order, each with the file that marks it as done."""
+    for factor in factors:
+        for number, words in enumerate(study.measurements(factor, None)):
+            yield study.output / f"untrained-{factor}x" / f"done-{number}", words
+        for seed in seeds:
+            for arm in arms:
+                folder = study.adapter(factor, arm, seed)
+                yield folder / "rope_ext.json", study.training(factor, arm, seed)
+                for number, words in enumerate(study.measurements(factor, folder)):
+                    yield folder / f"done-{number}", words
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="model directory or GGUF file; default: SmolLM2")
+    parser.add_argument("--output", type=Path, default=Path("runs/worth"))
+    parser.add_argument("--factors", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["pose"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
+    parser.add_argument("--trained", type=int, default=8192, help="trained length, tokens")
+    parser.add_argument("--row", type=int, default=2048, help="row of PoSE, tokens")
+    parser.add_argument("--tokens", type=int, default=45 * 4096, help="of each training run")
+    parser.add_argument("--documents", type=int, nargs=2, default=[8, 3], metavar=("IN", "BEYOND"))
+    parser.add_argument("--passkeys", type=int, default=4, help="prompts at each of five depths")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no command after that")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    args = parser.parse_args(arguments)
+    begun = time.monotonic()
+    study = Study(
+        model=args.model or str(smollm2()),
+        output=args.output,
+        trained=args.trained,
+        row=args.row,
+        tokens=args.tokens,
+        step_tokens=2 * args.row,
+        documents=tuple(args.documents),
+        passkeys=args.passkeys,
+    )
+    for mark, words in commands(study, args.factors, args.arms, args.seeds):
+        if args.dry_run:
+            print(shlex.join(words))
+        elif not mark.exists():
+            if time.monotonic() - begun > 60 * args.minutes:
+                print(f"{mark.parent}: not measured yet; run the same command again")
+                return
+            print(shlex.join(words), flush=True)
+            subprocess.run(words, cwd=ROOT, check=True)
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch(exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Makes PEFT save the patch beside an adapter, and Trainer compare its models before training.
+
+The first patch after ``import peft`` or ``from transformers import Trainer`` wraps
+``PeftModel.save_pretrained`` and ``Trainer.train``. For models without a patch they do what they
+did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_ext import patching
+from rope_ext.errors import AdapterError, RopeExtError, first_line
+from rope_ext.rotary.sites import unwrap
+from rope_ext.saving.folder import read_saved
+from rope_ext.saving.load import Sidecar, save_sidecar, sidecar_of
+
+_WRAPPED = (("peft", "PeftModel", "save_pretrained"), ("transformers.trainer", "Trainer", "train"))
+_DEFAULT = "default"  # PEFT's name of an adapter that is saved without a folder of its own
+
+
+def wrap_trainers() -> None:
+    """Wrap what is imported so far, once."""
+    functions: dict[str, Callable[..., Any]] = {"save_pretrained": _save, "train": _train}
+    for module, class_name, name in _WRAPPED:
+        owner = getattr(sys.modules.get(module), class_name, None)
+        original = getattr(owner, name, None)
+        if original is None or getattr(original, "__module__", None) == __name__:
+            continue
+        setattr(owner, name, _as_method(original, functions[name]))
+
+
+def _as_method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    method.__module__ = __name__  # says that it is wrapped already
+    return method
+
+
+def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save an adapter, then the patch of its base."""
+    result = original(model, *args, **kwargs)
+    if not patching.is_patched(model):
+        return result
+    given = inspect.signature(original).bind(model, *args, **kwargs)
+    given.apply_defaults()
+    if given.arguments.get("is_main_process", True):
+        names = given.arguments.get("selected_adapters") or list(model.peft_config)
+        for name in names:
+            folder = Path(given.arguments["save_directory"])
+            save_sidecar(model, folder if name == _DEFAULT else folder / name)
+    return result
+
+
+def _train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compare the models that a trainer uses beside the one that it trains, then train."""
+    if patching.is_patched(trainer.model):
+        trained = sidecar_of(trainer.model)
+        _check_reference(trained, getattr(trainer, "ref_model", None))
+        if getattr(trainer.args, "use_vllm", False):
+            _check_rollouts(trained, unwrap(trainer.model).name_or_path)
+    return original(trainer, *args, **kwargs)
+
+
+def _check_reference(trained: Sidecar, reference: Any) -> None:
+    fault = trained.fault(reference) if isinstance(reference, nn.Module) else None
+    if fault is not None:
+        raise AdapterError(
+            f"the model is trained under {trained.record.call()}, and its reference model {fault}; "
+            f"pass ref_model=copy.deepcopy(model) if the trainer takes it, train with "
+            f"peft_config=, or give the trainer a folder that model.save_pretrained wrote"
+        )
+
+
+def _check_rollouts(trained: Sidecar, folder: str) -> None:
+    """Compare with the folder that TRL gives to vLLM, colocated or as the name of a server."""
+    try:
+        fault = trained.fault(read_saved(folder).model)
+    except RopeExtError as error:
+        fault = f"cannot be read ({first_line(error)})"
+    if fault is not None:
+        raise AdapterError(
+            f"the model is trained under {trained.record.call()}, and vLLM generates with "
+            f"{folder!r}, which {fault}; call model.save_pretrained(FOLDER) once, and train "
+            f"rope_ext.from_pretrained(FOLDER), so that both have one patch"
+        )
+
+
+patching.after_patch.append(wrap_trainers)

@@ -1,0 +1,47 @@
+"""lab/worth.py: the commands that it runs are those of the recipes and of rope-ext eval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab import worth
+from recipes import settings
+from tests.helpers.checkpoint import save_checkpoint
+
+
+def test_its_runs_are_valid_and_have_as_many_tokens(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model")
+    study = worth.Study(
+        model=str(tmp_path / "model"),
+        output=tmp_path / "runs",
+        trained=128,
+        row=64,
+        tokens=4096,
+        step_tokens=512,
+    )
+    tokens = []
+    for arm in worth.ARMS:
+        _, program, *words = study.training(4, arm, 42)
+        assert program == "recipes/finetune.py"
+        recipe, args = settings.parse(words)
+        settings.check_together(recipe, args)
+        assert recipe.factor == 4
+        rows = args.max_steps * args.gradient_accumulation_steps
+        tokens.append(rows * args.per_device_train_batch_size * recipe.length)
+    assert tokens == [4096, 4096]
+
+
+def test_what_is_done_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run: list[list[str]] = []
+    monkeypatch.setattr(worth.subprocess, "run", lambda words, **options: run.append(words))
+    words = ["--model", "MODEL", "--output", str(tmp_path), "--factors", "8", "--seeds", "42"]
+    worth.main([*words, "--minutes", "0"])
+    assert not run and "run the same command again" in capsys.readouterr().out
+    worth.main(words)
+    assert len(run) == 7  # three measurements before and after one training
+    worth.main(words)
+    assert len(run) == 7

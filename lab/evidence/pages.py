@@ -22,6 +22,21 @@ from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
+SHAPES = {
+    "SmolLM2-135M-Instruct": {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+    },
+    "gemma-3-270m": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 18,
+        "hidden_size": 640,
+        "num_attention_heads": 4,
+    },
+}
+"""What the configurations of these models say, by which ``recommend`` knows them."""
 SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
 """Positions of each column, in trained lengths: up to the length that names it."""
 FRONT = {
@@ -146,7 +161,10 @@ class Evidence:
         """Whether the answers of all these methods to the prompts of a task were decoded."""
         far = round(length * self.trained)
         return all(
-            any(is_decoded(line) and line["length"] == far for line in self.of(task, method))
+            any(
+                is_decoded(line) and line["length"] == far
+                for line in self.of(task, method, factor=4 if length > 2 else 2)
+            )
             for method in methods
         )
 
@@ -277,30 +295,40 @@ def variants(evidence: Evidence) -> str:
 
 
 def summary(evidence: Evidence) -> dict[str, Any]:
-    """Return data for ``recommend``: one entry for each method."""
-    methods: dict[str, dict[str, Any]] = {}
+    """Return data for ``recommend``: one entry for each method, with its numbers by factor."""
     span = "1x" if evidence.losses("unpatched", "1x") else "0.25x"
     unpatched = evidence.losses("unpatched", span)
+    methods: dict[str, dict[str, Any]] = {}
     for name in evidence.complete():
-        inside, far = evidence.losses(name, span), evidence.losses(name, "2x")
         methods[name] = {}
-        if inside:
+        if inside := evidence.losses(name, span):
             gap = fmean(inside[document] - unpatched[document] for document in inside)
             methods[name]["within"] = _percent(gap)
-        if far:
-            mean = _mean(far)
-            methods[name] |= {"loss": round(mean, 4), "perplexity": float(f"{math.exp(mean):.3g}")}
-        for task in TASKS:
-            prompts = evidence.prompts(name, task, 2)
-            if prompts is not None:
-                methods[name][task] = list(prompts)
+        for factor in (2, 4):
+            if found := _numbers_at(evidence, name, factor):
+                methods[name].setdefault("at", {})[str(factor)] = found
     return {
         "model": evidence.model,
+        "shape": SHAPES[evidence.model],
         "trained": evidence.trained,
         "within": round(SPANS[span][1] * evidence.trained),
         "documents": len(unpatched),
         "methods": methods,
     }
+
+
+def _numbers_at(evidence: Evidence, name: str, factor: int) -> dict[str, Any]:
+    """Return what was measured of a method at ``factor`` trained lengths, under this factor."""
+    numbers: dict[str, Any] = {}
+    if far := evidence.losses(name, "2x", factor=factor):
+        mean = _mean(far)
+        numbers |= {"loss": round(mean, 4), "perplexity": float(f"{math.exp(mean):.3g}")}
+    for task in TASKS:
+        prompts = evidence.prompts(name, task, factor)
+        if prompts is not None:
+            decoded = evidence.decoded([name], task, factor)
+            numbers[task] = {"found": prompts[0], "of": prompts[1], "decoded": decoded}
+    return numbers
 
 
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:

@@ -81,8 +81,9 @@ def test_compare_writes_everything(
     assert float(rows[0]["value"]) == data["summary"][0]["value"]
     height, width, _ = image.imread(tmp_path / "out" / "perplexity.png").shape
     assert height > 300 and width > 600
-    [sentence] = data["recommendations"]
+    *_, sentence = data["recommendations"]
     assert " ".join(result.stdout.split()).endswith(sentence)
+    assert (result.stdout + result.stderr).count(data["next"][0]) == 1
     # A second run needs a decision; resumed, it measures nothing and says the same.
     assert "--resume" in call(*words).stderr
     request.getfixturevalue("loader_fails")
@@ -264,6 +265,25 @@ try:
 except SystemExit as left:
     print(left.code, sorted({"torch", "transformers"} & set(sys.modules)))
 """
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("recommend ./missing --length 32k", "no folder or file './missing'"),
+        ("describe /missing/model", "no folder or file '/missing/model'"),
+        ("compare ./missing --methods yarn --lengths 4k", "no folder or file './missing'"),
+        ("recommend M --length 32kk", "--length '32kk' is not a number of tokens"),
+        ("compare M --methods yarn --lengths 4k,32kk", "--lengths '32kk' is not a number"),
+        ("memory M --length 32k --chunk 4kk", "--chunk '4kk' is not a number"),
+    ],
+)
+def test_a_mistake_is_refused_before_torch_is_imported(words: str, said: str) -> None:
+    """As fast as a misspelled option: importing torch and transformers takes seconds."""
+    command = [sys.executable, "-c", HELP, *words.split()]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert made.stdout.splitlines()[-1] == "2 []"
+    assert said in " ".join(made.stderr.split())
 
 
 @pytest.mark.parametrize("name", [None, *sorted(get_command(app).commands)])

@@ -118,7 +118,7 @@ def test_losses_are_those_of_the_model_by_position(
     ids = torch.tensor([questions.documents["b"]])
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
-            model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none"
+            model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="unpatched"
         )
     expected = [float(losses[max(0, at - 1) : at + BUCKET - 1].mean()) for at in (0, 512, 1024)]
     assert line["losses"][:3] == pytest.approx(expected, abs=1e-3)
@@ -193,13 +193,13 @@ def compared(evidence: pages.Evidence, first: str, others: Sequence[str]) -> dic
             rows = {at: [row[one] for one in documents] for at, row in found.items()}
             hits = {at: row for at, row in passes[name].items() if at in asked}
             hits = hits if {*hits, evidence.trained} == asked else {}
-            scores["none" if name == "unpatched" else name] = Scores(rows, hits)
+            scores[name] = Scores(rows, hits)
     return scores
 
 
 def not_worse(scores: dict[str, Scores], trained: int) -> set[str] | None:
     """Methods that `compare` does not find worse than the best; None: it cannot tell."""
-    documents = len(scores["none"].losses_at([2 * trained]))
+    documents = len(scores["unpatched"].losses_at([2 * trained]))
     if not documents:
         return None
     found = Recommendation(scores, trained)

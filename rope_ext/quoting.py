@@ -3,8 +3,9 @@
 A function for each place: a terminal, a command to paste, Markdown, and CSV.
 """
 
+import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _BYTES = range(0xDC80, 0xDD00)  # stands for bytes of a file name that are not UTF-8
@@ -32,6 +33,18 @@ def printable_lines(text: object) -> str:
 def shell_join(words: Iterable[object]) -> str:
     """Return a command to paste; every word is one word, on one line."""
     return " ".join(shell_word(str(word)) for word in words)
+
+
+def command_line(words: Sequence[object]) -> str:
+    """Return a command to paste, and where, if it is of files that an installed wheel lacks.
+
+    Recipes are in the repository alone. In its root the command runs as it is.
+    """
+    line = shell_join(words)
+    runs = [str(word) for word in words[1:3]] if words and words[0] == "python" else []
+    of_repository = any(word.startswith(("recipes/", "recipes.")) for word in runs)
+    there = os.path.isfile("recipes/merge.py")
+    return f"{line}  # in a clone of the repository" if of_repository and not there else line
 
 
 def shell_word(word: str) -> str:

@@ -119,7 +119,7 @@ def test_sliding_layers_never_leave_their_window() -> None:
 @pytest.mark.parametrize(
     ("target", "finetune", "name", "reason"),
     [
-        (8192, False, ranked(2)[0], "perplexity 7.5 at twice its length"),
+        (8192, False, ranked(2)[0], "perplexity 7.50 at twice its length"),
         (16384, False, ranked(4)[0], "perplexity 8.53 at four times its length"),
         (131072, True, "yarn", "section 4.1"),
         (262144, True, "yarn", "beyond the published 32"),

@@ -76,7 +76,8 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         evaluate(given, build(tasks, own))
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    about = f"Measure {', '.join(tasks) or 'tasks'} and write one report."
+    what = f"{', '.join(tasks[:-1])} and {tasks[-1]}" if len(tasks) > 1 else "".join(tasks)
+    about = f"Measure {what or 'any tasks'}, and write one report."
     options = (Settings, *classes) if name == "compare" else (Asked, Settings, *classes)
     # What `compare` sets by itself is no option of it, unless it is a name that may change.
     fixed = [option for option in COMPARE if option != "output"] if name == "compare" else []

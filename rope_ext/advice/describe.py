@@ -21,7 +21,7 @@ from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
-from rope_ext.quoting import in_markdown, inert_markdown, printable_lines
+from rope_ext.quoting import command_line, in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -168,7 +168,8 @@ def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
     notes = (f"read from {_SOURCES[saved.source]}; no weights were read", *found.notes)
     serve = serving_commands(saved)
     if saved.source == "adapter":
-        serve, merge = (), f"python recipes/merge.py {saved.name} --output MERGED"
+        serve = ()
+        merge = command_line(["python", "recipes/merge.py", saved.name, "--output", "MERGED"])
         notes += (f"to serve it, merge the adapter: {merge}",)
     elif not serve:
         notes += (f"no engine can run it; load it with rope_ext.from_pretrained({saved.name!r})",)

@@ -22,6 +22,12 @@ _CANDIDATES = (
 """Methods for use without fine-tuning, in order of results on the bundled checkpoints."""
 
 
+def three_digits(value: float) -> str:
+    """Format a perplexity with three digits, such as ``7.50`` and ``1,060``."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
+
+
 def measured_models(config: Any = None, trained: int | None = None) -> Sequence[Mapping[str, Any]]:
     """Return the models to judge by: the one of this shape and trained length, or else all.
 
@@ -70,7 +76,8 @@ def _at(numbers: Mapping[str, Any], unpatched: Mapping[str, Any], factor: str) -
     said, where = [], f"at {_TIMES[factor]} its length"
     if "perplexity" in numbers:
         said.append(
-            f"perplexity {numbers['perplexity']:g} {where} (unpatched {unpatched['perplexity']:g})"
+            f"perplexity {three_digits(numbers['perplexity'])} {where} (unpatched "
+            f"{three_digits(unpatched['perplexity'])})"
         )
     if passkey := numbers.get("passkey"):
         how = "" if passkey["decoded"] else " (scored after a lead-in, not decoded)"

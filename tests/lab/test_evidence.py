@@ -138,7 +138,7 @@ def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
     unpatched, self_extend = (row["at"]["2"] for row in (unpatched, self_extend))
     claims = re.sub(r"\s+", " ", readme)
     assert f"its perplexity is {unpatched['perplexity']:,.0f}. After this line" in claims
-    assert f"its perplexity is {self_extend['perplexity']:g}, and short prompts" in claims
+    assert f"its perplexity is {self_extend['perplexity']:.2f}, and short prompts" in claims
     front = ("unpatched", "yarn", "dynamic_yarn", "self_extend", "rerope")
     # Only a passkey that was decoded may be on the front page.
     assert ("passkeys" in pages.short(shipped)) == shipped.decoded(front, "passkey", 2)

@@ -22,7 +22,7 @@ from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import reach
 from rope_ext.methods.rope import factor_to
-from rope_ext.quoting import shell_join
+from rope_ext.quoting import command_line
 from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
@@ -60,7 +60,7 @@ class Advice(Results):
     @property
     def next_lines(self) -> list[str]:
         """The next commands as lines to paste."""
-        return [shell_join(words) for words in self.next_commands]
+        return [command_line(words) for words in self.next_commands]
 
     @property
     def next_commands(self) -> list[Words]:

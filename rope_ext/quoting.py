@@ -4,6 +4,7 @@ A function for each place: a terminal, a command to paste, Markdown, and CSV.
 """
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 
@@ -65,6 +66,21 @@ def in_markdown(text: object) -> str:
 def inert_markdown(text: str) -> str:
     """Return a Markdown text with its tables and emphasis, but without HTML, links and images."""
     return printable_lines(text).replace("<", "&lt;").replace("](", "]&#40;")
+
+
+def fenced(text: object) -> str:
+    """Return a block of Markdown that shows ``text`` as a terminal would, whatever is in it."""
+    shown = printable_lines(text)
+    longest = max(map(len, re.findall("`+", shown)), default=0)
+    fence = "`" * max(3, longest + 1)  # a shorter one in the text does not end the block
+    return f"{fence}text\n{shown}\n{fence}"
+
+
+class Printed:
+    """Base of results that notebooks show as the command line prints them."""
+
+    def _repr_markdown_(self) -> str:
+        return fenced(self)
 
 
 def in_csv(value: object) -> object:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.advice.describe import write_card
 from rope_ext.advice.evidence import ranked, sentence
+from rope_ext.cli import app
 from rope_ext.methods import all_methods
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
@@ -349,3 +351,38 @@ def test_a_card_is_read_as_written_whatever_the_names(tmp_path, name: str, monke
 
 def no_space(path: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+NAME = "a```<script>alert(1)</script>[x](javascript:y)\x1b[31m"
+"""A folder's name that would end a block of Markdown, be HTML or a link, or color a terminal."""
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """What notebooks show, by the command that prints it."""
+    place = str(folder)
+    patched = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    patched.save_pretrained(folder)
+    return {
+        f"describe {shlex.quote(place)}": rope_ext.describe(place),
+        f"diagnose {shlex.quote(place)} --length 512": rope_ext.diagnose(place, 512),
+        f"recommend {shlex.quote(place)} --length 512": rope_ext.recommend(place, 512),
+        f"export {shlex.quote(place)} --engine vllm": rope_ext.export(place, "vllm"),
+    }
+
+
+def test_a_notebook_shows_what_the_command_line_prints(tmp_path: Path) -> None:
+    for line, result in results(tmp_path / NAME).items():
+        printed = CliRunner().invoke(app, shlex.split(line)).stdout
+        begin, *shown, end = result._repr_markdown_().splitlines()
+        assert "\n".join(shown) == printed.rstrip("\n"), line
+        assert (begin, set(end)) == (f"{end}text", {"`"})
+        # Nothing inside ends the block, so all of it is text.
+        assert all(end not in row for row in shown) and "\x1b" not in "".join(shown)
+
+
+def test_ipython_takes_the_same_block(tmp_path: Path) -> None:
+    formatters = pytest.importorskip("IPython.core.formatters")
+    formatter = formatters.DisplayFormatter()
+    for result in results(tmp_path / "model").values():
+        shown, _ = formatter.format(result)
+        assert shown["text/markdown"] == result._repr_markdown_()

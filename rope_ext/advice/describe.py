@@ -21,7 +21,7 @@ from rope_ext.errors import ExportError, OptionError, brief
 from rope_ext.methods import Method, all_methods
 from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
-from rope_ext.quoting import command_line, in_markdown, inert_markdown, printable_lines
+from rope_ext.quoting import Printed, command_line, in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -79,7 +79,7 @@ class SiteDescription:
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(Printed):
     """A model's rotary embedding; ``print`` it."""
 
     model: str  # class of the decoder
@@ -248,7 +248,7 @@ class SiteDiagnosis:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Printed):
     """Rotary pairs of a model at a given length; ``print`` it."""
 
     model: str  # class of the decoder

@@ -13,6 +13,7 @@ from rope_ext.methods import Method, build_method, method_class
 from rope_ext.methods.rope import whole_number
 from rope_ext.methods.temperature import Constant, Temperature
 from rope_ext.options import Options
+from rope_ext.quoting import Printed
 
 VERSION = 3
 FIELD = "rope_ext"
@@ -221,7 +222,7 @@ def _text(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class Recommendation(Printed):
     """A recommended patch; ``print`` it, or pass it to :func:`rope_ext.patch`."""
 
     model: str  # class of the decoder

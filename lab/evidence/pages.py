@@ -54,7 +54,7 @@ NOT_DECODED = "\N{DAGGER}"
 PLURALS = {"passkey": "passkeys", "needle": "fruits", "pair": "pairs"}
 DRAWN = ("unpatched", "self_extend")
 """Lines of the plots; YaRN's would cover the second."""
-LABELS = {"unpatched": "unpatched", "self_extend": "with Self-Extend"}
+LABELS = {"unpatched": "unpatched", "self_extend": "Self-Extend"}
 
 
 def is_decoded(line: Mapping[str, Any]) -> bool:
@@ -349,36 +349,30 @@ def _numbers_at(evidence: Evidence, name: str, factor: int) -> dict[str, Any]:
     return numbers
 
 
-def draw(path: Path, evidence: Sequence[Evidence], width: float = 5) -> None:
-    """Draw the perplexity by position of each model, ``width`` inches each, with labelled lines."""
+def draw(path: Path, evidence: Sequence[Evidence]) -> None:
+    """Draw the perplexity by position, one panel below the other, for narrow screens, too.
+
+    The lines of a single model have their names beside them, those of several share a legend.
+    """
     evidence = [found for found in evidence if found.losses("unpatched", FAR)]
-    figure = style.figure_of(width * len(evidence), 3.4)
-    panels = figure.subplots(1, len(evidence), squeeze=False)[0]
+    figure = style.figure_of(6, 3.3 * len(evidence))
+    panels = figure.subplots(len(evidence), 1, squeeze=False)[:, 0]
+    ticker = style.ticker()
     for axes, found in zip(panels, evidence, strict=True):
         for index, name in enumerate(DRAWN):
             places, points = _by_position(found, name)
             look = style.UNPATCHED_STYLE if name == "unpatched" else style.style_of(index)
-            axes.plot(places, points, **look | {"markersize": 5, "linewidth": 2.2})
-            # The unpatched line ends far above the other: each label is beside its own.
-            above = name == "unpatched"
-            end = (places[-1], points[-1])
-            axes.annotate(
-                LABELS[name],
-                end,
-                xytext=(-18 if above else 0, -4 if above else 16),
-                textcoords="offset points",
-                ha="right",
-                color=look["color"],
-                fontsize=12,
-                fontweight="bold",
-            )
+            look = look | {"markersize": 5, "linewidth": 2.2}
+            axes.plot(places, points, label=LABELS[name], **look)
+            if len(evidence) == 1:
+                _name_beside(axes, LABELS[name], (places[-1], points[-1]), look["color"])
         axes.set_yscale("log")
-        style.log_axis(axes)
-        axes.yaxis.set_major_locator(style.ticker().LogLocator(subs=(1, 2, 5), numticks=9))
-        axes.yaxis.set_major_formatter(style.ticker().FuncFormatter(lambda y, _: f"{y:,g}"))
-        axes.xaxis.set_major_locator(style.ticker().MultipleLocator(found.trained // 2))
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,g}"))
+        axes.minorticks_off()
+        axes.xaxis.set_major_locator(ticker.MultipleLocator(found.trained // 2))
         axes.xaxis.set_major_formatter(
-            style.ticker().FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x else "0")
+            ticker.FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x else "0")
         )
         axes.tick_params(labelsize=12)
         axes.set_title(found.model, loc="left", fontsize=13, pad=17)
@@ -386,7 +380,24 @@ def draw(path: Path, evidence: Sequence[Evidence], width: float = 5) -> None:
         axes.set_ylabel("perplexity", fontsize=12)
         style.bare(axes)
         style.mark_trained(axes, [found.trained], 2 * found.trained)
+    if len(evidence) > 1:
+        style.legend_below(figure, panels[0])
     figure.savefig(path, dpi=style.DPI)
+
+
+def _name_beside(axes: Any, name: str, end: tuple[float, float], color: str) -> None:
+    """Write the name of a line near its last point: left of a steep one, above a flat one."""
+    left = name == LABELS["unpatched"]
+    axes.annotate(
+        name,
+        end,
+        xytext=(-18, -4) if left else (0, 16),
+        textcoords="offset points",
+        ha="right",
+        color=color,
+        fontsize=12,
+        fontweight="bold",
+    )
 
 
 def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float]]:
@@ -425,7 +436,7 @@ def write(root: Path) -> None:
     data = json.dumps([summary(one) for one in judged], indent=1) + "\n"
     (root / "rope_ext/advice/evidence.json").write_text(data, encoding="utf-8")
     draw(root / "docs/evidence.png", judged)
-    draw(root / "docs/hero.png", judged[:1], width=6)
+    draw(root / "docs/hero.png", judged[:1])
 
 
 def _mean(found: Mapping[str, float]) -> float:

@@ -43,7 +43,7 @@ ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
 QUESTION = ASK + LEAD
 CHAT_ANSWER = 24
 """Tokens decoded of a chat model's answer, which may be a sentence around the key."""
-TEACHER_FORCED = "answers ranked first after a lead-in, not decoded,"
+TEACHER_FORCED = "answers ranked first after a lead-in (not decoded)"
 """What one forward with the answer in it counts, in words; calibration and search do so."""
 MIN_FOUND = 0.5
 """Passkeys count if the unpatched model finds at least this share within its trained length."""

@@ -393,7 +393,7 @@ def summary(output: Path) -> str:
         sample: [(t["method"], s) for t, s in both if t["method"] and t["sample"] == sample]
         for sample in (RANKING, VALIDATION)
     }
-    asked = ", and passkeys found" * any(scores.found for _, scores in tried[RANKING])
+    asked = f", and passkey {TEACHER_FORCED}" * any(scores.found for _, scores in tried[RANKING])
     lines = [
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
         f"{settings['target_length']}{asked}:"
@@ -418,5 +418,5 @@ def _numbers(scores: fitness.Scores) -> str:
     """Format perplexity and the answers that are the most likely ones, if measured."""
     parts = [f"{perplexity(mean(scores.far)):>8}"] if scores.far else []
     if scores.found:
-        parts.append(f"{sum(scores.found):>3} of {len(scores.found)} {TEACHER_FORCED}")
+        parts.append(f"{sum(scores.found):>3} of {len(scores.found)} answers")
     return "  ".join(parts)

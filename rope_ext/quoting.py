@@ -3,8 +3,8 @@
 A function for each place: a terminal, a command to paste, Markdown, and CSV.
 """
 
+import html
 import os
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 
@@ -68,19 +68,17 @@ def inert_markdown(text: str) -> str:
     return printable_lines(text).replace("<", "&lt;").replace("](", "]&#40;")
 
 
-def fenced(text: object) -> str:
-    """Return a block of Markdown that shows ``text`` as a terminal would, whatever is in it."""
-    shown = printable_lines(text)
-    longest = max(map(len, re.findall("`+", shown)), default=0)
-    fence = "`" * max(3, longest + 1)  # a shorter one in the text does not end the block
-    return f"{fence}text\n{shown}\n{fence}"
+def preformatted(text: object) -> str:
+    """Return HTML that shows ``text`` as a terminal does, whatever is in it; long lines wrap."""
+    shown = html.escape(printable_lines(text))
+    return f'<pre style="font-family: monospace; white-space: pre-wrap">{shown}</pre>'
 
 
 class Printed:
     """Base of results that notebooks show as the command line prints them."""
 
-    def _repr_markdown_(self) -> str:
-        return fenced(self)
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 def in_csv(value: object) -> object:

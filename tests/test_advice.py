@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import functools
+import html
 import math
 import re
 import shlex
@@ -354,7 +355,7 @@ def no_space(path: Path, target: Path) -> None:
 
 
 NAME = "a```<script>alert(1)</script>[x](javascript:y)\x1b[31m"
-"""A folder's name that would end a block of Markdown, be HTML or a link, or color a terminal."""
+"""A folder's name that would be HTML or a link, end a block, or color a terminal."""
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -373,11 +374,12 @@ def results(folder: Path) -> dict[str, Any]:
 def test_a_notebook_shows_what_the_command_line_prints(tmp_path: Path) -> None:
     for line, result in results(tmp_path / NAME).items():
         printed = CliRunner().invoke(app, shlex.split(line)).stdout
-        begin, *shown, end = result._repr_markdown_().splitlines()
-        assert "\n".join(shown) == printed.rstrip("\n"), line
-        assert (begin, set(end)) == (f"{end}text", {"`"})
-        # Nothing inside ends the block, so all of it is text.
-        assert all(end not in row for row in shown) and "\x1b" not in "".join(shown)
+        begin, shown, end = re.fullmatch(
+            "(<pre [^<>]*>)(.*)(</pre>)", result._repr_html_(), re.DOTALL
+        ).groups()
+        assert html.unescape(shown) == printed.rstrip("\n"), line
+        assert (begin.count(">"), end) == (1, "</pre>")
+        assert not {"<", ">", "\x1b"} & set(shown)  # no markup, so all of it is text
 
 
 def test_ipython_takes_the_same_block(tmp_path: Path) -> None:
@@ -385,4 +387,4 @@ def test_ipython_takes_the_same_block(tmp_path: Path) -> None:
     formatter = formatters.DisplayFormatter()
     for result in results(tmp_path / "model").values():
         shown, _ = formatter.format(result)
-        assert shown["text/markdown"] == result._repr_markdown_()
+        assert shown["text/html"] == result._repr_html_()

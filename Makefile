@@ -91,7 +91,7 @@ finetune-methods: $(VENV)/installed ## several methods, trained on text alone (a
 	test -e $$run/adapter_config.json || $(TUNE_FIRST) --method none --pose_chunks 0 --length 4096 \
 		--per_device_train_batch_size 2 --output_dir $$run; \
 	test -e $$run/merged || $(BIN)/python recipes/merge.py $$run --output $$run/merged; \
-	$(REPORT) --model $$run/merged --method none --lengths 512,4k --trials 8 --output $$run/report
+	$(REPORT) --model $$run/merged --method unpatched --lengths 512,4k --trials 8 --output $$run/report
 
 surgery: $(CHECKPOINTS:%=surgery-%) ## their rotation dropped or swapped, beside YaRN (an hour)
 surgery-tiny-bytes-512: runs/django/train.jsonl

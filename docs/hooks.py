@@ -18,7 +18,7 @@ import json
 import posixpath
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -339,26 +339,27 @@ def measured_tables(name: str) -> str:
     made = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         model, _, _ = section.partition("\n")
-        for table in re.findall(r"(?:^\| .*\n)+", section, re.MULTILINE):
+        defaults, _, _ = section.partition("\n### ")  # later tables are of longer factors
+        columns: list[tuple[str, ...]] = []
+        for table in re.findall(r"(?:^\| .*\n)+", defaults, re.MULTILINE):
             head, _, *lines = table.splitlines()
             rows = {line.split("|")[1].strip(" `"): line for line in lines}
             if name in rows:
                 shown = [rows[each] for each in ("unpatched", name) if each in rows]
-                made.append("\n".join((MEASURED.format(model=model), *_turned([head, *shown]))))
-                break  # later tables of a model have longer factors and other settings
+                cells = ([cell.strip() for cell in x[1:-1].split("|")] for x in (head, *shown))
+                first, *others = zip(*cells, strict=True)
+                columns += others if columns else [("method", *first[1:]), *others]
+        if columns:
+            made.append("\n".join((MEASURED.format(model=model), *_turned(columns))))
     return "\n\n".join(made) or "Not measured on a pretrained model."
 
 
-def _turned(lines: list[str]) -> Iterator[str]:
-    """A table with its rows as columns, which fits a narrow screen."""
-    kind = ""
-    rows = (line.strip("| ").split(" | ") for line in lines)
-    for number, cells in enumerate(zip(*rows, strict=False)):
-        label, *values = (cell.strip() for cell in cells)
+def _turned(columns: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """A table with its columns as rows, which fits a narrow screen."""
+    for number, (label, *values) in enumerate(columns):
         label = label.replace("last column", "longest text")
         if label.replace(",", "").isdigit():
             label = f"perplexity to {label} tokens"
-        kind, label = (kind, f"{kind} 2x") if label == "2x" else (label.split()[0], label)
         yield f"| {label} | {' | '.join(values)} |"
         if not number:
             yield "| --- |" + " --- |" * len(values)

@@ -892,7 +892,7 @@ def next_command(recipe: Recipe, args: Any, plan: Plan) -> list[object]:
         return [*words, "--method", "before,adapter", "--factor", str(recipe.factor)]
     if recipe.lora_r:
         return ["python", "recipes/merge.py", args.output_dir, "--output", unused("merged")]
-    return [*words, "--model", args.output_dir, "--method", "none"]
+    return [*words, "--model", args.output_dir, "--method", "unpatched"]
 
 
 if __name__ == "__main__":

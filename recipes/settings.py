@@ -36,7 +36,7 @@ from recipes.shapes import config_of
 from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.calibration import Calibration
 from rope_eval.tune.fitting import can_fit, supported
-from rope_ext.command.arguments import read_json
+from rope_ext.command.arguments import UNPATCHED, read_json
 from rope_ext.config.record import method_to_json
 from rope_ext.encodings import Encoding, InputEncoding
 from rope_ext.errors import Mistakes, OptionError, first_line, nearest
@@ -96,7 +96,7 @@ class Recipe:
     """What to train and on which data; lengths are in tokens."""
 
     model: str | None = _option(None, "Model directory or Hub ID.")
-    method: str = _option("yarn", "Name of a rope_ext method, or none to leave RoPE unchanged.")
+    method: str = _option("yarn", "Name of a rope_ext method, or unpatched (none): plain RoPE.")
     factor: float = _option(4.0, "Extension factor: target length / trained length.")
     target_length: int | None = _option(
         None,
@@ -268,6 +268,7 @@ def read_settings(argv: Sequence[str], mistakes: Mistakes) -> tuple[Recipe, Any]
     file -= {"factor"} if "target_length" in line else set()
     mistakes.check(derive, values, file | line)
     recipe = Recipe(**{option.name: values[option.name] for option in fields(Recipe)})
+    recipe.method = NONE if recipe.method == UNPATCHED else recipe.method
     recipe = mistakes.check(calibrated, recipe, default=replace(recipe, method_options=None))
     return recipe, _training_arguments(values, mistakes)
 

@@ -69,7 +69,7 @@ def recommend(
         bool, typer.Option("--all", help="Also list all other methods that the model accepts.")
     ] = False,
 ) -> None:
-    """Recommend a method for a target length, and explain the choice.
+    """Recommend a method for a target length, with reasons.
 
     Options:
         finetune: Assume that you fine-tune the model for this length.
@@ -108,7 +108,9 @@ def memory(
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     cache_bits: int = 16,
 ) -> None:
-    """Estimate the memory of a prompt: weights, KV cache and prefill, without loading weights.
+    """Estimate the memory of a prompt, without loading weights.
+
+    It covers the weights, the KV cache and the prefill.
 
     Options:
         batch: Number of prompts per batch.
@@ -127,7 +129,7 @@ def memory(
 
 @command(app)
 def diagnose(asked: Asked, length: str) -> None:
-    """Show which rotary pairs reach angles outside the trained range at a given length.
+    """Show which rotary pairs leave the trained range at a length.
 
     Options:
         length: Context length in tokens, such as 32k.
@@ -147,7 +149,9 @@ def diagnose(asked: Asked, length: str) -> None:
 def export(
     asked: Asked, engine: EngineName, legacy: bool = False, output: Path | None = None
 ) -> None:
-    """Print the settings that make another engine run a method, or what a saved model has.
+    """Print the settings that make an engine run a method.
+
+    Without --method, of the patch that the model was saved with.
 
     Options:
         engine: Target engine.
@@ -169,7 +173,7 @@ def export(
 
 @command(app)
 def card(model: Model, base: str | None = None, report: Path | None = None) -> None:
-    """Write a model card (README.md) into the directory of a saved or merged model.
+    """Write a model card into the directory of a saved model.
 
     Options:
         base: Hub ID of the model that was extended.

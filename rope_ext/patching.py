@@ -191,7 +191,7 @@ def patch(
     if _encoding(state) not in (None, _encoding(earlier)):
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
-            "(lab/surgery.py)",
+            "(lab/surgery.py of the repository)",
             *(method.name, family, _encoding(state)),
         )
     for text in _changed(state.sites):

@@ -3,8 +3,10 @@
 A function for each place: a terminal, a command to paste, Markdown, and CSV.
 """
 
+import html
+import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _BYTES = range(0xDC80, 0xDD00)  # stands for bytes of a file name that are not UTF-8
@@ -34,6 +36,18 @@ def shell_join(words: Iterable[object]) -> str:
     return " ".join(shell_word(str(word)) for word in words)
 
 
+def command_line(words: Sequence[object]) -> str:
+    """Return a command to paste, and where, if it is of files that an installed wheel lacks.
+
+    Recipes are in the repository alone. In its root the command runs as it is.
+    """
+    line = shell_join(words)
+    runs = [str(word) for word in words[1:3]] if words and words[0] == "python" else []
+    of_repository = any(word.startswith(("recipes/", "recipes.")) for word in runs)
+    there = os.path.isfile("recipes/merge.py")
+    return f"{line}  # in a clone of the repository" if of_repository and not there else line
+
+
 def shell_word(word: str) -> str:
     r"""Return a word of a command: quoted if needed, and as ``$'a\nb'`` if it is not printable."""
     if word.isprintable():
@@ -52,6 +66,19 @@ def in_markdown(text: object) -> str:
 def inert_markdown(text: str) -> str:
     """Return a Markdown text with its tables and emphasis, but without HTML, links and images."""
     return printable_lines(text).replace("<", "&lt;").replace("](", "]&#40;")
+
+
+def preformatted(text: object) -> str:
+    """Return HTML that shows ``text`` as a terminal does, whatever is in it; long lines wrap."""
+    shown = html.escape(printable_lines(text))
+    return f'<pre style="font-family: monospace; white-space: pre-wrap">{shown}</pre>'
+
+
+class Printed:
+    """Base of results that notebooks show as the command line prints them."""
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 def in_csv(value: object) -> object:

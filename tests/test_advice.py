@@ -5,19 +5,24 @@ from __future__ import annotations
 import ast
 import errno
 import functools
+import html
 import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.advice.describe import write_card
-from rope_ext.advice.recommend import ranked, sentence
+from rope_ext.advice.evidence import ranked, sentence
+from rope_ext.cli import app
+from rope_ext.methods import all_methods
 from tests.families.zoo import tiny_model
 from tests.helpers.models import LENGTH, tiny_llama
 
@@ -117,7 +122,8 @@ def test_sliding_layers_never_leave_their_window() -> None:
 @pytest.mark.parametrize(
     ("target", "finetune", "name", "reason"),
     [
-        (16384, False, ranked()[0], "perplexity 7.5 at twice its length"),
+        (8192, False, ranked(2)[0], "perplexity 7.50 at twice its length"),
+        (16384, False, ranked(4)[0], "perplexity 8.53 at four times its length"),
         (131072, True, "yarn", "section 4.1"),
         (262144, True, "yarn", "beyond the published 32"),
     ],
@@ -133,14 +139,19 @@ def test_the_method_follows_the_factor(target: int, finetune: bool, name: str, r
 
 @pytest.mark.parametrize("target", [16384, 131072])
 def test_the_order_is_that_of_the_measurements(target: int) -> None:
-    order = ranked()
+    order = ranked(target / 4096)
     if target == 131072:  # groups of 72 tokens are more than its authors call reasonable
         order = sorted(order, key="self_extend".__eq__)
     found = rope_ext.recommend(llama_2(), target)
-    assert [found.method.name, *(method.name for method, _ in found.alternatives)] == order
+    named = [found.method.name, *(method.name for method, _ in found.alternatives)]
+    assert named[: len(order)] == order
     assert (found.serve, found.engines) == (rope_ext.YaRN(factor=target // 4096), ENGINES)
     for name in order:
-        assert sentence(name) in found.full()
+        assert sentence(name, target / 4096) in found.full()
+    # All that the model accepts are listed, each once.
+    every = {cls.name for cls in all_methods()} - {"longrope", "string"}  # a table, up to twice
+    assert set(named) == every and len(named) == len(every)
+    assert all(f"'{name}'" in found.full() for name in every)
 
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "transformers", "mlx")
@@ -170,7 +181,7 @@ def test_the_recipe_of_the_vendor_comes_first_where_it_fits() -> None:
     assert rope_ext.recommend(qwen3(40960), 131072, engine="vllm").call == found.call
     for length, target in ((40960, 131073), (8192, 32768)):  # beyond it, and another checkpoint
         other = rope_ext.recommend(qwen3(length), target)
-        assert other.method.name == ranked()[0] and other.trained_length == length
+        assert other.method.name == ranked(4)[0] and other.trained_length == length
 
 
 def test_what_ships_scaled_is_named() -> None:
@@ -180,6 +191,79 @@ def test_what_ships_scaled_is_named() -> None:
     given = {"max_position_embeddings": 131072, "rope_parameters": rope, "hidden_size": 256}
     found = rope_ext.recommend(LlamaConfig(**LLAMA_2 | given), 262144)
     assert "as Llama 3.1 to 3.3: llama3, factor 8 on 8192" in found.reasons[-1]
+    assert "131072 (scaled from 8192) -> 262144" in str(found)
+
+
+def test_a_patch_that_was_saved_untrained_is_not_taken_for_training(tmp_path: Path) -> None:
+    """Its folder has the fields of a checkpoint that was trained so."""
+    rope_ext.patch(tiny_llama(), "yarn", factor=4).save_pretrained(tmp_path)
+    found = rope_ext.recommend(tmp_path, 8 * LENGTH)
+    assert f"{4 * LENGTH} (scaled from {LENGTH}) -> {8 * LENGTH}" in str(found)
+    assert "whether it was trained" in str(found) and "was trained with" not in str(found)
+    with pytest.raises(rope_ext.OptionError) as refused:
+        rope_ext.recommend(AutoConfig.from_pretrained(tmp_path), 2 * LENGTH)
+    assert "trained on" not in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_more_than_untrained_methods_carry_ends_in_training_or_another_checkpoint(engine) -> None:
+    for times, refused in ((32, False), (33, True), (256, True)):
+        if refused:
+            with pytest.raises(rope_ext.OptionError, match=r"train it .* another\b.*checkpoint"):
+                rope_ext.recommend(llama_2(), times * 4096, engine=engine)
+        else:
+            rope_ext.recommend(llama_2(), times * 4096, engine=engine)
+    trained = rope_ext.recommend(llama_2(), 256 * 4096, finetune=True, engine=engine)
+    assert "another checkpoint" in str(trained)
+
+
+@pytest.mark.parametrize("form", [{}, {"engine": "vllm"}, {"finetune": True}])
+def test_every_form_has_the_reason_and_the_warnings(form: dict) -> None:
+    """Of what is served, not of what runs here: position methods need no larger base."""
+    text = str(rope_ext.recommend(llama_2(), 8 * 4096, **form))
+    _, _, about = text.partition("'yarn'")
+    assert "the base 10000 is below" in about
+    assert "2309.00071" in about
+    assert ("train it" in about) is not form.get("finetune", False)
+
+
+def test_a_model_that_was_measured_is_judged_by_its_own_numbers() -> None:
+    """Those of the other model would put another method first, and are another factor's."""
+    shape = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9}
+    own = LlamaConfig(**shape, num_key_value_heads=3, max_position_embeddings=8192, vocab_size=32)
+    found = str(rope_ext.recommend(own, 4 * 8192))
+    assert "SmolLM2" in found and "gemma" not in found and "four times its length" in found
+    larger = LlamaConfig(**shape, num_key_value_heads=3, max_position_embeddings=4096)
+    assert "gemma" in str(rope_ext.recommend(larger, 4 * 4096))
+
+
+def model_with(**methods: Any) -> dict[str, Any]:
+    named = {name: {"at": {"2": numbers}} for name, numbers in methods.items()}
+    return {"model": "a", "trained": 8, "within": 8, "methods": named}
+
+
+def numbers(perplexity: float, found: int, decoded: bool) -> dict[str, Any]:
+    passkey = {"found": found, "of": 20, "decoded": decoded}
+    return {"perplexity": perplexity, "passkey": passkey}
+
+
+def test_what_was_decoded_counts_and_what_was_not_measured_comes_last() -> None:
+    """Scores after a lead-in are higher than what a model writes by itself."""
+    scored = model_with(
+        unpatched=numbers(99, 0, True),
+        rerope=numbers(7.5, 20, False),
+        yarn=numbers(7.6, 12, True),
+        dual_chunk=numbers(7.4, 3, True),
+    )
+    assert ranked(2, [scored])[:3] == ["yarn", "dual_chunk", "rerope"]
+    assert "not decoded" in sentence("rerope", 2, [scored])
+    assert "not decoded" not in sentence("yarn", 2, [scored])
+    old = model_with(
+        unpatched=numbers(99, 0, False),
+        rerope=numbers(7.5, 20, False),
+        yarn=numbers(7.6, 12, False),
+    )
+    assert ranked(2, [old])[:2] == ["rerope", "yarn"]
 
 
 def test_patch_takes_a_recommendation() -> None:
@@ -200,7 +284,7 @@ FAMILIES = ["falcon", "gemma3_text", "phi3", "deepseek_v3"]
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_families_accept_what_is_recommended(model_type: str) -> None:
-    for target in (100 if model_type in ("falcon", "phi3") else 2560,):
+    for target in (100 if model_type in ("falcon", "phi3") else 32 * LENGTH,):
         found = rope_ext.recommend(family(model_type), target)
         assert accepted(found, family(model_type)) >= target
         refuses = model_type == "falcon"  # docs/FAMILIES.md
@@ -268,3 +352,39 @@ def test_a_card_is_read_as_written_whatever_the_names(tmp_path, name: str, monke
 
 def no_space(path: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+NAME = "a```<script>alert(1)</script>[x](javascript:y)\x1b[31m"
+"""A folder's name that would be HTML or a link, end a block, or color a terminal."""
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """What notebooks show, by the command that prints it."""
+    place = str(folder)
+    patched = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    patched.save_pretrained(folder)
+    return {
+        f"describe {shlex.quote(place)}": rope_ext.describe(place),
+        f"diagnose {shlex.quote(place)} --length 512": rope_ext.diagnose(place, 512),
+        f"recommend {shlex.quote(place)} --length 512": rope_ext.recommend(place, 512),
+        f"export {shlex.quote(place)} --engine vllm": rope_ext.export(place, "vllm"),
+    }
+
+
+def test_a_notebook_shows_what_the_command_line_prints(tmp_path: Path) -> None:
+    for line, result in results(tmp_path / NAME).items():
+        printed = CliRunner().invoke(app, shlex.split(line)).stdout
+        begin, shown, end = re.fullmatch(
+            "(<pre [^<>]*>)(.*)(</pre>)", result._repr_html_(), re.DOTALL
+        ).groups()
+        assert html.unescape(shown) == printed.rstrip("\n"), line
+        assert (begin.count(">"), end) == (1, "</pre>")
+        assert not {"<", ">", "\x1b"} & set(shown)  # no markup, so all of it is text
+
+
+def test_ipython_takes_the_same_block(tmp_path: Path) -> None:
+    formatters = pytest.importorskip("IPython.core.formatters")
+    formatter = formatters.DisplayFormatter()
+    for result in results(tmp_path / "model").values():
+        shown, _ = formatter.format(result)
+        assert shown["text/html"] == result._repr_html_()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.command.arguments import parse_compose
 from rope_ext.errors import OptionError
+from rope_ext.quoting import command_line
 from rope_ext.saving import checkpoints as models
 from tests.helpers.checkpoint import save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama
@@ -81,8 +84,9 @@ def test_compare_writes_everything(
     assert float(rows[0]["value"]) == data["summary"][0]["value"]
     height, width, _ = image.imread(tmp_path / "out" / "perplexity.png").shape
     assert height > 300 and width > 600
-    [sentence] = data["recommendations"]
+    *_, sentence = data["recommendations"]
     assert " ".join(result.stdout.split()).endswith(sentence)
+    assert (result.stdout + result.stderr).count(data["next"][0]) == 1
     # A second run needs a decision; resumed, it measures nothing and says the same.
     assert "--resume" in call(*words).stderr
     request.getfixturevalue("loader_fails")
@@ -264,6 +268,47 @@ try:
 except SystemExit as left:
     print(left.code, sorted({"torch", "transformers"} & set(sys.modules)))
 """
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("recommend ./missing --length 32k", "no folder or file './missing'"),
+        ("describe /missing/model", "no folder or file '/missing/model'"),
+        ("compare ./missing --methods yarn --lengths 4k", "no folder or file './missing'"),
+        ("recommend M --length 32kk", "--length '32kk' is not a number of tokens"),
+        ("compare M --methods yarn --lengths 4k,32kk", "--lengths '32kk' is not a number"),
+        ("memory M --length 32k --chunk 4kk", "--chunk '4kk' is not a number"),
+    ],
+)
+def test_a_mistake_is_refused_before_torch_is_imported(words: str, said: str) -> None:
+    """As fast as a misspelled option: importing torch and transformers takes seconds."""
+    command = [sys.executable, "-c", HELP, *words.split()]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert made.stdout.splitlines()[-1] == "2 []"
+    assert said in " ".join(made.stderr.split())
+
+
+def test_a_command_of_the_repository_says_so_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed wheel has no recipes; in a clone, the line runs as it is."""
+    words = ["python", "recipes/merge.py", "adapter", "--output", "merged"]
+    here = command_line(words)
+    assert shlex.split(here, comments=True) == words and "#" not in here
+    monkeypatch.chdir(tmp_path)
+    away = command_line(words)
+    assert shlex.split(away, comments=True) == words and "clone of the repository" in away
+
+
+def test_the_list_of_commands_fits_80_columns_in_one_style() -> None:
+    """Each summary is one whole sentence that begins with a verb, none is cut off."""
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}, terminal_width=80).stdout
+    _, _, listed = shown.partition("Commands:")
+    rows = [line.split(maxsplit=1) for line in listed.splitlines() if line.strip()]
+    assert [name for name, _ in rows] == list(get_command(app).commands)
+    for name, summary in rows:
+        assert re.fullmatch(r"[A-Z][^.;]*\.", summary), (name, summary)
 
 
 @pytest.mark.parametrize("name", [None, *sorted(get_command(app).commands)])

@@ -43,18 +43,23 @@ class Evaluation(ModelCommand):
 
 @app.command(cls=Evaluation)
 def compare() -> None:
-    """Measure methods against the unpatched model: perplexity and passkey retrieval."""
+    """Compare methods with the unpatched model, and write one report."""
 
 
 @app.command("eval", cls=Evaluation)
 def evaluate_tasks() -> None:
-    """Measure tasks: perplexity, passkey, ruler, babilong and more; see `rope-ext eval --help`."""
+    """Measure any tasks, and write one report.
+
+    See `rope-ext eval --help` for the tasks.
+    """
 
 
 @command(app)
 @command_options(Loading, SearchOptions)
 def search(model: Model, length: Target, output: Path, **options: Any) -> None:
-    """Search LongRoPE factors by evolution. Resumes if interrupted.
+    """Search a LongRoPE table by evolution.
+
+    Resumes if interrupted.
 
     Options:
         output: JSON file to write; resumes an interrupted search.
@@ -95,7 +100,7 @@ def calibrate(
     finetune: bool = False,
     **options: Any,
 ) -> None:
-    """Find the best temperature and other scalar options of methods for a model.
+    """Find the best temperature and other options of methods.
 
     One half of the text selects values, the other half tests them. An option keeps its published
     value unless another value is significantly better.
@@ -165,7 +170,7 @@ def verify(
     ] = 0.01,
     json: Path | None = None,
 ) -> None:
-    """Run a miniature model in an engine and check that it applies the patch.
+    """Check that an engine applies a patch, with a miniature model.
 
     The miniature has the rotary embedding of the model, patched with --method or as saved.
 
@@ -256,7 +261,7 @@ def plot(
     compose: Compose = False,
     option: Option = None,
 ) -> None:
-    """Plot the effect of methods, one line per method and one for the unpatched model.
+    """Plot the effect of methods and of the unpatched model.
 
     spectrum: frequency of every rotary pair. angles: largest angle of every pair, compared with
     training. decay: q.k of constant vectors by distance, and biases of encodings. distances:

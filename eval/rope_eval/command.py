@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperCommand
 
 from rope_eval.options import command_options, option, option_fields, read_options
-from rope_eval.settings import UNPATCHED, Settings
+from rope_eval.settings import Settings
 from rope_eval.tasks import Task, all_tasks, build, chosen, from_file
 from rope_eval.tasks.harness import Harness
-from rope_ext.command.arguments import parse_options, split
+from rope_ext.command.arguments import UNPATCHED, parse_options, split
 from rope_ext.command.cli_arguments import ModelCommand
 from rope_ext.errors import OptionError
 
@@ -76,9 +76,12 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         evaluate(given, build(tasks, own))
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    about = f"Measure {', '.join(tasks) or 'tasks'} and write one report."
+    what = f"{', '.join(tasks[:-1])} and {tasks[-1]}" if len(tasks) > 1 else "".join(tasks)
+    about = f"Measure {what or 'any tasks'}, and write one report."
     options = (Settings, *classes) if name == "compare" else (Asked, Settings, *classes)
-    app.command(name, cls=ModelCommand, help=about)(command_options(*options)(run))
+    # What `compare` sets by itself is no option of it, unless it is a name that may change.
+    fixed = [option for option in COMPARE if option != "output"] if name == "compare" else []
+    app.command(name, cls=ModelCommand, help=about)(command_options(*options, without=fixed)(run))
     made = typer.main.get_command(app)
     assert isinstance(made, TyperCommand)
     return made

@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from rope_ext.command.arguments import NONE, UNPATCHED
 from rope_ext.command.terminal import clean_errors
 from rope_ext.config.record import ARGUMENTS
 from rope_ext.errors import OptionError
@@ -38,7 +39,7 @@ class PatchedLM(_HFLM):
 
     Args:
         pretrained: folder or Hub ID.
-        method: name of a method; None or "none": load the model as saved.
+        method: name of a method; None or "unpatched": load the model as saved.
         trained_length: tokens; overrides the trained length in the config.
         **kwargs: for the method, :func:`rope_ext.patch`, and ``HFLM`` of the harness.
     """
@@ -50,7 +51,8 @@ class PatchedLM(_HFLM):
         trained_length: int | None = None,
         **kwargs: Any,
     ) -> None:
-        names, method = {"factor", "compose", *ARGUMENTS}, None if method == "none" else method
+        names = {"factor", "compose", *ARGUMENTS}
+        method = None if method in (UNPATCHED, NONE) else method
         if method is not None:
             names |= {field.name for field in dataclasses.fields(method_class(method))}
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}

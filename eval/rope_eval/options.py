@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar
@@ -67,16 +67,19 @@ def refuse(*faults: tuple[bool, str]) -> None:
             raise OptionError(fault)
 
 
-def command_options(*classes: type) -> Callable[[F], F]:
+def command_options(*classes: type, without: Sequence[str] = ()) -> Callable[[F], F]:
     """Decorator: replace ``**options`` of a typer command by the options of ``classes``.
 
-    Options with the same name are merged. Values are as typed, or None; see :func:`read_options`.
+    Options with the same name are merged, and fields ``without`` an option are left out. Values are
+    as typed, or None; see :func:`read_options`.
     """
 
     def decorate(command: F) -> F:
         added: dict[str, inspect.Parameter] = {}
         for cls in classes:
             for field in option_fields(cls):
+                if field.name in without:
+                    continue
                 added.setdefault(field.name, _typer_parameter(cls, field))
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]

@@ -10,13 +10,17 @@ from typing import Any, Literal, NamedTuple
 
 from rope_eval.data.prompts import Chat
 from rope_eval.options import option
-from rope_ext.command.arguments import parse_compose, parse_length, parse_lengths, split
+from rope_ext.command.arguments import (
+    method_names,
+    parse_compose,
+    parse_length,
+    parse_lengths,
+    split,
+)
 from rope_ext.errors import OptionError
 
 Api = Literal["completions", "text"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-UNPATCHED = "none"
-"""Instead of a method: the unpatched model, which every evaluation also measures."""
 BEFORE = "before"
 """Instead of a method: the adapter's method, without the adapter's weights."""
 LARGEST_SEED = 2**32 - 1  # NumPy's
@@ -47,13 +51,13 @@ class Settings:
     """Options of every evaluation; ``rope-ext eval`` has an option for each field, with its help.
 
     The unpatched model is always measured, too, and the trained length if some lengths are longer.
-    With ``url``, ``models`` contains the tokenizer and ``methods`` is ``("none",)``.
+    With ``url``, ``models`` contains the tokenizer and ``methods`` is ``("unpatched",)``.
     """
 
     models: tuple[str, ...]
     methods: tuple[str, ...] = option(
         MISSING,
-        "method names, separated by commas; repeatable. 'none' is the unpatched model, 'adapter' "
+        "method names, separated by commas; repeatable. 'unpatched' is the model alone, 'adapter' "
         "the patch that the adapter was trained with, 'before' that patch without the adapter",
         _names,
         *("--method", "--methods"),
@@ -122,6 +126,9 @@ class Settings:
     concurrency: int = option(4, "number of concurrent requests")
     retries: int = option(8, "retries of a failed request, with increasing delays", least=0)
     timeout: float = option(1800.0, "timeout of a request in seconds, with its retries")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", tuple(method_names(self.methods)))
 
     @property
     def servers(self) -> list[Server]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rope_eval.cases import Case, digest
-from rope_eval.settings import UNPATCHED
+from rope_ext.command.arguments import UNPATCHED
 from rope_ext.config.record import ARGUMENTS, option_texts
 from rope_ext.errors import OptionError
 from rope_ext.methods import Method, build_method, reach
+from rope_ext.methods.rope import factor_to
 from rope_ext.patching import patched
 
 _LONGEST = 40  # most characters of an option in a row's name
@@ -37,6 +39,11 @@ class System:
 
     def key(self, case: Case) -> str:
         return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
+
+
+def short_name(path: str) -> str:
+    """Return the last part of a model's or adapter's folder or ID, as reports name it."""
+    return Path(path).name or Path(path).resolve().name
 
 
 def built(name: str, options: Mapping[str, Any]) -> Method:
@@ -78,12 +85,14 @@ def beyond(
             under = options.get("frequency")
             built(method, options).check(length if under is None else reach(under.factor, length))
             target = reach(options["factor"], length)
-            far = [str(n) for n in lengths if n > target]
+            far = [n for n in lengths if n > target]
+            if not far:
+                continue
             note = (
-                f"{', '.join(far)} tokens: beyond factor {options['factor']:g} x the trained "
-                f"{length} tokens = {target} of {method} on {model}"
+                f"{', '.join(map(str, far))} tokens: beyond factor {options['factor']:g} x the "
+                f"trained {length} tokens = {target} of {method} on {model}"
             )
-            if far and not force:
-                raise OptionError(f"{note}; give a larger --factor, shorter --lengths, or --force")
-            if far:
-                yield f"{note}, which is not meant to reach that far"
+            larger = f"raise --factor to {factor_to(max(far), length):g}"
+            if not force:
+                raise OptionError(f"{note}; {larger}, give shorter --lengths, or --force")
+            yield f"{note}, which is not meant to reach that far; {larger}"

@@ -20,8 +20,24 @@ from lab.evidence.questions import TASKS
 from rope_eval.folder import read_lines
 from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval
+from rope_ext.advice.evidence import three_digits
 
 TRAINED = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 32768}
+SHAPES = {
+    "SmolLM2-135M-Instruct": {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+    },
+    "gemma-3-270m": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 18,
+        "hidden_size": 640,
+        "num_attention_heads": 4,
+    },
+}
+"""What the configurations of these models say, by which ``recommend`` knows them."""
 SPANS = {"0.25x": (0, 0.25), "1x": (0, 1), "1.25x": (1, 1.25), "1.5x": (1.25, 1.5), "2x": (1.75, 2)}
 """Positions of each column, in trained lengths: up to the length that names it."""
 FRONT = {
@@ -32,8 +48,13 @@ FRONT = {
     "rerope": "texts of any length, without training",
 }
 """Rows of the front page, and when to choose each."""
+FAR = "2x"
+NOT_DECODED = "\N{DAGGER}"
+"""Marks prompts that were scored after a lead-in, in one forward."""
 PLURALS = {"passkey": "passkeys", "needle": "fruits", "pair": "pairs"}
-DRAWN = ("unpatched", "yarn", "self_extend")
+DRAWN = ("unpatched", "self_extend")
+"""Lines of the plots; YaRN's would cover the second."""
+LABELS = {"unpatched": "unpatched", "self_extend": "Self-Extend"}
 
 
 def is_decoded(line: Mapping[str, Any]) -> bool:
@@ -116,7 +137,7 @@ class Evidence:
     def perplexity(self, method: str, span: str, **more: Any) -> str:
         """Perplexity over documents; empty where it was not measured."""
         found = self.losses(method, span, **more)
-        return f"{math.exp(_mean(found)):.3g}" if found else ""
+        return three_digits(math.exp(_mean(found))) if found else ""
 
     def change(self, one: Mapping[str, float], other: Mapping[str, float]) -> str:
         """Change of perplexity from ``other`` to ``one`` on the same documents, percent."""
@@ -146,7 +167,10 @@ class Evidence:
         """Whether the answers of all these methods to the prompts of a task were decoded."""
         far = round(length * self.trained)
         return all(
-            any(is_decoded(line) and line["length"] == far for line in self.of(task, method))
+            any(
+                is_decoded(line) and line["length"] == far
+                for line in self.of(task, method, factor=4 if length > 2 else 2)
+            )
             for method in methods
         )
 
@@ -166,37 +190,49 @@ class Evidence:
 
 
 def table(evidence: Evidence) -> str:
-    """Perplexity by position, cost, and prompts answered; some methods are only in ``behind``."""
+    """Return three narrow tables; some methods are only in ``behind``.
+
+    Perplexity by position; its changes, and the time; prompts answered.
+    """
     spans = [span for span in SPANS if evidence.losses("unpatched", span)]
-    head = ["method", *(f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans)]
-    head.append("within the length")
-    far = "2x" in spans
-    if far:
-        head.append("last column against yarn")
-        head += [f"{PLURALS[task]} {times}x" for task in TASKS for times in (1.5, 2)]
-        head.append("seconds")
-    rows = [head]
     order = sorted(evidence.complete(), key=lambda name: _mean(evidence.losses(name, spans[-1])))
-    for name in ["unpatched", *(name for name in order if name != "unpatched")]:
-        row = [_named(name)]
-        row += [evidence.perplexity(name, span) for span in spans]
-        row.append("" if name == "unpatched" else evidence.cost(name))
-        if far:
-            yarn = evidence.losses("yarn", "2x")
-            last = evidence.losses(name, "2x")
-            row.append("" if name in ("yarn", "unpatched") else evidence.change(last, yarn))
-            for task in TASKS:
-                row += [_share(evidence.prompts(name, task, length)) for length in (1.5, 2)]
-            seconds = evidence.seconds(name)
-            row.append("" if seconds is None else f"{seconds:.2f}")
-        rows.append(row)
-    return _measured(rows)
+    methods = ["unpatched", *(name for name in order if name != "unpatched")]
+    ends = [f"{int(SPANS[span][1] * evidence.trained):,}" for span in spans]
+    positions = [["perplexity up to", *ends]]
+    changes = [["method", "within the length", "last column against yarn", "seconds"]]
+    prompts = [["method", *(f"{PLURALS[task]} {times}x" for task in TASKS for times in (1.5, 2))]]
+    for name in methods:
+        positions.append([_named(name), *(evidence.perplexity(name, span) for span in spans)])
+        if FAR in spans:
+            changes.append([_named(name), *_changes(evidence, name)])
+            asked = [(task, length) for task in TASKS for length in (1.5, 2)]
+            shares = [_answered(evidence, name, task, length) for task, length in asked]
+            prompts.append([_named(name), *shares])
+        else:
+            changes.append([_named(name), "" if name == "unpatched" else evidence.cost(name)])
+    changes[0] = changes[0][: len(changes[1])]
+    return "\n".join(made for made in map(_measured, (positions, changes, prompts)) if made)
+
+
+def _changes(evidence: Evidence, name: str) -> list[str]:
+    """Change of perplexity within the length and against yarn, and seconds of a forward."""
+    plain = name == "unpatched"
+    far = evidence.change(evidence.losses(name, FAR), evidence.losses("yarn", FAR))
+    seconds = evidence.seconds(name)
+    return [
+        "" if plain else evidence.cost(name),
+        "" if plain or name == "yarn" else far,
+        "" if seconds is None else f"{seconds:.2f}",
+    ]
 
 
 def _measured(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table without the columns that are empty below the head."""
-    measured = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
-    return _table([list(itertools.compress(row, measured)) for row in rows])
+    """Return a table without the rows and columns that are empty beside their names."""
+    head, *rest = rows
+    rest = [row for row in rest if any(row[1:])]
+    measured = [any(row[column] for row in rest) for column in range(len(head))]
+    shown = [list(itertools.compress(row, measured)) for row in (head, *rest)]
+    return _table(shown) if rest else ""
 
 
 def _named(method: str) -> str:
@@ -213,13 +249,13 @@ def short(evidence: Evidence) -> str:
     head = ["method", "choose it for", f"perplexity at {2 * evidence.trained:,}"]
     # Only what the model wrote is a passkey that it found.
     passkeys = evidence.decoded(FRONT, "passkey", 2)
-    head += ["passkeys"] * passkeys + ["cost at short lengths", "GPU time"]
+    head += ["passkeys"] * passkeys + ["cost at short lengths", "time of a forward pass"]
     rows = [head]
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
         seconds, plain = evidence.seconds(name), name == "unpatched"
         row = [_named(name), reason]
-        row.append(f"{float(evidence.perplexity(name, '2x')):,g}")
+        row.append(evidence.perplexity(name, FAR))
         found = evidence.prompts(name, "passkey", 2)
         if passkeys and found is not None:
             row.append(f"{found[0]} of {found[1]}")
@@ -255,7 +291,7 @@ def quadruple(evidence: Evidence) -> str:
     rows = []
     for name in evidence.rows():
         if shown := evidence.perplexity(name, "2x", factor=4):
-            prompts = [_share(evidence.prompts(name, task, 4)) for task in TASKS]
+            prompts = [_answered(evidence, name, task, 4) for task in TASKS]
             value = _mean(evidence.losses(name, "2x", factor=4))
             rows.append((value, [_named(name), shown, *prompts]))
     head = ["method", "perplexity", *(PLURALS[task] for task in TASKS)]
@@ -277,25 +313,21 @@ def variants(evidence: Evidence) -> str:
 
 
 def summary(evidence: Evidence) -> dict[str, Any]:
-    """Return data for ``recommend``: one entry for each method."""
-    methods: dict[str, dict[str, Any]] = {}
+    """Return data for ``recommend``: one entry for each method, with its numbers by factor."""
     span = "1x" if evidence.losses("unpatched", "1x") else "0.25x"
     unpatched = evidence.losses("unpatched", span)
+    methods: dict[str, dict[str, Any]] = {}
     for name in evidence.complete():
-        inside, far = evidence.losses(name, span), evidence.losses(name, "2x")
         methods[name] = {}
-        if inside:
+        if inside := evidence.losses(name, span):
             gap = fmean(inside[document] - unpatched[document] for document in inside)
             methods[name]["within"] = _percent(gap)
-        if far:
-            mean = _mean(far)
-            methods[name] |= {"loss": round(mean, 4), "perplexity": float(f"{math.exp(mean):.3g}")}
-        for task in TASKS:
-            prompts = evidence.prompts(name, task, 2)
-            if prompts is not None:
-                methods[name][task] = list(prompts)
+        for factor in (2, 4):
+            if found := _numbers_at(evidence, name, factor):
+                methods[name].setdefault("at", {})[str(factor)] = found
     return {
         "model": evidence.model,
+        "shape": SHAPES[evidence.model],
         "trained": evidence.trained,
         "within": round(SPANS[span][1] * evidence.trained),
         "documents": len(unpatched),
@@ -303,30 +335,80 @@ def summary(evidence: Evidence) -> dict[str, Any]:
     }
 
 
+def _numbers_at(evidence: Evidence, name: str, factor: int) -> dict[str, Any]:
+    """Return what was measured of a method at ``factor`` trained lengths, under this factor."""
+    numbers: dict[str, Any] = {}
+    if far := evidence.losses(name, "2x", factor=factor):
+        mean = _mean(far)
+        numbers |= {"loss": round(mean, 4), "perplexity": float(f"{math.exp(mean):.3g}")}
+    for task in TASKS:
+        prompts = evidence.prompts(name, task, factor)
+        if prompts is not None:
+            decoded = evidence.decoded([name], task, factor)
+            numbers[task] = {"found": prompts[0], "of": prompts[1], "decoded": decoded}
+    return numbers
+
+
 def draw(path: Path, evidence: Sequence[Evidence]) -> None:
-    evidence = [found for found in evidence if found.losses("unpatched", "2x")]
-    figure = style.figure_of(max(7, 5 * len(evidence)), 3.2)
-    panels = figure.subplots(1, len(evidence), squeeze=False)[0]
+    """Draw the perplexity by position, one panel below the other, for narrow screens, too.
+
+    The lines of a single model have their names beside them, those of several share a legend.
+    """
+    evidence = [found for found in evidence if found.losses("unpatched", FAR)]
+    figure = style.figure_of(6, 3.3 * len(evidence))
+    panels = figure.subplots(len(evidence), 1, squeeze=False)[:, 0]
+    ticker = style.ticker()
     for axes, found in zip(panels, evidence, strict=True):
-        for index, name in enumerate(name for name in DRAWN if name in found.rows()):
-            lines, far = found.of("loss", name), 2 * found.trained
-            rows = [line["losses"] for line in lines if line["length"] == far]
-            step = max(1, found.trained // 16 // BUCKET)
-            means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
-            points = [
-                math.exp(sum(means[at : at + step]) / step) for at in range(0, len(means), step)
-            ]
-            places = [BUCKET * step * (at + 1) for at in range(len(points))]
-            look = style.UNPATCHED_STYLE if name == "unpatched" else style.style_of(index - 1)
-            axes.plot(places, points, label=name, **look | {"markersize": 4, "linewidth": 1.8})
+        for index, name in enumerate(DRAWN):
+            places, points = _by_position(found, name)
+            look = style.UNPATCHED_STYLE if name == "unpatched" else style.style_of(index)
+            look = look | {"markersize": 5, "linewidth": 2.2}
+            axes.plot(places, points, label=LABELS[name], **look)
+            if len(evidence) == 1:
+                _name_beside(axes, LABELS[name], (places[-1], points[-1]), look["color"])
         axes.set_yscale("log")
-        axes.set_title(found.model, loc="left", fontsize=11, pad=17)
-        axes.set_xlabel("position, tokens")
-        axes.set_ylabel("perplexity")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,g}"))
+        axes.minorticks_off()
+        axes.xaxis.set_major_locator(ticker.MultipleLocator(found.trained // 2))
+        axes.xaxis.set_major_formatter(
+            ticker.FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x else "0")
+        )
+        axes.tick_params(labelsize=12)
+        axes.set_title(found.model, loc="left", fontsize=13, pad=17)
+        axes.set_xlabel("position, tokens", fontsize=12)
+        axes.set_ylabel("perplexity", fontsize=12)
         style.bare(axes)
         style.mark_trained(axes, [found.trained], 2 * found.trained)
-    style.legend_below(figure, panels[0])
+    if len(evidence) > 1:
+        style.legend_below(figure, panels[0])
     figure.savefig(path, dpi=style.DPI)
+
+
+def _name_beside(axes: Any, name: str, end: tuple[float, float], color: str) -> None:
+    """Write the name of a line near its last point: left of a steep one, above a flat one."""
+    left = name == LABELS["unpatched"]
+    axes.annotate(
+        name,
+        end,
+        xytext=(-18, -4) if left else (0, 16),
+        textcoords="offset points",
+        ha="right",
+        color=color,
+        fontsize=12,
+        fontweight="bold",
+    )
+
+
+def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float]]:
+    """Return positions, and the perplexity of the tokens before each since the last."""
+    lines, far = evidence.of("loss", method), 2 * evidence.trained
+    rows = [line["losses"] for line in lines if line["length"] == far]
+    step = max(1, evidence.trained // 16 // BUCKET)
+    means = [fmean(column) for column in zip(*rows, strict=True)]
+    starts = range(0, len(means), step)
+    points = [math.exp(fmean(means[at : at + step])) for at in starts]
+    return [BUCKET * step * (number + 1) for number in range(len(points))], points
 
 
 def put(path: Path, name: str, text: str) -> None:
@@ -354,6 +436,7 @@ def write(root: Path) -> None:
     data = json.dumps([summary(one) for one in judged], indent=1) + "\n"
     (root / "rope_ext/advice/evidence.json").write_text(data, encoding="utf-8")
     draw(root / "docs/evidence.png", judged)
+    draw(root / "docs/hero.png", judged[:1])
 
 
 def _mean(found: Mapping[str, float]) -> float:
@@ -364,6 +447,13 @@ def _percent(gap: float) -> str:
     """A difference of losses as a change of perplexity."""
     value = round(100 * (math.exp(gap) - 1), 1)
     return f"{value:+.1f}" if value else "0.0"
+
+
+def _answered(evidence: Evidence, method: str, task: str, length: float) -> str:
+    """Return the share of prompts answered, with a mark if they were not decoded."""
+    shown = _share(evidence.prompts(method, task, length))
+    decoded = evidence.decoded([method], task, length)
+    return shown if decoded or not shown else f"{shown} {NOT_DECODED}"
 
 
 def _share(found: tuple[int, int] | None) -> str:

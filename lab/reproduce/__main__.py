@@ -39,13 +39,13 @@ class Cell:
     Args:
         length: context in tokens.
         published: the number, in the unit of the table.
-        method, factor, options: as for ``rope-ext eval``; ``none`` is the unpatched model.
+        method, factor, options: as for ``rope-ext eval``; ``unpatched`` is the model alone.
         model, text: replace those of the table.
     """
 
     length: int
     published: float
-    method: str = "none"
+    method: str = "unpatched"
     factor: float = 1.0
     options: tuple[str, ...] = ()
     model: str = ""
@@ -154,7 +154,7 @@ def runs(table: Table, output: Path, dry: bool) -> Iterator[Run]:
         measured = {_length(table, cell, dry): cell for cell in cells}
         words = ["--tasks", table.task, "--model", STAND_IN if dry else model, "--method", method]
         words += ["--lengths", ",".join(map(str, measured)), "--force", "--resume"]
-        words += ["--factor", f"{factor:g}"] if method != "none" else []
+        words += ["--factor", f"{factor:g}"] if method != "unpatched" else []
         for option in _DRY_OPTIONS.get(method, ()) if dry else options:
             words += ["--option", option]
         if text:
@@ -216,7 +216,9 @@ def reproduce(table: Table, output: Path, dry: bool) -> bool:
             good = agrees(table, cell, value)
             agreed &= good
             verdict = "stand-in" if dry else "agrees" if good else "DIFFERS"
-            method = f"{cell.method} x{cell.factor:g}" if cell.method != "none" else "none"
+            method = (
+                f"{cell.method} x{cell.factor:g}" if cell.method != "unpatched" else cell.method
+            )
             numbers = f"{cell.published:>10g} {value:>10.4g}  {verdict}"
             lines.append(f"{method:<28} {cell.length:>8} {numbers}")
     print(f"{'method':<28} {'tokens':>8} {'published':>10} {'measured':>10}")

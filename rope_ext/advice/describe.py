@@ -22,7 +22,7 @@ from rope_ext.methods import Method, all_methods
 from rope_ext.methods.rope import whole_number
 from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
-from rope_ext.quoting import in_markdown, inert_markdown, printable_lines
+from rope_ext.quoting import Printed, command_line, in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
@@ -80,7 +80,7 @@ class SiteDescription:
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(Printed):
     """A model's rotary embedding; ``print`` it."""
 
     model: str  # class of the decoder
@@ -169,7 +169,8 @@ def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
     notes = (f"read from {_SOURCES[saved.source]}; no weights were read", *found.notes)
     serve = serving_commands(saved)
     if saved.source == "adapter":
-        serve, merge = (), f"python recipes/merge.py {saved.name} --output MERGED"
+        serve = ()
+        merge = command_line(["python", "recipes/merge.py", saved.name, "--output", "MERGED"])
         notes += (f"to serve it, merge the adapter: {merge}",)
     elif not serve:
         notes += (f"no engine can run it; load it with rope_ext.from_pretrained({saved.name!r})",)
@@ -248,7 +249,7 @@ class SiteDiagnosis:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Printed):
     """Rotary pairs of a model at a given length; ``print`` it."""
 
     model: str  # class of the decoder

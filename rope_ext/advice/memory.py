@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rope_ext.errors import OptionError
+from rope_ext.quoting import Printed
 from rope_ext.saving.folder import Given, read_saved
 
 GROUP, RESIDUAL = 64, 128
@@ -19,7 +20,7 @@ recent tokens that stay unquantized."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Printed):
     """Memory on one device, in bytes; ``print`` it."""
 
     weights: float  # after loading

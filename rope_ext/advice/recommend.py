@@ -1,15 +1,15 @@
 """Recommends a method for a model and a target length.
 
 ``vendors.json`` lists how model vendors extend their models (2026), and methods with published
-results, the best ones first. ``make evidence`` measures two models with each method's defaults, and
-``make evidence-pages`` writes ``evidence.json``: for each model, methods by name.
+results, the best ones first.
 """
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_ext.advice.describe import call_text, require_length
+from rope_ext.advice.evidence import measured_models, ranked, sentence, why
 from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.record import Recommendation, method_from_json
@@ -29,7 +30,7 @@ from rope_ext.errors import (
     RopeExtError,
     UnsupportedModelError,
 )
-from rope_ext.methods import Method, Rope, YaRN, build_method
+from rope_ext.methods import Method, Rope, YaRN, all_methods, build_method
 from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
@@ -41,25 +42,22 @@ from rope_ext.saving.folder import model_of, read_saved
 NAME, FORMAT = "calibration", 2  # name and format of the file that rope_eval writes
 
 
-_VENDORS, _EVIDENCE = (
-    json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
-    for name in ("vendors", "evidence")
-)
+_VENDORS = json.loads(Path(__file__).with_name("vendors.json").read_text(encoding="utf-8"))
 _RECIPES = [SimpleNamespace(**one) for one in _VENDORS["recipes"]]
 """YaRN for unscaled checkpoints of a family and of the ``configured`` lengths, up to ``factor`` on
 ``trained`` tokens, their ``original_max_position_embeddings``."""
-_CANDIDATES = (
-    "rerope self_extend leaky_rerope dual_chunk dpe jet_long lampe yarn dynamic_yarn mrrope"
-)
-"""Methods for use without fine-tuning, ranked by results on the bundled checkpoints."""
 _INTERPOLATED = 4
-"""Largest factor with published results for YaRN without fine-tuning, arXiv 2402.13753."""
+"""Largest factor with published results for YaRN without fine-tuning, arXiv 2402.13753. We measured
+no method at a larger one (docs/evidence.md)."""
+_UNTRAINED = 32
+"""Largest factor to recommend without fine-tuning: published for position methods are 4096 to
+100,000 tokens and more (arXiv 2402.17463)."""
 _TRAINED_FACTOR = 32
 """Largest factor with published results for YaRN with fine-tuning, arXiv 2309.00071."""
 _LARGEST_GROUP = 64
 """Largest group size that the authors of Self-Extend recommend, from their repository."""
 _RAISED = (
-    "the scaling that the checkpoint was trained with, with a larger factor: 11.8 % less "
+    "the checkpoint's own scaling with a larger factor: after training under it, 11.8 % less "
     "perplexity than YaRN on top of YaRN (docs/using.md)."
 )
 
@@ -74,6 +72,8 @@ class _Case:
     finetune: bool
     engine: str | None  # the engine that has to run it
     scaled: str | None  # the checkpoint's own RoPE scaling, as text
+    unscaled: int | None  # the length that it is scaled from, tokens; None: not scaled, or unknown
+    trained_scaled: bool  # whether it is known to be trained under its scaling
     recipe: Any  # the vendor's, or None
     length: int | None  # trained length to pass to `patch`; None: that of the configuration
     raised: Method | None  # the checkpoint's own scaling with a larger factor
@@ -82,6 +82,11 @@ class _Case:
     @property
     def factor(self) -> int | float:
         return factor_to(self.target, self.rope.length)
+
+    @cached_property
+    def measured(self) -> Sequence[Mapping[str, Any]]:
+        """The measured models to judge by."""
+        return measured_models(text_config(text_decoder(self.model)), self.rope.length)
 
     def compose(self, method: Method) -> Any:
         return "raise" if method == self.raised else self.scaled is not None
@@ -106,9 +111,10 @@ def recommend(
     """Recommend a method for a model and a length, with reasons and their sources.
 
     The model vendor's recipe comes first, if there is one, then the result of a calibration. The
-    others are ranked by measurements on two pretrained models at twice their trained length
-    (docs/evidence.md); with fine-tuning, ``yarn`` comes first. Every method is tried on the model,
-    which stays unchanged; methods that it does not support are left out.
+    others are ranked by measurements at this factor, of the model itself if we measured it, or else
+    of two pretrained models (docs/evidence.md); with fine-tuning, ``yarn`` comes first. Every
+    method is tried on the model, which stays unchanged; methods that it does not support are left
+    out.
 
     Args:
         model_or_config: a loaded model that is not patched, or its configuration, directory or
@@ -124,7 +130,8 @@ def recommend(
     Returns a recommendation to print, or to pass to :func:`rope_ext.patch`.
 
     Raises:
-        OptionError: the target is within the trained length, or the calibration does not fit.
+        OptionError: the target is within the trained length, too far for any method without
+            fine-tuning, or the calibration does not fit.
         ExportError: there is no such engine, or it runs none of the methods on this model.
         MeasureError: there is no such calibration, or the directory has no configuration.
         AlreadyPatchedError: the model is patched.
@@ -140,22 +147,25 @@ def recommend(
     if rotates_windows_only(decoder, find_sites(decoder)):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")
     name, trained = type(text_decoder(model)).__name__, case.rope.length
-    candidates = [*_candidates(case)]
+    candidates, calibrated = [*_candidates(case)], False
     if found is not None and not finetune:
         same = (found.model, found.trained_length) == (name, trained)
         if same and found.target_length >= target_length:
-            why = f"calibrated on a text: {found.sentence}"
-            candidates.insert(int(case.recipe is not None), (found.method, why))
+            calibrated, reason = True, f"calibrated on a text: {found.sentence}"
+            candidates.insert(int(case.recipe is not None), (found.method, reason))
         elif calibration is not None:
             raise OptionError(
                 f"leave calibration out: it is of {found.model}, {found.trained_length} -> "
                 f"{found.target_length} tokens, not of {name}, {trained} -> {target_length}"
             )
+    if not calibrated:
+        _require_carried(case, name)
     trials = [_tried(case, method, why) for method, why in candidates]
     accepted = [t for t in trials if t.refusal is None or _unproven(case, t)]
     if not accepted:
         raise not_none(trials[0].refusal)
     first, *others = accepted
+    others += [t for t in _others(case, candidates) if t.refusal is None or _unproven(case, t)]
     notes = (*case.notes, *notes)
     serve = None if engine else next((t for t in accepted if t.engines), None)
     before = trials[: trials.index(first)]
@@ -172,13 +182,17 @@ def recommend(
         original_max_position_embeddings=case.length,
         reasons=(
             *first.why.splitlines(),
-            *_more(case, first, found),
+            *_warnings(case, first),
+            *_next_steps(case, first, found),
             *refused,
             *notes,
+            *_own_scaling(case, first),
         ),
         alternatives=tuple((t.method, t.why.replace("\n", " ")) for t in others),
         serve=None if serve is None else serve.method,
         engines=() if serve is None else serve.engines,
+        serve_reasons=() if serve is None else (*serve.why.splitlines(), *_warnings(case, serve)),
+        unscaled_length=case.unscaled,
         raised=case.raised,
     )
 
@@ -220,16 +234,20 @@ def _without_patch(
 def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> _Case:
     decoder, site = text_decoder(model), first_site(model)
     configured, kind = site.rope.length, text_config(decoder).model_type
+    scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
     if target <= configured:
+        how = "was trained on" if scaled is None else f"has by its own scaling ({scaled})"
         raise OptionError(
             f"target_length={target} is within the {configured} tokens that "
-            f"{type(decoder).__name__} was trained on; use it unpatched, or give a longer target"
+            f"{type(decoder).__name__} {how}; use it unpatched, or give a longer target"
         )
-    scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
+    unscaled, shipped = None, False
     if scaled is not None:
+        unscaled = site.settings.length
         for one in _VENDORS["shipped"]:
             if (one["model_type"], one["rope_type"]) == (kind, site.rope_type):
                 scaled += f", as {one['models']}: {one['settings']}; {one['source']}"
+                shipped = True
         if site.rope_type == "yarn":  # other types were not measured
             raised = YaRN(factor=factor_to(target, not_none(site.settings.length)))
     elif not finetune:
@@ -245,6 +263,8 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
         finetune=finetune,
         engine=engine,
         scaled=scaled,
+        unscaled=unscaled if unscaled != site.rope.length else None,
+        trained_scaled=shipped,
         recipe=recipe,
         length=length,
         raised=raised,
@@ -266,11 +286,12 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
         )
     if elsewhere:
         published = _VENDORS["published"]["finetuned" if case.finetune else "served"]
-        for name, why in published.items():
+        for name, reason in published.items():
             if recipe is None or name != "yarn":
-                yield build_method(name, factor=factor), why
+                measured = "" if case.finetune else f"\n{_measured(case, name)}"
+                yield build_method(name, factor=factor), reason + measured
         return
-    names = [name for name in ranked() if recipe is None or name != "yarn"]
+    names = [name for name in ranked(factor, case.measured) if recipe is None or name != "yarn"]
     methods = [build_method(name, factor=factor).resolved(case.rope) for name in names]
     # sorted() is stable: only methods with too large a group move to the end.
     for method in sorted(methods, key=lambda m: getattr(m, "group", 0) > _LARGEST_GROUP):
@@ -278,18 +299,50 @@ def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
             yield from raised
             raised = []
         if case.scaled is None or not method.is_dynamic:  # dynamic methods cannot be composed
-            why = f"{method.summary} ({method.paper}).\n{sentence(method.name)} (docs/evidence.md)."
-            yield method, why
+            yield method, why(method, factor, case.measured)
 
 
-def _tried(case: _Case, method: Method, why: str) -> _Trial:
+def _measured(case: _Case, name: str) -> str:
+    return f"{sentence(name, case.factor, case.measured)} (docs/evidence.md)."
+
+
+def _others(case: _Case, candidates: Sequence[tuple[Method, str]]) -> Iterator[_Trial]:
+    """Try all methods that are not among the candidates, with their default options."""
+    named = {method.name for method, _ in candidates}
+    for cls in all_methods():
+        if cls.name not in named:
+            with suppress(RopeExtError):  # longrope needs a table
+                method = build_method(cls.name, factor=case.factor).resolved(case.rope)
+                if case.scaled is None or not method.is_dynamic:
+                    reason = why(method, case.factor, case.measured)
+                    yield _tried(case, method, reason, serving=False)
+
+
+def _require_carried(case: _Case, name: str) -> None:
+    """Raise OptionError for a factor that no method is known to carry without fine-tuning.
+
+    The rule: more than ``_UNTRAINED`` times the trained length is left to fine-tuning. Only a
+    calibration of this model at such a length says more.
+    """
+    if case.finetune or case.factor <= _UNTRAINED:
+        return
+    longest = _UNTRAINED * case.rope.length
+    raise OptionError(
+        f"target_length={case.target} is {case.factor:g} times the {case.rope.length} tokens of "
+        f"{name}, and no method is known to carry more than {_UNTRAINED} times without "
+        f"fine-tuning; give at most {longest}, train it (finetune=True, or --finetune), or choose "
+        f"another checkpoint"
+    )
+
+
+def _tried(case: _Case, method: Method, why: str, serving: bool = True) -> _Trial:
     compose = method.kind == "frequency" and case.compose(method)
     options = {"compose": compose, "original_max_position_embeddings": case.length}
     try:
         with patched(case.model, method, **options):
             if case.engine is not None:
                 export(case.model, case.engine)
-            return _Trial(method, why, engines_for(case.model))
+            return _Trial(method, why, engines_for(case.model) if serving else ())
     except RopeExtError as error:
         return _Trial(method, why, refusal=error)
 
@@ -305,60 +358,67 @@ def _unproven(case: _Case, trial: _Trial) -> bool:
     return not any(layer.rotates and layer.ahead for layer in layers)
 
 
-def _more(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
-    """Yield further reasons and warnings, one per line."""
+def _warnings(case: _Case, chosen: _Trial) -> Iterator[str]:
+    """Yield what to know before using a method, one sentence per line.
+
+    The same for every form of the question: in this process, to serve, and to fine-tune. A factor
+    beyond what was published or measured is said, and a base too small for the target, except of
+    methods that keep distances within the trained range.
+    """
     method, factor, raises = chosen.method, case.factor, chosen.method == case.raised
     if case.finetune and factor > _TRAINED_FACTOR:
-        yield f"factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps."
-    elif factor > _INTERPOLATED and not case.finetune and not method.replaces_attention:
-        yield f"factor {factor:g} is beyond 4, the largest published without fine-tuning: train it."
+        yield (
+            f"factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps, or "
+            f"another checkpoint."
+        )
+    elif factor > _INTERPOLATED and not case.finetune and method.replaces_attention:
+        yield f"factor {factor:g} is beyond {_INTERPOLATED}, the largest that we measured."
+    elif factor > _INTERPOLATED and not case.finetune:
+        yield (
+            f"factor {factor:g} is beyond {_INTERPOLATED}, the largest published without "
+            f"fine-tuning: train it."
+        )
     if chosen.refusal is not None:
-        yield "patch checks whether the family accepts it on the weights (docs/FAMILIES.md)."
+        yield (
+            "not tried yet, which needs the model's weights: `patch` raises an error if the model "
+            "does not support it (docs/FAMILIES.md)."
+        )
     bound = smallest_base(case.target)
     if case.rope.base < bound and not (method.replaces_attention or raises):
         yield (
             f"the base {case.rope.base:g} is below {bound:.3g}, which {case.target} tokens need: "
             f"measure passkeys, not perplexity alone (arXiv 2405.14591)."
         )
-    if not (case.finetune or raises or method is getattr(found, "method", None)):
+
+
+def _next_steps(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
+    if not (
+        case.finetune
+        or chosen.method == case.raised
+        or chosen.method is getattr(found, "method", None)
+    ):
         yield (
             f"tune it: rope-ext calibrate --model MODEL --length {case.target} --methods "
-            f"{method.name} --output FOLDER"
+            f"{chosen.method.name} --output FOLDER"
         )
-    if case.scaled is not None:
-        how = "its own factor grows" if raises else "this patch applies on top"
-        yield f"already scaled to {case.rope.length} tokens ({case.scaled}): {how}."
 
 
-def sentence(name: str) -> str:
-    """Summarize a method's results on each model that it was measured on."""
-    parts = []
-    for model in _EVIDENCE:
-        found, unpatched = model["methods"].get(name, {}), model["methods"]["unpatched"]
-        said = []
-        if "perplexity" in found:
-            said.append(
-                f"perplexity {found['perplexity']:g} at twice its length "
-                f"(unpatched {unpatched['perplexity']:g})"
-            )
-        if "passkey" in found:
-            said.append(f"{found['passkey'][0]} of {found['passkey'][1]} passkeys there")
-        if "within" in found:
-            said.append(f"{found['within']} % perplexity within {model['within']} tokens")
-        if said:
-            parts.append(f"{model['model']}: {', '.join(said)}")
-    return "; ".join(parts) or "Not measured on a pretrained model"
+def _own_scaling(case: _Case, chosen: _Trial) -> Iterator[str]:
+    """Yield how the checkpoint is scaled already, and whether that says that it was trained so.
 
-
-def ranked() -> list[str]:
-    """Rank methods by passkeys, then by perplexity to one decimal, at twice the trained length."""
-
-    def key(name: str) -> tuple[int, float]:
-        found = [model["methods"].get(name, {}) for model in _EVIDENCE]
-        passkeys = sum(one["passkey"][0] for one in found if "passkey" in one)
-        return -passkeys, sum(round(one["perplexity"], 1) for one in found if "perplexity" in one)
-
-    return sorted(_CANDIDATES.split(), key=key)
+    A configuration does not tell: a patch that was saved untrained has the same fields as a
+    checkpoint that was trained under it. Only the scaling that a vendor ships is known.
+    """
+    if case.scaled is None:
+        return
+    how = "its own factor grows" if chosen.method == case.raised else "this patch applies on top"
+    of = f" of {case.unscaled}" if case.unscaled else ""
+    yield f"already scaled to {case.rope.length} tokens{of} ({case.scaled}): {how}."
+    if not (case.trained_scaled or case.finetune):
+        yield (
+            "whether it was trained under that scaling is not in its configuration; if it was not, "
+            "start from the checkpoint without it, and measure."
+        )
 
 
 @contextmanager

@@ -2,12 +2,23 @@
 
 import ast
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rope_ext.errors import OptionError, first_line
+from rope_ext.errors import MeasureError, OptionError, first_line, is_path
+
+UNPATCHED = "unpatched"
+"""Used instead of a method name: the model without a patch."""
+NONE = "none"
+"""An alias of ``UNPATCHED``."""
+
+
+def method_names(names: Iterable[str]) -> list[str]:
+    """Return names of methods with ``unpatched`` in place of its alias."""
+    return [UNPATCHED if name == NONE else name for name in names]
 
 
 def split(names: str | Iterable[str]) -> list[str]:
@@ -65,6 +76,26 @@ def parse_length(text: str, option: str = "--length") -> int:
     if len(lengths) != 1:
         raise OptionError(f"{option} {text!r} is not a single length; use 32768, 32k or 1m")
     return lengths[0]
+
+
+def check_early(given: Mapping[str, Any]) -> None:
+    """Raise an error for a length that is no number, or a folder that does not exist.
+
+    For the texts of a command's options, before torch is imported, which takes seconds. A name that
+    may be a Hub ID is looked for later.
+    """
+    for name in ("length", "lengths", "chunk", "target_length"):
+        value = given.get(name)
+        if isinstance(value, (str, list)):
+            parse_lengths(value, f"--{name.replace('_', '-')}")
+    models = given.get("models") or ()
+    for model in (given.get("model"), *models):
+        path = Path(os.path.expanduser(str(model)))
+        if isinstance(model, str) and is_path(model) and not path.exists():
+            raise MeasureError(
+                f"there is no folder or file {model!r}; give a folder that save_pretrained wrote, "
+                f"a .gguf file or a Hub ID"
+            )
 
 
 def take(option: str, words: Sequence[str]) -> tuple[list[str], list[str]]:

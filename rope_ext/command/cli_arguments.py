@@ -11,7 +11,13 @@ from typing import Annotated, Any, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rope_ext.command.arguments import command_words, parse_compose, parse_options, take
+from rope_ext.command.arguments import (
+    check_early,
+    command_words,
+    parse_compose,
+    parse_options,
+    take,
+)
 from rope_ext.command.terminal import clean_errors, quiet, tell, tell_next, unused
 from rope_ext.errors import OptionError
 
@@ -182,7 +188,8 @@ class ModelCommand(TyperCommand):
     """A command that takes its models as arguments or, like `compare`, each as ``--model``."""
 
     def invoke(self, ctx: Any) -> Any:
-        quiet()
+        check_early(ctx.params)
+        quiet()  # imports transformers
         return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

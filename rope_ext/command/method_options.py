@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rope_ext.command.arguments import UNPATCHED, method_names
 from rope_ext.config.record import ARGUMENTS, SIDECAR, Record
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method, method_class
 from rope_ext.saving.checkpoints import saved_under
 from rope_ext.saving.load import read_sidecar
 
-UNPATCHED = "none"
-"""Used instead of a method name: the model without a patch."""
 ADAPTER = "adapter"
 """Used instead of a method name: the method that the adapter was trained with."""
 
@@ -30,7 +29,7 @@ def checked_methods(
     ``names`` and ``options`` may use aliases; ``adapter`` in ``names`` is the patch that an adapter
     was trained with. ``force``: also accept other methods with the adapter.
     """
-    mistakes = Mistakes()
+    mistakes, names = Mistakes(), method_names(names)
     if factor is not None and not factor > 1:
         mistakes.add(
             f"factor={factor:g} would not extend anything; set --factor to a number above 1"

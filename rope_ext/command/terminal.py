@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rope_ext.errors import RopeExtError, first_line
-from rope_ext.quoting import printable, printable_lines, shell_join
+from rope_ext.quoting import command_line, printable, printable_lines
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -105,7 +105,7 @@ def plain(text: object, style: str = "") -> Text:
 def tell_next(*commands: Sequence[object], when: str = "next") -> None:
     """Print commands to standard error, ready to paste."""
     for words in commands:
-        tell(f"{when}: {shell_join(words)}")
+        tell(f"{when}: {command_line(words)}")
 
 
 def unused(path: str | Path) -> str:

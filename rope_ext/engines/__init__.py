@@ -15,6 +15,7 @@ from rope_ext.engines import configs, llama_cpp
 from rope_ext.engines.base import Export, Refusal
 from rope_ext.errors import ExportError, NotPatchedError, nearest
 from rope_ext.patching import Patch, current_patch
+from rope_ext.quoting import command_line
 from rope_ext.rotary.sites import unwrap
 from rope_ext.saving.folder import Saved, read_saved
 
@@ -72,7 +73,7 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
 def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
     notes: tuple[str, ...] = ()
     if saved is not None and saved.source == "adapter":
-        merge = f"python recipes/merge.py {saved.name} --output MERGED"
+        merge = command_line(["python", "recipes/merge.py", saved.name, "--output", "MERGED"])
         saved, notes = None, (f"for the base model; merge the adapter: {merge}",)
     try:
         made = _ENGINES[engine](state, saved, **options)

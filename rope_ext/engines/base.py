@@ -19,7 +19,7 @@ from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
-from rope_ext.quoting import printable, printable_lines
+from rope_ext.quoting import Printed, printable, printable_lines
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.checkpoints import load_config
 from rope_ext.saving.drafts import write_whole
@@ -79,7 +79,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Export:
+class Export(Printed):
     """Settings with which an engine computes the same as a patch; ``print`` it."""
 
     engine: str

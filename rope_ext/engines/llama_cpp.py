@@ -254,7 +254,7 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
 
 
 def _gguf() -> Any:
-    return optional("gguf", "GGUF files need", "rope-ext[engines]", ExportError)
+    return optional("gguf", "GGUF files need", "rope-ext[eval]", ExportError)
 
 
 @dataclass(frozen=True)

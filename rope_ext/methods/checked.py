@@ -118,6 +118,10 @@ class Checked:
             value = getattr(self, option)
             raise OptionError(f"{self.name}: {option}={value!r} is not valid; it must be {valid}")
 
+    def valid_text(self, option: str, text: str) -> str:
+        """Return how an error names the valid numbers of an option; ``text`` is its type's."""
+        return text
+
     def _require_number(self, option: str, valid: Number) -> None:
         value, above = plain_number(getattr(self, option)), valid.above
         if isinstance(above, str):  # where it is not valid itself, its own error says so
@@ -130,7 +134,7 @@ class Checked:
             text, holds = f"{text} of at least {valid.minimum}", holds and number >= valid.minimum
         if above is not None:
             text, holds = f"{text} greater than {above}", holds and number > above
-        self.require(option, holds, text)
+        self.require(option, holds, self.valid_text(option, text))
         self.require(option, number <= valid.maximum, f"at most {valid.maximum}")
         self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
         self.set(option, number)

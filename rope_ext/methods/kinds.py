@@ -72,6 +72,12 @@ class Method(Checked):
             self.require("temperature", made is not None, valid)
             self.set("temperature", made)
 
+    def valid_text(self, option: str, text: str) -> str:
+        # Factor 1 can be built, for a ramp that is the same for all, but not applied.
+        if option == "factor" and not self.allows_factor_one:
+            return "a finite number greater than 1"
+        return text
+
     def target_length(self, rope: Rope) -> int:
         """Context after the extension, in tokens."""
         return reach(self.factor, rope.length)
@@ -83,7 +89,7 @@ class Method(Checked):
         if reached <= 1 and not self.allows_factor_one:
             raise OptionError(
                 f"{self.name}: factor={self.factor!r} would not extend anything; it must be a "
-                f"number greater than 1 (4 makes 4 times the trained context)"
+                f"finite number greater than 1 (4 makes 4 times the trained context)"
             )
 
     def resolved(self, rope: Rope) -> Self:

@@ -9,9 +9,8 @@ from rope_ext.methods.kinds import Band, Rope, Self, Tempered, after, register
 class SelfExtend(Tempered):
     """Beyond ``window``, groups of tokens share a position.
 
-    The distance there is ``floor(m/G) + w - floor(w/G) - floor(n/G)``. From factor 26 on, the
-    default group exceeds the 64 that the authors call reasonable. llama.cpp's ``--grp-attn-n`` is
-    another method, which also changes distances to neighbors.
+    From factor 26 on, the default group exceeds the 64 that the authors call reasonable.
+    llama.cpp's ``--grp-attn-n`` is another method, which also changes distances to neighbors.
 
     Args:
         window: tokens that keep their exact distances; a quarter of the trained length by default.
@@ -35,7 +34,7 @@ class SelfExtend(Tempered):
         group = self.group
         if group is None:
             room = 2 * rope.length / 3 - window
-            valid = "smaller than two thirds of the trained length, or group given"
+            valid = "smaller than two thirds of the trained length, unless group is given"
             self.require_resolved("window", room > 0, valid, rope)
             group = math.floor((self.target_length(rope) - window) / room) + 1
         return replace(self, window=window, group=group)

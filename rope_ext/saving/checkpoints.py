@@ -29,7 +29,7 @@ def load_config(model: str) -> Any:
     if os.path.exists(f"{model}/adapter_config.json"):  # transformers would load its base
         raise MeasureError(
             f"{model} is an adapter; set --model to its base model, and in eval and compare "
-            f"--adapter {model}, or merge it with recipes/merge.py"
+            f"--adapter {model}, or merge it with recipes/merge.py of the repository"
         )
     return _load("configuration", _read_config, model)
 

@@ -225,7 +225,7 @@ def test_prompts_do_not_count_where_the_unpatched_model_finds_none(model, tokeni
     assert len(result.notes) == 2 and "finds 0 of 16" in result.notes[0]
     assert all("do not count" in note for note in result.notes)
     assert all(trial.answers is None for trial in result.best.tried)
-    assert "answers found" not in str(result)
+    assert "answers ranked first" not in str(result)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import rope_ext
 from rope_eval.cases import Case, Questions, read_outcomes
@@ -64,15 +65,15 @@ def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> N
     assert work[0] == pytest.approx(sum(work[1:])) and work[0] > 0
     per_system = 2 * 3 + 2 * 2 * 2
     assert [o.system for o in outcomes] == [
-        name for name in ("none", "yarn", "dynamic_ntk") for _ in range(per_system)
+        name for name in ("unpatched", "yarn", "dynamic_ntk") for _ in range(per_system)
     ]
     by_system = [outcomes[i * per_system :][:per_system] for i in range(3)]
     assert len({tuple(o.prompt for o in group) for group in by_system}) == 1
     at = {(o.system, o.task, o.length, o.seed): o.value for o in outcomes}
     # Within the trained length dynamic NTK is the unpatched model, bit for bit; YaRN is not.
-    assert at["dynamic_ntk", "perplexity", 128, 0] == at["none", "perplexity", 128, 0]
-    assert at["dynamic_ntk", "perplexity", 256, 0] != at["none", "perplexity", 256, 0]
-    assert at["yarn", "perplexity", 128, 0] != at["none", "perplexity", 128, 0]
+    assert at["dynamic_ntk", "perplexity", 128, 0] == at["unpatched", "perplexity", 128, 0]
+    assert at["dynamic_ntk", "perplexity", 256, 0] != at["unpatched", "perplexity", 256, 0]
+    assert at["yarn", "perplexity", 128, 0] != at["unpatched", "perplexity", 128, 0]
     case = next(c for c in plan.cases(plan.systems[1]) if c.length == 256)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     with rope_ext.patched(model, "yarn", factor=4):
@@ -90,7 +91,7 @@ def test_a_refused_method_is_listed_with_its_reason_and_the_others_are_measured(
     )
     report = evaluate(given, TASKS)
     assert report is not None
-    assert [system.method for system in report.plan.systems] == ["none", "yarn"]
+    assert [system.method for system in report.plan.systems] == ["unpatched", "yarn"]
     told = capsys.readouterr()
     reason = report.plan.refused["longrope (long_factor=[2.0, 2.0, 2.0])"]
     assert "long_factor" in reason and reason in " ".join(told.out.split())
@@ -197,16 +198,39 @@ def test_what_determines_an_outcome_is_in_its_key(settings: Settings, change: di
     before, after = keys(settings), keys(dataclasses.replace(settings, **change))
     assert len(before) == 3 * 14
     kept = {method for method, _, _ in before & after}
-    assert kept == ({"none"} if "factor" in change else set())
+    assert kept == ({"unpatched"} if "factor" in change else set())
     assert not before & keys(dataclasses.replace(settings, seed=1))
     more = keys(settings, [Perplexity(BOOK, windows=2), Passkey(2, 2)])
     assert {task for _, task, _ in before - more} == {"perplexity"}
 
 
+@pytest.mark.parametrize("name", ["unpatched", "none"])
+def test_the_unpatched_model_has_a_name_and_an_alias(
+    name: str, settings: Settings, checkpoint: Path
+) -> None:
+    asked = dataclasses.replace(settings, methods=(name, "yarn"))
+    rows = [system.name for system in prepare(asked, TASKS).systems]
+    assert rows == ["unpatched", "yarn"]
+    alone = dataclasses.replace(settings, methods=(name,))
+    assert [system.name for system in prepare(alone, TASKS).systems] == ["unpatched"]
+    described = CliRunner().invoke(app, ["describe", str(checkpoint), "--method", name])
+    assert described.exit_code == 0 and "rope_ext.patch" not in described.stdout
+
+
+def test_compare_has_no_option_for_what_it_always_does(checkpoint: Path, tmp_path: Path) -> None:
+    """It measures all requested lengths; an option that changes nothing would promise more."""
+    words = ["compare", str(checkpoint), "--methods", "yarn", "--lengths", "128"]
+    output = ["--output", str(tmp_path / "out")]
+    refused = CliRunner().invoke(app, [*words, *output, "--force"])
+    assert refused.exit_code == 2 and "No such option: --force" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_beyond_the_reach_of_a_method_needs_force(settings: Settings) -> None:
     far = dataclasses.replace(settings, lengths=(128, 600))
     with pytest.raises(
-        OptionError, match=r"600 tokens: beyond factor 4 x the trained 128.*--force"
+        OptionError,
+        match=r"600 tokens: beyond factor 4 x the trained 128.* 4.69, .*--force",
     ):
         prepare(far, TASKS)
     notes = prepare(dataclasses.replace(far, force=True), TASKS).notes
@@ -248,7 +272,7 @@ def test_longppl_scores_the_key_tokens_alone(frame: Frame) -> None:
     [whole] = [case for case in built.cases if case.length == 200]
     losses = score(model, [whole.ids], 199)[0][0].double()
     expected = [float(losses[place - 1]) for place in whole.only]
-    settings = Settings(models=(str(SHIPPED),), methods=("none",), lengths=(200,))
+    settings = Settings(models=(str(SHIPPED),), methods=("unpatched",), lengths=(200,))
     [result] = run.Runner(model, str(SHIPPED), settings).measure([whole])
     assert result.value == pytest.approx(sum(expected) / len(keys)) and result.tokens == len(keys)
     with pytest.raises(OptionError, match="short_context=300 is too long for lengths up to 300"):
@@ -267,10 +291,12 @@ def test_longppl_from_the_command_line(tmp_path: Path) -> None:
     assert [row["task"] for row in data["summary"]] == 4 * ["perplexity"] + 4 * ["longppl"]
     assert "when the model with yarn sees all of the text" in data["definitions"]["longppl"]
     at = {(row["system"], row["length"]): row["value"] for row in data["summary"][4:]}
-    assert at["yarn", 1024] < min(at["yarn", 512], at["none", 1024])
+    assert at["yarn", 1024] < min(at["yarn", 512], at["unpatched", 1024])
 
 
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("none", "yarn", "dynamic_yarn", "llama3")]
+SLOW = [
+    pytest.param(n, marks=pytest.mark.slow) for n in ("unpatched", "yarn", "dynamic_yarn", "llama3")
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +333,7 @@ def test_teacher_forced_and_generated_agree_on_every_case(method: str, tmp_path:
     assert [o.answers for o in forced] == [o.answers for o in generated]
     assert [o.value for o in forced] == [o.value for o in generated]
     assert all(o.tokens <= 5 for o in generated)
-    if method == "none":  # or agreement would say little
+    if method == "unpatched":  # or agreement would say little
         assert {o.value for o in forced} == {0.0, 1.0}
 
 
@@ -379,12 +405,12 @@ def test_two_models_are_two_blocks_of_one_report(
     name = checkpoint.name
     outputs = re.findall(r"next: .* --output (\S+)", capsys.readouterr().err)
     assert outputs == [f"compared-{name}", "compared-other"]
-    rows = [f"{model} {method}" for model in (name, "other") for method in ("none", "yarn")]
+    rows = [f"{model} {method}" for model in (name, "other") for method in ("unpatched", "yarn")]
     assert [system["name"] for system in data["systems"]] == rows
     assert data["lengths"] == [128, 256]
     # The first model has its trained length measured; the other, shorter one has not.
     assert {row["system"] for row in data["costs"]} == {f"{name} yarn"}
-    assert (f"{name} none", f"{name} yarn") in {
+    assert (f"{name} unpatched", f"{name} yarn") in {
         (row["system"], row["less"]) for row in data["differences"]
     }
 
@@ -401,14 +427,17 @@ def test_an_adapter_is_in_use_where_a_method_is(checkpoint: Path, tmp_path: Path
         return {outcome.system: outcome.value for outcome in outcomes}
 
     plain, with_it = losses("a"), losses("b", adapter=str(folder))
-    assert plain["none"] == with_it["none"] and plain["yarn"] != with_it["yarn"]
+    assert plain["unpatched"] == with_it["unpatched"] and plain["yarn"] != with_it["yarn"]
     with pytest.raises(MeasureError, match="is an adapter; set --model to its base"):
         losses("g", models=(str(folder),))
     own = {"adapter": str(folder), "methods": ("adapter",), "factor": 2.0}
     with pytest.raises(OptionError, match=r"has none; set --method to the name"):
         losses("d", **own)
     rope_ext.save_sidecar(rope_ext.patch(model, "yarn", factor=4), folder)
-    assert losses("e", **own) == {"none": with_it["none"], "yarn (factor=4)": with_it["yarn"]}
+    assert losses("e", **own) == {
+        "unpatched": with_it["unpatched"],
+        "yarn (factor=4)": with_it["yarn"],
+    }
     with pytest.raises(OptionError, match=r"was trained with .*'yarn', factor=4"):
         losses("f", **{**own, "methods": ("yarn",)})
 
@@ -426,16 +455,16 @@ def test_one_report_before_and_after_training(checkpoint: Path, tmp_path: Path) 
         settings = Settings(**{**given, **change}, output=tmp_path / name)
         return Report(plan := prepare(settings, [Perplexity(BOOK, windows=2)]), run.run(plan))
 
-    names = ("none", "before", "adapter", "ntk")
+    names = ("unpatched", "before", "adapter", "ntk")
     both = report("both", methods=names, adapter=str(folder), force=True)
     by_hand = report("by-hand", options={"yarn": {"beta_fast": 16.0}})
     trained = report("trained", methods=("adapter",), adapter=str(folder))
     method = "yarn (beta_fast=16.0)"
-    rows = ["none", f"{method}, before training", f"{method}, trained", "ntk"]
+    rows = ["unpatched", f"{method}, before training", f"{method}, trained", "ntk"]
     assert [system.name for system in both.plan.systems] == rows
     for length in (128, 256):
         at = [both.estimates["perplexity", row, length] for row in rows]
-        assert at[:2] == [by_hand.estimates["perplexity", r, length] for r in ("none", method)]
+        assert at[:2] == [by_hand.estimates["perplexity", r, length] for r in ("unpatched", method)]
         assert at[2] == trained.estimates["perplexity", method, length]
         assert len({estimate.value for estimate in at}) == 4
     change = f"({100 * (at[2].value / at[1].value - 1):+.1f} "

@@ -127,7 +127,7 @@ def test_a_folder_in_use_is_refused_and_a_killed_run_leaves_it_free(
         os.waitpid(other, 0)
     evaluate(more, TASKS)
     methods = [o.system for o in read_outcomes([settings.output / run.LOG]).values()]
-    assert set(methods) == {"none", "ntk", "yarn"}
+    assert set(methods) == {"unpatched", "ntk", "yarn"}
 
 
 def test_of_processes_launched_together_the_first_holds_the_folder(

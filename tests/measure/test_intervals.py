@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,7 +111,7 @@ def scores(beyond: float, within: float, passes: int, inside: int = 20, of: int 
 def test_passkeys_found_by_luck_throw_no_method_out() -> None:
     """The unpatched model finds 4 of 15 within, the better method none of them."""
     measured = {
-        "none": scores(2.0, 0.0, 0, 4, 15),
+        "unpatched": scores(2.0, 0.0, 0, 4, 15),
         "dynamic_yarn": scores(0.6, 0.0, 3, 4, 15),
         "leaky_rerope": scores(0.4, 0.02, 13, 0, 15),
     }
@@ -121,7 +122,7 @@ def test_passkeys_found_by_luck_throw_no_method_out() -> None:
 
 def test_the_best_the_cheap_and_the_served_are_named() -> None:
     measured = {
-        "none": scores(2.0, 0.0, 0),
+        "unpatched": scores(2.0, 0.0, 0),
         "dear": scores(0.1, 0.2, 20),
         "cheap": scores(0.5, 0.01, 20),
         "served": scores(0.9, 0.0, 20),
@@ -130,7 +131,38 @@ def test_the_best_the_cheap_and_the_served_are_named() -> None:
     picks = (found.beyond, found.cheap, found.served)
     assert [pick.best.name for pick in picks] == ["dear", "cheap", "served"]
     assert found.choice.name == "served"
-    assert "Best method that an engine can serve (vllm): served, perplexity" in str(found)
+    beyond, cost, engines = found.bullets
+    assert beyond.startswith("Beyond 512 tokens, dear is best")
+    assert "Best that costs at most 5%: cheap, perplexity" in cost
+    assert engines.startswith("Best that an engine can serve (vllm): served, perplexity")
+
+
+def test_one_method_is_not_called_the_best() -> None:
+    """It may well help: there is nothing that it is better than but the model itself."""
+    alone = {"unpatched": scores(2.0, 0.0, 0), "a": scores(0.5, 0.0, 20)}
+    for plain in (0, 9):
+        found = str(Recommendation(alone | {"unpatched": scores(2.0, 0.0, plain)}, 512))
+        assert found.startswith("Beyond 512 tokens, a helps") and "best" not in found.lower()
+    same = {"unpatched": scores(0.5, 0.0, 9), "a": scores(0.5, 0.0, 11)}
+    worse = {"unpatched": scores(0.5, 0.0, 9), "a": scores(0.9, 0.0, 9)}
+    for measured, start in ((same, "Cannot tell whether a helps"), (worse, "a does not help")):
+        found = str(Recommendation(measured, 512, {}))
+        assert found.startswith(start) and not re.search("best|any|No method", found)
+
+
+def test_a_cost_in_perplexity_says_nothing_of_passkeys() -> None:
+    """Perplexity stays within 5 % while half of the passkeys are gone, and the other way round."""
+    plain = scores(2.0, 0.0, 0, inside=20)
+    forgets = scores(0.5, 0.01, 20, inside=10)
+    found = Recommendation({"unpatched": plain, "forgets": forgets}, 512)
+    assert found.beyond.best.costs_little is True and found.beyond.best.loses_passkeys
+    assert not found.beyond.best.cheap and found.cheap is None
+    assert "at most 5% of perplexity" in found.bullets[1]
+    assert "clearly fewer passkeys" in found.bullets[1]
+    dear = scores(0.5, 0.2, 20, inside=20)
+    found = Recommendation({"unpatched": plain, "dear": dear}, 512)
+    assert found.beyond.best.costs_little is False and not found.beyond.best.loses_passkeys
+    assert "more than 5% of perplexity" in found.bullets[1]
 
 
 @pytest.mark.parametrize("cost", [0.12, 0.2])
@@ -138,19 +170,19 @@ def test_a_cost_whose_interval_reaches_beyond_5_percent_is_not_called_little(cos
     costs = [0.0, 0.0, cost, 0.0, cost, 0.0]  # two documents out of six pay for all
     dear = Scores({512: [a + b for a, b in zip(EASY, costs, strict=True)], 1024: EASY})
     plain = Scores({512: EASY, 1024: [loss + 1 for loss in EASY]})
-    found = Recommendation({"none": plain, "dear": dear}, 512)
+    found = Recommendation({"unpatched": plain, "dear": dear}, 512)
     assert found.cheap is None and (found.beyond.best.cost.value < 0.05) == (cost == 0.12)
-    assert "Cannot tell whether a method costs at most 5% at 512 tokens." in str(found)
+    assert "cannot tell whether at most 5% of perplexity" in found.bullets[1]
     plain = Scores({512: EASY[:3], 1024: [9.0] * 3})
     for more in (0, cost):
         few = Scores({512: [loss + more for loss in EASY[:3]], 1024: EASY[:3]})
-        found = str(Recommendation({"none": plain, "a": few}, 512))
-        assert "Cannot tell whether a method costs" in found
+        found = str(Recommendation({"unpatched": plain, "a": few}, 512))
+        assert "cannot tell whether at most 5%" in found
 
 
 def test_what_finds_clearly_fewer_passkeys_is_not_best() -> None:
     measured = {
-        "none": scores(2.0, 0.0, 0),
+        "unpatched": scores(2.0, 0.0, 0),
         "smooth": scores(0.1, 0.0, 2),
         "finder": scores(0.3, 0.0, 19),
     }
@@ -158,22 +190,24 @@ def test_what_finds_clearly_fewer_passkeys_is_not_best() -> None:
 
 
 def test_ties_are_called_ties_and_nothing_is_said_without_evidence() -> None:
-    tied = {"none": scores(2.0, 0.0, 0), "a": scores(0.5, 0.0, 20), "b": scores(0.5, 0.0, 19)}
+    tied = {"unpatched": scores(2.0, 0.0, 0), "a": scores(0.5, 0.0, 20), "b": scores(0.5, 0.0, 19)}
     assert "Not significantly different: b" in str(Recommendation(tied, 512))
-    same = {"none": scores(0.5, 0.0, 9), "a": scores(0.5, 0.0, 11)}
+    same = {"unpatched": scores(0.5, 0.0, 9), "a": scores(0.5, 0.0, 11), "b": scores(0.5, 0.0, 9)}
     assert str(Recommendation(same, 512)).startswith("Cannot tell whether any method helps")
-    worse = {"none": scores(0.5, 0.0, 9), "a": scores(0.9, 0.0, 9)}
+    worse = same | {"a": scores(0.9, 0.0, 9), "b": scores(0.9, 0.0, 9)}
     assert str(Recommendation(worse, 512)).startswith("No method helps beyond 512 tokens")
     assert str(Recommendation(same, 2048)).startswith("No recommendation: no length beyond")
 
 
 def test_a_model_without_finite_losses_gets_no_method() -> None:
     broken = Scores({512: [math.inf] * 6, 1024: [math.inf] * 6})
-    found = Recommendation({"none": broken, "a": broken}, 512)
+    found = Recommendation({"unpatched": broken, "a": broken}, 512)
     assert "within 512 tokens the loss of the unpatched model is NaN or infinite" in str(found)
     assert found.broken and found.choice is None
     beyond = Scores({512: EASY, 1024: [math.inf] * 6})  # which a method may well help
-    assert not Recommendation({"none": beyond, "a": Scores({512: EASY, 1024: EASY})}, 512).broken
+    assert not Recommendation(
+        {"unpatched": beyond, "a": Scores({512: EASY, 1024: EASY})}, 512
+    ).broken
 
 
 def test_equal_methods_are_rarely_recommended() -> None:
@@ -181,7 +215,7 @@ def test_equal_methods_are_rarely_recommended() -> None:
     for _ in range(400):
         measured = {
             name: Scores({512: EASY, 1024: rng.normal(2, 0.3, 6).tolist()})
-            for name in ("none", "a", "b", "c", "d")
+            for name in ("unpatched", "a", "b", "c", "d")
         }
         found = Recommendation(measured, 512)
         wrong += found.beyond.best.helps

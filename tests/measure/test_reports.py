@@ -68,7 +68,12 @@ def test_few_passkeys_are_noted_and_the_chat_template_is_said(report: Report) ->
 def test_a_row_with_options_is_told_from_the_plain_method(
     report: Report, rows: list[dict[str, str]], settings: Settings
 ) -> None:
-    names = ["none", YARN, "pi", "longrope (long_factor=[4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])"]
+    names = [
+        "unpatched",
+        YARN,
+        "pi",
+        "longrope (long_factor=[4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])",
+    ]
     names[-1] = "longrope (long_factor=...)"  # too long for a table
     assert [system.name for system in report.plan.systems] == names
     for table in (report.sections[0].tables[0], report.sections[1].tables[0]):
@@ -94,13 +99,13 @@ def test_files_carry_settings_and_the_options_of_tasks(
         assert (row["seed"], row["dtype"], row["trained_length"]) == ("3", "auto", "128")
     options = {row["system"]: row["options"] for row in rows}
     assert json.loads(options[YARN]) == {"factor": 4.0, "beta_fast": 16}
-    assert {row["method"] for row in rows} == {"none", "yarn", "pi", "longrope"}
+    assert {row["method"] for row in rows} == {"unpatched", "yarn", "pi", "longrope"}
 
 
 def test_one_document_has_no_interval_anywhere(
     report: Report, rows: list[dict[str, str]], settings: Settings, capsys: pytest.CaptureFixture
 ) -> None:
-    estimate = report.estimates["perplexity", "none", 128]
+    estimate = report.estimates["perplexity", "unpatched", 128]
     assert estimate.low is estimate.high is None and estimate.count == 1
     assert report.costs["perplexity", "pi"].low is None
     assert not is_clear(report.costs["perplexity", "pi"])
@@ -154,7 +159,12 @@ def test_the_next_command_can_be_typed_and_asks_the_same_of_more(
 ) -> None:
     """Of one document nothing can be told, so that it is a comparison on more."""
     [words] = report.next_commands
-    assert report.recommendations[0].endswith(f"Next: {shlex.join(words)}")
+    # Once in every file, and never in the sentences, after which it is printed.
+    line = shlex.join(words)
+    assert report.to_json()["next"] == [line]
+    for text in (report.markdown(), report.page([])):
+        assert text.count("rope-ext compare") == 1
+    assert not any("rope-ext" in sentence for sentence in report.recommendations)
     assert words[:2] == ["rope-ext", "compare"]
     made = command_for("compare", words).make_context("compare", words[2:]).params
     assert parse_options(made["options"]) == settings.options
@@ -170,7 +180,7 @@ def helped(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Repo
     path = save_texts(folder / "texts.jsonl")
     tasks = [Perplexity(text=[path], windows=5), Passkey(trials=2, depths=2)]
     plan = prepare(dataclasses.replace(settings, **given), tasks)
-    better = {"none": 5.0, "yarn": 3.0, "rerope": 2.0}
+    better = {"unpatched": 5.0, "yarn": 3.0, "rerope": 2.0}
     outcomes = [
         dataclasses.replace(o, value=better[o.system] + o.group / 100)
         if o.task == "perplexity"
@@ -181,17 +191,38 @@ def helped(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Repo
 
 
 def test_the_best_that_an_engine_can_serve_is_named_with_its_engines(helped: Report) -> None:
-    [sentence] = helped.recommendations
-    assert "rerope is best" in sentence
-    assert (
-        "llama.cpp"
-        in sentence.split("Best method that an engine can serve (")[1].split("): yarn")[0]
-    ), sentence
+    beyond, cost, engines = helped.recommendations
+    assert "rerope is best" in beyond and "perplexity" in cost
+    assert "llama.cpp" in engines.split("(")[1].split("): yarn")[0], engines
     [words] = helped.next_commands
     assert words[words.index("--text") + 1].endswith("texts.jsonl")  # not on other text
     command = typer.main.get_command(app).get_command(None, words[1])
     made = command.make_context(words[1], words[2:])  # parsed, not run
     assert words[:2] == ["rope-ext", "calibrate"] and made.params["methods"] == "yarn"
+
+
+def test_a_length_beyond_the_factor_is_measured_again_with_a_factor_that_reaches_it(
+    helped: Report,
+) -> None:
+    """The method that looks best there was not meant to reach that far: no reason to take it."""
+    low = {name: {"factor": 1.5} for name in ("yarn", "rerope")}
+    systems = [
+        dataclasses.replace(system, options=low.get(system.method, system.options))
+        for system in helped.plan.systems
+    ]
+    plan = dataclasses.replace(
+        helped.plan,
+        systems=tuple(systems),
+        settings=dataclasses.replace(helped.plan.settings, factor=1.5),
+    )
+    found = Report(plan, helped.outcomes)
+    longest, trained = max(plan.settings.lengths), systems[0].trained
+    assert f"raise --factor to {longest / trained:g}" in found.recommendations[-1]
+    [words] = found.next_commands
+    assert words[:2] == ["rope-ext", "compare"]
+    assert words[words.index("--factor") + 1] == f"{longest / trained:g}"
+    [words] = helped.next_commands  # within the factor
+    assert words[1] != "compare"
 
 
 def test_finetune_goes_on_with_training(helped: Report) -> None:

@@ -120,10 +120,10 @@ def test_the_shipped_checkpoint_is_asked_all_that_is_made_up(tmp_path: Path) -> 
     )
     assert {row["task"] for row in data["summary"]} == {"mrcr_2", "hops_1", "hops_2"}
     outcomes = [json.loads(line) for line in (tmp_path / "out/cases.jsonl").open()][1:]
-    prompts = {name: {} for name in ("none", "yarn")}
+    prompts = {name: {} for name in ("unpatched", "yarn")}
     for one in outcomes:
         prompts[one["system"]][one["task"], one["length"], one["seed"]] = one["prompt"]
-    assert prompts["none"] == prompts["yarn"]  # the very same questions
+    assert prompts["unpatched"] == prompts["yarn"]  # the very same questions
     assert len(prompts["yarn"]) == 3 * 2 * 2  # also at the 512 tokens that it was trained for
     assert all(0 <= one["value"] <= 1 for one in outcomes)
 

@@ -101,7 +101,7 @@ def test_the_evaluator_of_the_page_runs(checkpoint: Path, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     rows = [(row["task"], row["system"], row["count"]) for row in data["summary"]]
-    assert rows == [("echo", name, 3) for name in ("none", "yarn", "ntk") for _ in (128, 256)]
+    assert rows == [("echo", name, 3) for name in ("unpatched", "yarn", "ntk") for _ in (128, 256)]
     assert data["definitions"]["echo"].startswith("Share of first words")
 
     echo = all_tasks()["echo"]

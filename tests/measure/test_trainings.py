@@ -40,7 +40,7 @@ def outcomes(task: str, name: str, values: list[float]) -> list[Outcome]:
     ],
 )
 def test_a_change_is_said_where_it_is_clear(losses, found, said) -> None:
-    names = ("none", "yarn, before training", "yarn, trained")
+    names = ("unpatched", "yarn, before training", "yarn, trained")
     measured: list[Outcome] = []
     for name, loss, hits in zip(names, (3.0, *losses), (0, *found), strict=True):
         measured += outcomes("perplexity", name, [loss + 0.01 * (n % 3) for n in range(12)])

@@ -271,6 +271,7 @@ def test_every_map_is_finite_ordered_and_positive(extension: tuple[float, Rope])
         ("pi", {"fator": 4}, ["no option 'fator'; did you mean 'factor'? Options: factor"]),
         ("yarn", {"ramp": "linear"}, ["ramp='linear'", "'index' or 'rotations'"]),
         ("yarn", {"beta_slow": 32}, ["beta_fast=32.0", "greater than 32"]),
+        ("yarn", {"factor": 0.5}, ["factor=0.5", "greater than 1"]),
         ("dynamic_yarn", {"length": 0}, ["length=0", "a whole number of at least 1"]),
         (
             "dynamic_ntk",

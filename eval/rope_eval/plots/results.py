@@ -119,7 +119,7 @@ def draw_depths(
 
 
 def _title(system: str) -> str:
-    return style.literal(f"{system} (unpatched)" if is_unpatched(system) else system)
+    return style.literal(system)
 
 
 def _styles(systems: Sequence[str]) -> dict[str, dict[str, Any]]:

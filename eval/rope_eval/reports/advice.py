@@ -16,13 +16,13 @@ from rope_eval.reports.results import Results
 from rope_eval.systems import System, built, under
 from rope_eval.tasks.passkey import Passkey
 from rope_eval.tasks.perplexity import Perplexity
-from rope_ext.command.arguments import command_words
-from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.arguments import UNPATCHED, command_words
 from rope_ext.command.terminal import unused
 from rope_ext.engines import engines_for
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import reach
-from rope_ext.quoting import shell_join
+from rope_ext.methods.rope import factor_to
+from rope_ext.quoting import command_line
 from rope_ext.saving.folder import model_of
 
 _MORE = {"windows": 64, "trials": 20}
@@ -52,10 +52,15 @@ class Advice(Results):
 
     @cached_property
     def recommendations(self) -> list[str]:
-        """By model: the change by training, or else the method to use."""
+        """By model: the change by training, or else the method to use, in a few sentences."""
         if pairs := self.trainings:
             return [_of(self.unpatched(one), self.training(one, two)) for one, two in pairs]
-        return [f"{sentence} Next: {shell_join(words)}" for sentence, words in self._advice]
+        return [sentence for sentences, _ in self._advice for sentence in sentences]
+
+    @property
+    def next_lines(self) -> list[str]:
+        """The next commands as lines to paste."""
+        return [command_line(words) for words in self.next_commands]
 
     @property
     def next_commands(self) -> list[Words]:
@@ -84,13 +89,13 @@ class Advice(Results):
         """Explain how the recommendation relates to the tables, and its rule for a low cost."""
         rule = (
             f'Summary: of all lengths beyond the trained one together; "at most {MAX_COST:.0%}" '
-            f"also holds for passkeys and the upper end of the interval of perplexity; its own "
-            f"intervals are 95 % for all methods together (Bonferroni)."
+            f"holds for the whole interval of perplexity, and says nothing of passkeys; methods "
+            f"are compared with intervals of 95 % for all of them together (Bonferroni)."
         )
         return [rule] if self.recommendations and not self.trainings else []
 
     @cached_property
-    def _advice(self) -> list[tuple[str, Words]]:
+    def _advice(self) -> list[tuple[list[str], Words]]:
         settings = self.plan.settings
         names = {task.name for task in self.plan.tasks}
         if settings.servers or not names >= {"perplexity", "passkey"}:
@@ -103,11 +108,34 @@ class Advice(Results):
                 engines = engines_of(patched, (settings.compose, settings.trained_length))
                 table = {s.label: scores[s.name] for s in ours}
                 found = Recommendation(table, ours[0].trained, engines)
-                words = command_words("describe", model)  # no method repairs broken weights
-                if not found.broken:
+                bullets, larger = found.bullets, self._larger_factor(ours)
+                if found.broken:
+                    words = command_words("describe", model)  # no method repairs broken weights
+                elif larger is not None:
+                    longest = max(settings.lengths)
+                    bullets.append(
+                        f"{longest} tokens are beyond factor {settings.factor:g}: raise --factor "
+                        f"to {larger:g}."
+                    )
+                    words = self._comparing(model, settings.lengths, "raised", factor=larger)
+                else:
                     words = self._next(model, ours[0].trained, found.choice)
-                advice.append((_of(ours[0], str(found)), words))
+                advice.append(([_of(ours[0], bullet) for bullet in bullets], words))
         return advice
+
+    def _larger_factor(self, systems: Sequence[System]) -> float | None:
+        """Return the factor that reaches the longest length, if it is larger than the one given.
+
+        The rule: results beyond the target of every method judge the factor, not the methods, so
+        the next step is the same comparison with a factor that covers them. None if a method
+        reaches the longest length, by the common factor or its own.
+        """
+        longest, trained = max(self.plan.settings.lengths), systems[0].trained
+        patched = [system for system in systems if system.method != UNPATCHED]
+        targets = [reach(system.options["factor"], trained) for system in patched]
+        if not targets or max(targets) >= longest:
+            return None
+        return factor_to(longest, trained)
 
     def _next(self, model: str, trained: int, choice: Evidence | None) -> Words:
         """Return the next command: train, calibrate or merge what helps, or measure more."""
@@ -151,8 +179,10 @@ class Advice(Results):
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
         settings, given = self.plan.settings, self._given
-        more = given | {name: max(value, given.get(name, 0)) for name, value in more.items()}
-        more |= {name: getattr(settings, name) for name in ("factor", "adapter", "finetune")}
+        sizes = {name: max(more.pop(name), given.get(name, 0)) for name in _MORE if name in more}
+        more = given | sizes | more
+        same = ("factor", "adapter", "finetune")
+        more = {name: getattr(settings, name) for name in same} | more
         more |= {"method": ",".join(self._methods(model)), "lengths": ",".join(map(str, lengths))}
         more["option"] = [
             f"{method}.{name}={value!r}"

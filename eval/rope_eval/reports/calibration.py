@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from rope_eval.folder import writing
 from rope_eval.plots import style
+from rope_eval.tasks.passkey import TEACHER_FORCED
 from rope_ext.advice.recommend import FORMAT, NAME, calibration_in
 from rope_ext.config.record import method_from_json, method_to_json, option_texts, patch_call
 from rope_ext.methods import Method
@@ -155,7 +156,7 @@ class Calibration:
         yield f"perplexity of the last {self.scored} of {self.target_length} tokens {loss('far')}"
         if "found_beyond" in judged:
             yield (
-                f"answers found at {self.target_length} tokens {share('found_beyond')}, at "
+                f"{TEACHER_FORCED} at {self.target_length} tokens {share('found_beyond')}, at "
                 f"{self.trained_length} {share('found_inside')}"
             )
         yield (
@@ -240,7 +241,7 @@ def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | Bina
         "perplexity at the end (lower is better)": lambda t: math.exp(min(t.far, 700))
     }
     if all(t.found_beyond is not None for choice in choices for t in choice.tried):
-        panels["answers found (higher is better)"] = lambda t: t.found_beyond
+        panels[f"{TEACHER_FORCED} (higher is better)"] = lambda t: t.found_beyond
     figure = style.figure_of(6.6, 1.4 + 0.2 * len(choices) + 2.9 * len(panels))
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.6}

@@ -85,6 +85,7 @@ def render(
     sections: Sequence[Section],
     settings: str,
     essentials: Sequence[str] = (),
+    next_lines: Sequence[str] = (),
 ) -> str:
     """Build the page; arguments are text, not HTML. ``settings`` are collapsed."""
     from jinja2 import Environment

@@ -19,11 +19,11 @@ from rope_eval.cases import Outcome
 from rope_eval.reports import summary
 from rope_eval.reports.intervals import CONFIDENCE
 from rope_eval.tasks.passkey import MIN_FOUND
-from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.arguments import UNPATCHED
 
 MAX_COST = 0.05
-"""Highest relative rise of perplexity, and largest clear loss of passkeys, within the trained
-length of a method that "costs little"."""
+"""Highest relative rise of perplexity within the trained length of a method that "costs little",
+and the largest clear loss of passkeys there."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +76,35 @@ class Evidence:
     harms: bool
     engines: tuple[str, ...]
 
-    def costs_at_most(self, rise: float | None) -> bool:
-        """Whether perplexity rises, and passkeys drop, by at most ``MAX_COST``."""
-        loses = self.lost is not None and summary.is_clear(self.lost) and self.lost.value > MAX_COST
-        return rise is not None and rise <= MAX_COST and not loses
+    @property
+    def costs_little(self) -> bool | None:
+        """Whether perplexity rises by at most ``MAX_COST`` within the trained length.
+
+        The interval decides, not the estimate: True if all of it is at most ``MAX_COST``, False if
+        none of it is, None if some of it is or it was not measured. Passkeys are another question:
+        a perplexity that stays says nothing about them.
+        """
+        if self.cost is None:
+            return None
+        if self.cost.low is None or self.cost.high is None:  # too few documents, or infinite
+            return None if math.isfinite(self.cost.value) else False
+        if self.cost.high <= MAX_COST:
+            return True
+        return None if self.cost.low <= MAX_COST else False
+
+    @property
+    def loses_passkeys(self) -> bool:
+        """Whether clearly fewer passkeys are found within the trained length than unpatched.
+
+        The interval of the difference excludes zero, and the loss is more than ``MAX_COST``.
+        """
+        lost = self.lost
+        return lost is not None and summary.is_clear(lost) and lost.value > MAX_COST
 
     @property
     def cheap(self) -> bool:
-        """Whether it certainly costs little within the trained length."""
-        return self.costs_at_most(self.cost and self.cost.high)
-
-    @property
-    def maybe_cheap(self) -> bool:
-        """Whether it is unclear if it costs little."""
-        cost = self.cost  # without an interval, 0 is possible, or NaN if it is infinite
-        low = cost and (0 * cost.value if cost.low is None else cost.low)
-        return not self.cheap and self.costs_at_most(low)
+        """Whether the method can be called cheap: it costs little and keeps the passkeys."""
+        return self.costs_little is True and not self.loses_passkeys
 
 
 class Pick(NamedTuple):
@@ -104,9 +117,9 @@ class Pick(NamedTuple):
 class Recommendation:
     """A recommended method; ``print`` it for its text. See this module for the rule.
 
-    ``scores`` are by method, the unpatched model under ``"none"``, and ``engines`` those that can
-    serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of all,
-    of those that cost little within the trained length, and of those that an engine can serve.
+    ``scores`` are by method, the unpatched model under ``"unpatched"``, and ``engines`` those that
+    can serve each method (None: not known). ``beyond``, ``cheap`` and ``served`` are the best of
+    all, of those that cost little within the trained length, and of those that an engine can serve.
     """
 
     def __init__(
@@ -188,70 +201,103 @@ class Recommendation:
         behind |= {e.name for e in others if self._lower(best.name, e.name)}
         return Pick(best, [e for e in others if e.name not in behind])
 
-    def __str__(self) -> str:
+    @property
+    def bullets(self) -> list[str]:
+        """The recommendation: beyond the trained length, within it, and the engines."""
         if self.beyond is None:
-            return (
+            return [
                 f"No recommendation: no length beyond the trained {self.trained} tokens was "
                 f"measured; give longer --lengths."
-            )
+            ]
         if self.broken:
-            return (
+            return [
                 f"No recommendation: within {self.trained} tokens the loss of the unpatched model "
                 f"is NaN or infinite. Check its weights, or give --dtype float32 or bfloat16."
-            )
-        best, where = self.beyond.best, f"beyond {self.trained} tokens"
-        start = (
-            f"Cannot tell whether any method helps {where}: the best, {best.name}, is not clearly "
-            f"better than the unpatched model"
-        )
-        if best.helps:
-            start = f"{where.capitalize()}, {best.name} is best"
-        elif best.harms:
-            start = (
-                f"No method helps {where}: the best, {best.name}, is clearly worse than the "
-                f"unpatched model in perplexity or passkeys"
-            )
-        plain, unsure = self._evidence(UNPATCHED), any(e.maybe_cheap for e in self.methods)
-        parts = [f"{start}: {self._numbers(best)} (unpatched: {_far(plain)}).{_ties(self.beyond)}"]
-        if self.within:
-            costs = f"costs at most {MAX_COST:.0%} at {self.within[-1]} tokens"
-            none = f"{'Cannot tell whether a method' if unsure else 'No method'} {costs}."
-            parts.append(self._of(self.cheap, costs, f"It {costs}.", none))
-        else:
-            parts.append("The cost within the trained length was not measured.")
-        if self.engines is not None:
-            names = "" if self.served is None else _listed(self.served.best.engines)
-            none = "No supported engine can serve any of them."
-            serves = f"an engine can serve ({names})"
-            parts.append(self._of(self.served, serves, f"{names} can serve it.", none))
-        if not self.counts and plain.found is not None:
-            why = "they were not measured within the trained length"
-            if self.found_within is not None:
-                why = (
-                    f"within {self.trained} tokens the unpatched model finds "
-                    f"{summary.percent(self.found_within)}, less than half"
-                )
-            parts.append(f"Passkeys do not count here: {why}.")
-        return " ".join(parts)
+            ]
+        return [self._beyond(self.beyond), self._within(self.beyond.best), *self._engines()]
 
-    def _of(self, pick: Pick | None, what: str, same: str, none: str) -> str:
-        """Name the best method that ``what``, unless there is none or it is the best of all."""
-        if pick is None or self.beyond is None:
-            return none
+    def __str__(self) -> str:
+        return "\n".join(self.bullets)
+
+    def _beyond(self, pick: Pick) -> str:
+        """Say what the best method does beyond the trained length.
+
+        It helps if it is clearly better than the unpatched model in perplexity or passkeys, and
+        clearly worse in neither. Only one of several methods is called the best.
+        """
         best = pick.best
-        if best is self.beyond.best:
-            return same
-        doubt = "" if best.helps else ", not clearly better than the unpatched model"
-        named = f"{best.name}, {self._numbers(best)}{doubt}"
-        return f"Best method that {what}: {named}.{_ties(pick)}"
+        where = f"beyond {self.trained} tokens"
+        alone = len(self.methods) == 1
+        it = "it" if alone else f"the best, {best.name},"
+        if best.helps:
+            verdict = f"{where.capitalize()}, {best.name} {'helps' if alone else 'is best'}"
+        elif best.harms:
+            which = f"{best.name} does not help" if alone else "No method helps"
+            verdict = (
+                f"{which} {where}: {it} is clearly worse than the unpatched model in perplexity or "
+                f"passkeys"
+            )
+        else:
+            which = best.name if alone else "any method"
+            verdict = (
+                f"Cannot tell whether {which} helps {where}: {it} is not clearly better than the "
+                f"unpatched model"
+            )
+        plain = self._evidence(UNPATCHED)
+        text = f"{verdict}: {_far(best)} (unpatched: {_far(plain)}).{_ties(pick)}"
+        return text + self._uncounted(plain)
 
-    def _numbers(self, evidence: Evidence) -> str:
-        words = _far(evidence)
-        if evidence.cost is not None:
-            words += f"; at {self.within[-1]} tokens, {summary.signed(evidence.cost)} % perplexity"
-            if gained := self._rates(evidence.name, UNPATCHED, self.within):
-                words += f" and {summary.signed(gained)} points of passkeys"
-        return words
+    def _within(self, best: Evidence) -> str:
+        """Say what the best method costs within the trained length, and name a cheap one."""
+        if not self.within:
+            return "The cost within the trained length was not measured."
+        where = f"at {self.within[-1]} tokens"
+        text = f"Cost {where}, {best.name}: {_cost(best)}."
+        if best.cheap or self.cheap is None:
+            none = self.cheap is None and len(self.methods) > 1
+            return text + " No method is known to cost so little." * none
+        return f"{text} Best that costs at most {MAX_COST:.0%}: {self._other(self.cheap)}"
+
+    def _engines(self) -> list[str]:
+        if self.engines is None or self.beyond is None:
+            return []
+        if self.served is None:
+            them = "it" if len(self.methods) == 1 else "any of them"
+            return [f"No supported engine can serve {them}."]
+        names = _listed(self.served.best.engines)
+        if self.served.best is self.beyond.best:
+            return [f"{names} can serve {self.served.best.name}."]
+        return [f"Best that an engine can serve ({names}): {self._other(self.served)}"]
+
+    def _other(self, pick: Pick) -> str:
+        doubt = "" if pick.best.helps else ", not clearly better than the unpatched model"
+        return f"{pick.best.name}, {_far(pick.best)}{doubt}.{_ties(pick)}"
+
+    def _uncounted(self, plain: Evidence) -> str:
+        """Say why passkeys do not count, if they were measured and do not."""
+        if self.counts or plain.found is None:
+            return ""
+        why = "they were not measured within the trained length"
+        if self.found_within is not None:
+            why = (
+                f"within {self.trained} tokens the unpatched model finds "
+                f"{summary.percent(self.found_within)}, less than half"
+            )
+        return f" Passkeys do not count here: {why}."
+
+
+def _cost(evidence: Evidence) -> str:
+    """Return the cost within the trained length: of perplexity by its interval, and of passkeys."""
+    cost = evidence.cost
+    if cost is None:
+        return "not measured"
+    known = {True: "at most", False: "more than", None: "cannot tell whether at most"}
+    most = f"{known[evidence.costs_little]} {MAX_COST:.0%} of perplexity"
+    text = f"{most} ({summary.signed(cost)} %)"
+    if evidence.lost is not None:
+        clear = "clearly fewer" if evidence.loses_passkeys else "no clear loss of"
+        text += f"; {clear} passkeys"
+    return text
 
 
 def _negative(gap: summary.Estimate | None) -> bool:
@@ -261,7 +307,7 @@ def _negative(gap: summary.Estimate | None) -> bool:
 def _far(evidence: Evidence) -> str:
     words = f"perplexity {summary.number(summary.perplexity(evidence.loss))}"
     found = evidence.found
-    return words if found is None else f"{words}, {summary.percent(found)} of passkeys"
+    return words if found is None else f"{words}, {found.value:.0%} of passkeys"
 
 
 def _ties(pick: Pick) -> str:

@@ -27,8 +27,9 @@ from rope_eval.reports.page import BOLD, Cell, Row, Section, Table
 from rope_eval.reports.results import EFFECTIVE, Results
 from rope_eval.reports.summary import Estimate, is_clear, percent, shown, signed
 from rope_eval.run.plan import PAGE, RESULTS, TABLES
+from rope_eval.systems import short_name
 from rope_eval.tasks.base import Task
-from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.arguments import UNPATCHED
 from rope_ext.command.terminal import plain, wide_console
 from rope_ext.quoting import in_csv, in_markdown, printable
 
@@ -52,7 +53,7 @@ class Report(Advice):
 
     @property
     def _names(self) -> str:
-        return ", ".join(Path(model).name for model in self.plan.settings.models)
+        return ", ".join(map(short_name, self.plan.settings.models))
 
     @cached_property
     def essentials(self) -> list[str]:
@@ -65,7 +66,7 @@ class Report(Advice):
             of = "float32" if identity["device"] == "cpu" else "of the checkpoint"
             rows = [f"factor {settings.factor:g}"]
             rows += [system.label for system in self.plan.systems if system.label != system.method]
-            rows += [f"adapter {settings.adapter}"] if settings.adapter else []
+            rows += [f"adapter {short_name(settings.adapter)}"] if settings.adapter else []
             rows += [f"dtype {settings.dtype}" + f" ({of})" * (settings.dtype == "auto")]
             rows += [f"device {identity['device']}"]
         rows.append(f"seed {settings.seed}")
@@ -99,7 +100,7 @@ class Report(Advice):
         parts = dict.fromkeys(self.essentials, "dim")
         notes = (*self.plan.refusals, *self.warnings)
         parts |= dict.fromkeys((f"Note: {note}." for note in notes), "yellow")
-        parts |= dict.fromkeys(self.recommendations, "bold")
+        parts |= dict.fromkeys(map("- {}".format, self.recommendations), "bold")
         for part, style in parts.items():
             console.print(plain(printable(part)), style=style)
 
@@ -119,7 +120,9 @@ class Report(Advice):
         for section in self.sections:
             name, definition = in_markdown(section.name), in_markdown(section.sentences[0])
             parts += [f"### {name}", section.tables[0].markdown(), f"{definition}."]
-        parts += map(in_markdown, self.recommendations)
+        if self.recommendations:
+            parts.append("\n".join(f"* {in_markdown(one)}" for one in self.recommendations))
+        parts += [f"Next: `{in_markdown(line)}`" for line in self.next_lines]
         parts += [f"Note: {in_markdown(note)}." for note in self.notes]
         parts.append(f"95 % intervals. {in_markdown(' '.join(self.essentials))}")
         return "\n\n".join(parts) + "\n"
@@ -139,7 +142,13 @@ class Report(Advice):
         settings = {name: data[name] for name in ("settings", "systems", "tasks", "identities")}
         notes = [f"Note: {note}." for note in self.notes]
         return page.render(
-            *(self.title, self.recommendations, notes, sections, dump(settings), self.essentials)
+            self.title,
+            self.recommendations,
+            notes,
+            sections,
+            settings=dump(settings),
+            essentials=self.essentials,
+            next_lines=self.next_lines,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -148,6 +157,7 @@ class Report(Advice):
         named = ("name", "model", "method", "adapted", "label", "options")
         return {
             "recommendations": self.recommendations,
+            "next": self.next_lines,
             "definitions": {section.name: section.sentences[0] for section in self.sections},
             "notes": self.notes,
             "chat_template": plan.chat,

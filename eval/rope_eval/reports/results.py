@@ -16,7 +16,7 @@ from rope_eval.run.plan import Plan
 from rope_eval.systems import System
 from rope_eval.tasks.base import Task
 from rope_eval.tasks.passkey import MIN_FOUND
-from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.arguments import UNPATCHED
 
 EFFECTIVE = 0.856
 """Llama-2-7B's RULER average at 4k, the paper's threshold for an effective length."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rope_eval.cases import Outcome
 from rope_eval.reports.intervals import CONFIDENCE, mean_interval, paired_rates, rate_interval
-from rope_ext.command.method_options import UNPATCHED
+from rope_ext.command.arguments import UNPATCHED
 
 SMALLEST_EFFECT = 0.005
 """Smaller differences are never clear: half a percent of perplexity, half a point of a rate."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from rope_eval.data.prompts import Frame
 from rope_eval.folder import HEADER, Folder
 from rope_eval.options import check_options, refuse
 from rope_eval.run.served import require_server, served_identity
-from rope_eval.settings import BEFORE, UNPATCHED, Settings, require_seed
-from rope_eval.systems import System, beyond, built, label
+from rope_eval.settings import BEFORE, Settings, require_seed
+from rope_eval.systems import System, beyond, built, label, short_name
 from rope_eval.tasks.base import Task
 from rope_eval.versions import versions
+from rope_ext.command.arguments import UNPATCHED
 from rope_ext.command.method_options import ADAPTER, checked_methods, saved_otherwise
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.methods import method_class
@@ -246,7 +246,7 @@ def _systems(
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
         key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
         yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
-    shorts = [Path(name).name for name in settings.models]
+    shorts = list(map(short_name, settings.models))
     for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
         first = f"{short if shorts.count(short) == 1 else model} " if len(shorts) > 1 else ""
         for method, options, adapted, stage in _rows(settings, methods):

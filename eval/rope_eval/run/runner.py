@@ -20,10 +20,11 @@ from rope_eval.folder import HIDDEN, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free
 from rope_eval.run.served import Served
-from rope_eval.settings import UNPATCHED, Settings
+from rope_eval.settings import Settings
 from rope_eval.sliding import in_blocks
 from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
+from rope_ext.command.arguments import UNPATCHED
 from rope_ext.command.terminal import tell
 from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.saving import checkpoints as models

@@ -76,6 +76,14 @@ def draws(
                 yield length, Draw(index, rng.randrange(2**40), depth, bin if depths else None)
 
 
+def number_of_prompts(trials: int, depths: int = 0) -> str:
+    """Say how many prompts there are for each length, such as ``1 prompt at each of 2 depths``."""
+    count = f"{trials} prompt{'s' * (trials != 1)}"
+    if not depths:
+        return count
+    return f"{count} at each of {depths} depths" if depths > 1 else f"{count} at any depth"
+
+
 @dataclass(frozen=True)
 class Prompts(Task):
     """Base class of tasks with generated answers; subclasses build a prompt from a :class:`Draw`.
@@ -108,8 +116,7 @@ class Prompts(Task):
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
         found = draws(self.name, lengths, seed, self.trials, self.depths)
         cases = [self.prompt(frame, length, draw) for length, draw in found]
-        at = f" at each of {self.depths} depths" if self.depths else ""
-        definition = f"{self.about}; {self.trials} prompts{at}, exact intervals"
+        definition = f"{self.about}; {number_of_prompts(self.trials, self.depths)}, exact intervals"
         return Questions(cases, definition, tuple(self.notes(cases)))
 
     def fill(

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 from rope_eval.cases import Questions
 from rope_eval.data.prompts import Frame
-from rope_eval.settings import BEFORE, UNPATCHED, Settings
+from rope_eval.settings import BEFORE, Settings
 from rope_eval.tasks.base import Task, option, register
 from rope_eval.tasks.perplexity import Segments
-from rope_ext.command.arguments import parse_length
+from rope_ext.command.arguments import UNPATCHED, parse_length
 from rope_ext.errors import MeasureError, OptionError
 
 GAIN = 2.0

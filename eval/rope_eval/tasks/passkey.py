@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 from rope_eval.cases import Case, Questions
 from rope_eval.data.prompts import Frame, blanks
 from rope_eval.data.text import NOUNS
-from rope_eval.tasks.base import Task, draws, fill, option, register
+from rope_eval.tasks.base import Task, draws, fill, number_of_prompts, option, register
 from rope_ext.errors import OptionError
 
 INTRO = (
@@ -43,6 +43,8 @@ ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
 QUESTION = ASK + LEAD
 CHAT_ANSWER = 24
 """Tokens decoded of a chat model's answer, which may be a sentence around the key."""
+TEACHER_FORCED = "answers ranked first after a lead-in (not decoded)"
+"""What one forward with the answer in it counts, in words; calibration and search do so."""
 MIN_FOUND = 0.5
 """Passkeys count if the unpatched model finds at least this share within its trained length."""
 
@@ -253,5 +255,5 @@ class Passkey(Task):
             prompts.case(length, draw.depth or 0.0, draw.number, self.digits, draw.bin)
             for length, draw in draws(self.name, lengths, seed, self.trials, self.depths)
         ]
-        grid = f"{self.trials} prompts at each of {self.depths} depths, exact intervals"
+        grid = f"{number_of_prompts(self.trials, self.depths)}, exact intervals"
         return Questions(cases, f"{about}; {grid}")

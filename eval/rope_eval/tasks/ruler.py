@@ -21,7 +21,16 @@ from rope_eval.data.prompts import Frame, encode, longest
 from rope_eval.data.text import many_words
 from rope_eval.settings import Settings
 from rope_eval.tasks.answering import HOTPOTQA, SQUAD, Answering
-from rope_eval.tasks.base import Draw, Prompts, Task, answer_tokens, named_parts, option, register
+from rope_eval.tasks.base import (
+    Draw,
+    Prompts,
+    Task,
+    answer_tokens,
+    named_parts,
+    number_of_prompts,
+    option,
+    register,
+)
 from rope_eval.tasks.haystack import NOISE, Needles, insert, read_haystack
 from rope_ext.errors import OptionError
 
@@ -166,7 +175,8 @@ class CommonWords(Prompts):
                     f"compare it with longer lengths or with published numbers"
                 )
             cases += part.cases
-        return Questions(cases, f"{self.about}; {self.trials} prompts, exact intervals", (*notes,))
+        definition = f"{self.about}; {number_of_prompts(self.trials)}, exact intervals"
+        return Questions(cases, definition, (*notes,))
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
         counts, rng = self.counts or FEW, random.Random(f"cwe:{draw.number}")

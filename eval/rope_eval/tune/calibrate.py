@@ -58,7 +58,9 @@ def calibrate(
 
     One half of the data selects values by the loss of the text at the target length plus the loss
     of passkey answers, hidden in filler and in the text, at the trained and the target length. The
-    other half tests them. A value replaces the published default only if that sum is lower beyond
+    answers are given, after a lead-in and without a chat template, and scored by one forward: what
+    a chat model writes by itself can differ, and is measured by ``compare``. The other half tests
+    them. A value replaces the published default only if that sum is lower beyond
     noise (99 %, paired), neither part is higher beyond noise, and perplexity rises by at most
     ``cost`` at the upper end of its interval, both within the trained length and at the target
     length. Prompts do not count where the unpatched model finds less than half of them within its

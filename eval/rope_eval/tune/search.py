@@ -26,6 +26,7 @@ from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
 from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
+from rope_eval.tasks.passkey import TEACHER_FORCED
 from rope_eval.tune import fitness
 from rope_eval.tune.options import CONFIDENCE, SearchOptions
 from rope_ext.config.record import method_to_json
@@ -392,7 +393,7 @@ def summary(output: Path) -> str:
         sample: [(t["method"], s) for t, s in both if t["method"] and t["sample"] == sample]
         for sample in (RANKING, VALIDATION)
     }
-    asked = ", and passkeys found" * any(scores.found for _, scores in tried[RANKING])
+    asked = f", and passkey {TEACHER_FORCED}" * any(scores.found for _, scores in tried[RANKING])
     lines = [
         f"perplexity of the last {settings['scored']} tokens of {settings['samples']} windows of "
         f"{settings['target_length']}{asked}:"
@@ -414,7 +415,7 @@ def summary(output: Path) -> str:
 
 
 def _numbers(scores: fitness.Scores) -> str:
-    """Format perplexity and answers found, if measured."""
+    """Format perplexity and the answers that are the most likely ones, if measured."""
     parts = [f"{perplexity(mean(scores.far)):>8}"] if scores.far else []
     if scores.found:
         parts.append(f"{sum(scores.found):>3} of {len(scores.found)} answers")

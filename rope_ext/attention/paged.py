@@ -97,11 +97,16 @@ class Tables:
         """Rotate keys ``[tokens, heads, columns]`` at ``[tokens]`` to what is cached."""
         if not self.rotates_stored:
             return key
-        row = self.stored[positions.clamp(max=self.positions - 1)]
-        cos, sin = self.cos[row][:, None], self.sin[row][:, None]
-        first, second = key.float().chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(key.dtype)
+        return rotate_keys(key, positions, self.stored, self.cos, self.sin)
+
+
+def rotate_keys(key: Tensor, positions: Tensor, stored: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate keys ``[tokens, heads, columns]`` to what is cached; see :class:`Tables`."""
+    row = stored[positions.clamp(max=len(stored) - 1)]
+    cos, sin = cos[row][:, None], sin[row][:, None]
+    first, second = key.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(key.dtype)
 
 
 def _places(to: Map, t: Tensor) -> Tensor:
@@ -154,15 +159,14 @@ def tile(max_queries: int, groups: int, columns: int, splits: int | None = None)
     """
     decodes = max_queries * groups <= FEW or max_queries == 1
     width = max(_power(columns), 32)
-    most = FEW if decodes else 64 if width <= 128 else 32
-    rows = max(most, _power(groups))
+    rows = max(FEW if decodes or width > 128 else 64, _power(groups))
     return {
         "BLOCK_Q": max_queries if decodes else rows // groups,
         "ONE_BLOCK": decodes,
         "ROWS": rows,
         "SIZE": 32 if width <= 128 else 16,
         "SPLITS": (SPLITS if decodes else 1) if splits is None else splits,
-        "num_warps": 4 if decodes else 8,
+        "num_warps": 4 if rows == FEW else 8,
         "num_stages": 2,
     }
 

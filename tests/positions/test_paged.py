@@ -72,6 +72,20 @@ def test_tables_hold_every_distance(name: str) -> None:
         assert bool((tables.rotated >> number) & 1) == bool((whole != 1).any())
 
 
+def test_keys_are_rotated_in_one_graph() -> None:
+    method, rope = method_of("string", 16)
+    tables = tables_of(method, rope, 64)
+    key, positions = torch.randn(5, 2, 16), torch.arange(20, 25)
+    compiled = torch.compile(paged.rotate_keys, fullgraph=True, backend="eager")
+    found = compiled(key, positions, tables.stored, tables.cos, tables.sin)
+    torch.testing.assert_close(found, tables.store(positions, key))
+    first, second = (key.double().chunk(2, dim=-1)[part] for part in range(2))
+    turned = torch.polar(torch.ones(()).double(), positions[:, None, None] * rope.inv_freq)
+    wanted = torch.complex(first, second) * turned
+    wanted = torch.cat((wanted.real, wanted.imag), dim=-1)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6)
+
+
 @dataclass
 class Case:
     """A mixed batch on scattered pages, with the attention that the method's distances give."""

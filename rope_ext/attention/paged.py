@@ -157,11 +157,12 @@ def tile(max_queries: int, groups: int, columns: int, splits: int | None = None)
 
     ``groups``: heads of a key; ``columns`` of a head.
     """
-    decodes = max_queries * groups <= FEW or max_queries == 1
+    block = _power(max_queries)  # few sizes, since each is compiled when it first occurs
+    decodes = block * groups <= FEW or block == 1
     width = max(_power(columns), 32)
     rows = max(FEW if decodes or width > 128 else 64, _power(groups))
     return {
-        "BLOCK_Q": max_queries if decodes else rows // groups,
+        "BLOCK_Q": block if decodes else rows // groups,
         "ONE_BLOCK": decodes,
         "ROWS": rows,
         "SIZE": 32 if width <= 128 else 16,

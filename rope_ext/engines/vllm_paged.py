@@ -19,6 +19,9 @@ from rope_ext.attention import cards, paged
 from rope_ext.engines.vllm_plugin import Served, served_method
 from rope_ext.errors import ExportError
 
+WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
+"""Kinds of speculative decoding; with a draft model, its layers would use the same backend."""
+
 
 @functools.lru_cache(maxsize=1)
 def _tables(served: Served, positions: int, device: str) -> paged.Tables:
@@ -102,7 +105,8 @@ class Backend(TritonAttentionBackend):
     @staticmethod
     def rotary_embedding(served: Served) -> nn.Module:
         """Return the rotary embedding of a model, and select this backend for its layers."""
-        config = get_current_vllm_config().attention_config
+        whole = get_current_vllm_config()
+        config = whole.attention_config
         own = AttentionBackendEnum.CUSTOM
         others = {x for x in (config.backend, *config.backend_per_kind.values()) if x} - {own}
         if others:
@@ -110,6 +114,12 @@ class Backend(TritonAttentionBackend):
             raise ExportError(
                 f"rope_ext serves {served.method.name} with --attention-backend CUSTOM, not with "
                 f"{names}; leave out --attention-backend"
+            )
+        draft = whole.speculative_config
+        if draft is not None and draft.method not in WITHOUT_DRAFT_MODEL:
+            raise ExportError(
+                f"rope_ext serves {served.method.name} without draft models on GPUs, and this is "
+                f"{draft.method!r}; use {' or '.join(WITHOUT_DRAFT_MODEL)}"
             )
         if served.method.by_pair:
             raise ExportError(

@@ -289,7 +289,8 @@ def _served(method: Method) -> dict[str, str]:
     with rope_ext.patched(_model(method), method) as model:
         for engine, title in ENGINES.items():
             try:
-                settings = rope_ext.export(model, engine).settings
+                options = {"plugin": False} if engine == "vllm" else {}
+                settings = rope_ext.export(model, engine, **options).settings
             except rope_ext.ExportError:
                 answers[title] = REFUSED
                 continue

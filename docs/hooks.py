@@ -272,7 +272,7 @@ def _engines(method: Method) -> str:
     found = _served(method).items()
     runs = [title for title, how in found if how != REFUSED and title != "transformers"]
     if method.name in PLUGIN_METHODS:
-        return "vLLM on CPUs, with a [plugin](../engines/index.md#vllm-and-sglang)"
+        return "vLLM, with a [plugin](../engines/index.md#position-methods-in-vllm)"
     return f"{', '.join(runs)} ([`rope_ext.export`][])" if runs else "none"
 
 
@@ -289,7 +289,8 @@ def _served(method: Method) -> dict[str, str]:
     with rope_ext.patched(_model(method), method) as model:
         for engine, title in ENGINES.items():
             try:
-                settings = rope_ext.export(model, engine).settings
+                options = {"plugin": False} if engine == "vllm" else {}
+                settings = rope_ext.export(model, engine, **options).settings
             except rope_ext.ExportError:
                 answers[title] = REFUSED
                 continue

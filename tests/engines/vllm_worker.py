@@ -21,6 +21,7 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the engine prints
 
@@ -29,6 +30,32 @@ from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 
 registry._run_in_subprocess = lambda look: look()  # a process for each architecture
+
+
+def as_on_a_gpu() -> None:
+    """Serve position methods by the backend for GPUs, whose kernel Triton interprets."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    load_general_plugins()
+    from rope_ext.engines import vllm_plugin
+
+    vllm_plugin.on_gpu = lambda: True
+    register_backend(AttentionBackendEnum.CPU_ATTN, vllm_plugin.PAGED)
+    triton_attn.triton_reshape_and_cache_flash = cache
+
+
+def cache(key: Any, value: Any, keys: Any, values: Any, slots: Any, *scales: Any) -> None:
+    """In place of vLLM's kernel, which asks for a GPU: ``keys``, ``[blocks, tokens, ...]``."""
+    there = slots >= 0  # negative: padding
+    at = slots[there] // keys.shape[1], slots[there] % keys.shape[1]
+    keys[at] = key[: len(there)][there]
+    values[at] = value[: len(there)][there]
+
+
+if INTERPRETED:
+    as_on_a_gpu()
 gc.freeze()  # the engine collects nine times for each model
 
 

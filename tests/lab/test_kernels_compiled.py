@@ -51,25 +51,79 @@ HEADS = {  # columns of queries and keys, of values, those that are not rotated,
 @pytest.mark.parametrize("card", ["8.6", "9.0"])
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_decoding_kernel_fits_without_spills(card: str, heads: str, tmp_path) -> None:
+    fit_without_spills(DECODING, [card], HEADS[heads])
+
+
+PAGES = {  # bands, bits of those that rotate keys, columns, groups, queries, sinks
+    "decoding, 128": (2, 0b01, 128, 4, 1, 0),
+    "decoding, 64": (2, 0b01, 64, 3, 1, 0),
+    "decoding, 256": (2, 0b01, 256, 4, 1, 0),
+    "decoding, groups of 20": (2, 0b01, 128, 20, 1, 0),
+    "decoding, no keys": (3, 0, 128, 4, 1, 0),
+    "decoding, five bands": (5, 0b01110, 128, 7, 1, 0),
+    "prompts, 128": (2, 0b01, 128, 4, 512, 1),
+    "prompts, 80": (2, 0b01, 80, 1, 512, 0),
+    "prompts, 256": (2, 0b01, 256, 4, 512, 0),
+    "prompts, no keys": (3, 0, 128, 4, 512, 0),
+    "prompts, five bands": (5, 0b01110, 64, 7, 512, 0),
+}
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.every
+@pytest.mark.parametrize("pages", PAGES)
+def test_the_kernel_on_pages_fits_without_spills(pages: str) -> None:
+    fit_without_spills(ON_PAGES, ["8.0", "8.6", "8.9", "9.0"], PAGES[pages])
+
+
+def fit_without_spills(program: str, cards: list[str], numbers: tuple[int, ...]) -> None:
+    """A program defines what is compiled for every card."""
+    names = ",".join(card.replace(".", "") for card in cards)
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED, card.replace(".", ""), *map(str, HEADS[heads])],
+        [sys.executable, "-c", program + COMPILED, names, *map(str, numbers)],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    shared, stack = map(int, done.stdout.split()[-2:])
-    assert shared <= kernels.CARDS[card].shared
-    assert stack == 0, "registers are spilled"
+    used = [tuple(map(int, line.split())) for line in done.stdout.splitlines()[-len(cards) :]]
+    for card, (shared, stack) in zip(cards, used, strict=True):
+        assert shared <= kernels.CARDS[card].shared, card
+        assert stack == 0, f"registers are spilled for {card}"
 
 
-COMPILED = """
-import pathlib, re, subprocess, sys, tempfile
+ON_PAGES = """
+import sys
+from types import SimpleNamespace
+from rope_ext.attention import paged, paged_kernel
+
+bands, rotated, columns, groups, queries, sinks = map(int, sys.argv[2:])
+tables = SimpleNamespace(low=range(bands), rotated=rotated, temperature=1)
+constants = paged.tile(queries, groups, columns)
+options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+constants |= paged.constants(tables, groups, 8, 16, columns // 2, columns)
+constants |= dict(WINDOW=0, HAS_SINKS=bool(sinks), HAS_CAP=False, PRECISION="tf32")
+kernel, types, aligned = paged_kernel.paged_kernel, {}, {}
+integers = "PAGES LENGTHS STARTS LOW HIGH QUERY KEY KEY_STEP".split()
+halves = ["Q", "K", "V"] + ["OUT"] * (constants["SPLITS"] == 1)
+for index, name in enumerate(kernel.arg_names):
+    if name in constants:
+        types[name] = "constexpr"
+        continue
+    pointer = "*bf16" if name in halves else "*i32" if name in integers else "*fp32"
+    number = "fp32" if name in ("scale", "softcap") else "i32"
+    types[name] = pointer if name.isupper() else number
+    if number == "i32" and name != "requests":
+        aligned[(index,)] = [["tt.divisibility", 16]]
+"""
+
+
+DECODING = """
+import sys
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from rope_ext.attention import decode, decode_kernel
 
-card, columns, value_columns, rest, groups, tokens = map(int, sys.argv[1:])
+columns, value_columns, rest, groups, tokens = map(int, sys.argv[2:])
 pairs = (columns - rest) // 2
 padded = (max(triton.next_power_of_2(x), 16) for x in (pairs, max(rest, 1), value_columns))
 pairs2, rest2, dv2 = padded
@@ -93,13 +147,24 @@ for index, name in enumerate(kernel.arg_names):
     types[name] = pointer if name.isupper() else number
     if name.isupper() or name in strides:
         aligned[(index,)] = [["tt.divisibility", 16]]
+"""
+
+
+COMPILED = """
+import pathlib, re, subprocess, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-target = GPUTarget("cuda", card, 32)
-made = triton.compile(ASTSource(kernel, types, at, aligned), target=target, options=options)
-with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-    file.write(made.asm["cubin"])
-    file.flush()
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-print(made.metadata.shared, re.search(r"STACK:(\\d+)", usage)[1])
+for card in map(int, sys.argv[1].split(",")):
+    target = GPUTarget("cuda", card, 32)
+    made = triton.compile(ASTSource(kernel, types, at, aligned), target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [tool, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True).stdout
+    print(made.metadata.shared, re.search(r"STACK:(\\d+)", usage)[1])
 """

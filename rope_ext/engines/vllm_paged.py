@@ -1,0 +1,186 @@
+"""vLLM's attention backend CUSTOM: position methods on GPUs; no card has run it so far.
+
+The model's rotary embedding rotates keys to what is cached, and leaves queries alone; the kernel of
+:mod:`rope_ext.attention.paged` does the rest. Metadata, cache layout and CUDA graphs are those of
+vLLM's own Triton backend, whose ``forward`` alone is replaced.
+"""
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from rope_ext.attention import cards, paged
+from rope_ext.engines.vllm_plugin import Served, served_method
+from rope_ext.errors import ExportError
+
+WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
+"""Kinds of speculative decoding; with a draft model, its layers would use the same backend."""
+
+
+@functools.lru_cache(maxsize=1)
+def _tables(served: Served, positions: int, device: str) -> paged.Tables:
+    """Compute the tables of a model, which all of its layers share."""
+    places = torch.arange(positions, dtype=torch.float64, device="cpu")
+    temperature = served.method.query_scaling(places, served.rope)
+    bands, inv_freq = served.method.bands(), served.inv_freq
+    return paged.Tables.from_bands(bands, inv_freq, positions, temperature, device)
+
+
+def _current_tables(served: Served) -> paged.Tables:
+    """Return the tables of the model that is being loaded."""
+    config = get_current_vllm_config()
+    device = str(config.device_config.device)
+    return _tables(served, config.model_config.max_model_len, device)
+
+
+class StoredKeys(nn.Module):
+    """Rotates keys to the positions under which they are cached, and no queries."""
+
+    def __init__(self, tables: paged.Tables) -> None:
+        super().__init__()
+        self.rotates = tables.rotates_stored
+        # Buffers, which torch.compile takes as inputs of its graph.
+        for name in ("stored", "cos", "sin"):
+            self.register_buffer(name, getattr(tables, name), persistent=False)
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if key is None or not self.rotates:
+            return query, key
+        columns = 2 * self.cos.shape[1]
+        heads = key.view(key.shape[0], -1, columns)
+        rotated = paged.rotate_keys(heads, positions, self.stored, self.cos, self.sin)
+        return query, rotated.view(key.shape)
+
+
+class Backend(TritonAttentionBackend):
+    """vLLM's Triton backend, with the attention of position methods."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return AttentionBackendEnum.CUSTOM.name
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        """Selected while a model is built."""
+        return TritonAttentionImpl if served_method() is None else PagedAttention
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 2 == 0 and head_size <= paged.MOST_COLUMNS
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability >= cards.AMPERE
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # decoding splits keys, prompts do not
+
+    @staticmethod
+    def rotary_embedding(served: Served) -> nn.Module:
+        """Return the rotary embedding of a model, and select this backend for its layers."""
+        whole = get_current_vllm_config()
+        config = whole.attention_config
+        own = AttentionBackendEnum.CUSTOM
+        others = {x for x in (config.backend, *config.backend_per_kind.values()) if x} - {own}
+        if others:
+            names = " and ".join(sorted(x.name for x in others))
+            raise ExportError(
+                f"rope_ext serves {served.method.name} with --attention-backend CUSTOM, not with "
+                f"{names}; leave out --attention-backend"
+            )
+        draft = whole.speculative_config
+        if draft is not None and draft.method not in WITHOUT_DRAFT_MODEL:
+            raise ExportError(
+                f"rope_ext serves {served.method.name} without draft models on GPUs, and this is "
+                f"{draft.method!r}; use {' or '.join(WITHOUT_DRAFT_MODEL)}"
+            )
+        if served.method.by_pair:
+            raise ExportError(
+                f"rope_ext serves {served.method.name} on GPUs with the same positions for all "
+                f"pairs; patch without kept="
+            )
+        config.backend = own  # models make their rotary embedding before their attention
+        return StoredKeys(_current_tables(served))
+
+
+class PagedAttention(TritonAttentionImpl):
+    """Attention of a position method on vLLM's pages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        served = served_method()
+        assert served is not None
+        quantised = self.kv_cache_dtype not in Backend.supported_kv_cache_dtypes
+        plain = self.sliding_window == (-1, -1) and self.alibi_slopes is None
+        whole = served.columns == self.head_size
+        if quantised or self.attn_type != AttentionType.DECODER or not (plain and whole):
+            raise ExportError(
+                f"rope_ext serves {served.method.name} on GPUs without --kv-cache-dtype fp8, "
+                f"windows and ALiBi, for decoders whose heads rotate as a whole"
+            )
+        self.tables = _current_tables(served)
+        self.logits = paged.Logits(
+            scale=self.scale * served.scaling,
+            softcap=float(self.logits_soft_cap),
+            sinks=self.sinks,
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        return False
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *more: Any,
+        **also: Any,
+    ) -> torch.Tensor:
+        """Fill ``[tokens, heads, columns]``; ``kv_cache``: ``[blocks, heads, tokens, K and V]``."""
+        if attn_metadata is None:  # vLLM's profiling run
+            return output.fill_(0)
+        count = attn_metadata.num_actual_tokens
+        keys, values = kv_cache.split(self.head_size, dim=-1)
+        batch = paged.Batch(
+            pages=attn_metadata.block_table,
+            lengths=attn_metadata.seq_lens,
+            starts=attn_metadata.query_start_loc,
+            max_queries=attn_metadata.max_query_len,
+        )
+        out = output[:count].view(count, self.num_heads, self.head_size)
+        paged.attend(query[:count], keys, values, out, batch, self.tables, self.logits)
+        return output

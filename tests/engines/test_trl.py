@@ -179,24 +179,27 @@ def test_grpo_begins_at_its_reference(method: str, tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
-def rollouts(model: Any, folder: Path, monkeypatch: Any, **options: Any) -> tuple[Any, Any]:
-    """What GRPO generated for its first step, and the trainer."""
-    from trl import GRPOConfig, GRPOTrainer
+def rollouts(
+    name: str, model: Any, folder: Path, monkeypatch: Any, **options: Any
+) -> tuple[Any, Any]:
+    """What GRPO or RLOO generated for its first step, and the trainer."""
+    import trl
 
+    cls, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     found = []
-    generate = GRPOTrainer._generate_and_score_completions
+    generate = cls._generate_and_score_completions
 
     def watched(trainer: Any, inputs: Any) -> Any:
         found.append(generate(trainer, inputs))
         return found[-1]
 
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
-    trainer = GRPOTrainer(
+    monkeypatch.setattr(cls, "_generate_and_score_completions", watched)
+    trainer = cls(
         model=model,
         reward_funcs=lengths_of,
         peft_config=LoraConfig(task_type="CAUSAL_LM"),
-        args=GRPOConfig(
-            str(folder / "grpo"),
+        args=config(
+            str(folder / "run"),
             per_device_train_batch_size=4,
             num_generations=2,
             max_completion_length=12,
@@ -211,13 +214,16 @@ def rollouts(model: Any, folder: Path, monkeypatch: Any, **options: Any) -> tupl
     return found[0], trainer
 
 
-def test_paged_rollouts_are_those_of_the_patched_model(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_paged_rollouts_are_those_of_the_patched_model(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     model = patched(tmp_path, "yarn")
-    paged, trainer = rollouts(model, tmp_path, monkeypatch, **PAGED)
+    paged, trainer = rollouts(name, model, tmp_path, monkeypatch, **PAGED)
     assert trainer.state.global_step == 1
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     answers = {}
-    for name, other in (
+    for patch, other in (
         ("patched", rope_ext.patch(copy.deepcopy(base), "yarn", factor=4)),
         ("unpatched", base),
     ):
@@ -229,7 +235,7 @@ def test_paged_rollouts_are_those_of_the_patched_model(tmp_path: Path, monkeypat
             eos_token_id=2,
             pad_token_id=0,
         )[:, paged["prompt_ids"].shape[1] :]
-        answers[name] = made.tolist()
+        answers[patch] = made.tolist()
     assert paged["completion_ids"].tolist() == answers["patched"]
     assert answers["patched"] != answers["unpatched"]
 
@@ -240,7 +246,7 @@ def test_paged_rollouts_that_cannot_be_right_are_refused(
 ) -> None:
     model = patched(tmp_path, method)
     with pytest.raises(rope_ext.CacheError, match="continuous batching"):
-        rollouts(model, tmp_path, monkeypatch, **PAGED)
+        rollouts("GRPO", model, tmp_path, monkeypatch, **PAGED)
 
 
 def test_references_that_a_trainer_loads_unpatched_are_refused(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ FILES = {
 """Files outside of ``docs`` that become pages."""
 
 MEASURED = """\
-{model}, not fine-tuned ([the full tables](../evidence.md) have the settings and the command):
+{model}, not fine-tuned ([the full tables](../evidence.md) have the settings and the command;
+†: scored after a lead-in, not decoded):
 """
 
 UNTRAINED = """\

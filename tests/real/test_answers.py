@@ -18,7 +18,7 @@ from rope_eval.tune.fitness import losses_of_answers, prompts_of
 from rope_ext.errors import OptionError
 from tests.helpers import pretrained
 
-LENGTHS, PROMPTS = (512, 1024), 6
+LENGTHS, PROMPTS = (256, 512), 3
 TEXT = "The city has a harbor, an old market and two bridges over the river. "
 Load = Callable[[str, torch.dtype], PreTrainedModel]
 
@@ -67,7 +67,7 @@ def test_one_forward_judges_as_decoding_does(name: str, method: str | None, load
 def test_the_answers_of_calibrations_are_judged_as_decoding_does(name: str, load: Load) -> None:
     model, tokenizer = load(name, torch.float32), tokenizer_of(name)
     text = tokenizer(TEXT * 200, add_special_tokens=False)["input_ids"]
-    prompts = prompts_of(tokenizer, [512], 8, [text], seed=0)
+    prompts = prompts_of(tokenizer, [256], 6, [text], seed=0)
     judged = losses_of_answers(model, prompts, lambda work: None)
     for prompt, (_, hit) in zip(prompts, judged, strict=True):
         ids, answer = prompt.ids[: -prompt.count], prompt.ids[-prompt.count :]

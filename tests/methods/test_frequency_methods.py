@@ -326,3 +326,10 @@ def test_a_signature_shows_types_without_their_limits() -> None:
     assert shown.parameters["beta_fast"].annotation is float
     assert "Annotated" not in str(shown)
     assert "window" in inspect.signature(ReRoPE).parameters
+
+
+def test_yarn_ramp_ends_at_the_last_column_as_in_transformers() -> None:
+    """With so small a base, the pair with ``beta_slow`` rotations would be behind all of them."""
+    rope = Rope.geometric(base=10.0, dim=16, length=64)
+    kept = YaRN(factor=4, beta_slow=0.01).kept(rope)
+    torch.testing.assert_close(kept, 1 - torch.arange(8, dtype=torch.float64) / 15)

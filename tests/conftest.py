@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
-import zlib
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,22 +23,47 @@ def pytest_configure() -> None:
     gc.disable()  # until all tests are collected: what is imported stays, and walking it takes long
 
 
-MANY, VERY_MANY = 6, 24
+MANY = 6
+VERY_MANY = 24
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of tests with many cases a third or a fifth is fast, chosen by name; the rest is slow."""
-    fast = [item for item in items if not item.get_closest_marker("slow")]
-    tests = [item.nodeid.partition("[")[0] for item in fast]
-    cases = Counter(tests)
-    for item, test in zip(fast, tests, strict=True):
-        share = 5 if cases[test] > VERY_MANY else 3
-        if item.get_closest_marker("every"):
-            continue
-        if cases[test] > MANY and zlib.crc32(item.name.encode()) % share:
-            item.add_marker("slow")
-            item.add_marker("sweep")
+    """Of tests with many cases a third or a fifth is fast; the rest is slow."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("every"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        if len(cases) > MANY:
+            share = 5 if len(cases) > VERY_MANY else 3
+            fast = chosen([values(case) for case in cases], math.ceil(len(cases) / share))
+            for index in set(range(len(cases))) - fast:
+                cases[index].add_marker("slow")
+                cases[index].add_marker("sweep")
+
+
+def values(case: pytest.Item) -> set[tuple[str, str]]:
+    """Return a case's parameters and their values, as text."""
+    callspec = getattr(case, "callspec", None)  # none: cases of parameterized, which are methods
+    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
+
+
+def chosen(cases: Sequence[set[tuple[str, str]]], count: int) -> set[int]:
+    """Return the indices of ``count`` cases: as many values as possible, far apart in the list.
+
+    It goes by values and order alone, so that another name of a test or case changes nothing.
+    """
+    golden = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, lie far apart
+    order = sorted(range(len(cases)), key=lambda index: index * golden % 1)
+    found: list[int] = []
+    seen: set[tuple[str, str]] = set()
+    while len(found) < count:
+        left = [index for index in order if index not in found]
+        best = max(left, key=lambda index: len(cases[index] - seen))  # of equals, the first
+        found.append(best)
+        seen |= cases[best]
+    return set(found)
 
 
 def pytest_collection_finish() -> None:

@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from tests.helpers.sources import PACKAGES, ROOT, nodes
+from tests.helpers.sources import OURS, PACKAGES, ROOT, nodes
 
 ROOMS = {
     "rope_ext": (
@@ -45,7 +45,6 @@ A part of a folder that is named by itself has its own place; ``rope_ext`` is th
 of ``rope_eval`` is above all of ``rope_ext``.
 """
 
-OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 FOLDERS = (*PACKAGES, *(ROOT / name for name in ("recipes", "lab", "tests")))
 
 Imports = dict[str, set[str]]

@@ -91,6 +91,22 @@ def command_options(*classes: type, without: Sequence[str] = ()) -> Callable[[F]
     return decorate
 
 
+def keyword_options(cls: type) -> Callable[[F], F]:
+    """Decorator: show the fields of ``cls`` in place of ``**options`` in a function's signature."""
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        of_class = inspect.signature(cls).parameters.values()
+        taken = {one.name for one in own}  # a field may be called like **options
+        fields = [one for one in of_class if one.name not in taken]
+        shown: Any = function  # functions have no such attribute for type checkers
+        shown.__signature__ = signature.replace(parameters=[*own, *fields])
+        return function
+
+    return decorate
+
+
 def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the typed options of ``cls`` from the command line, by field name."""
     values = {}

@@ -143,12 +143,7 @@ def apply_frequency(
     scaled = place.scaled
     temperature = method.tempered(scaled[0].rope)
     constant = None if temperature is None else temperature.constant
-    tempered: list[nn.Module] = []
-    if constant is not None:
-        found = find_layouts(place.decoder, scaled, "leave temperature out")
-        every = options.sliding_layers == "scale"
-        chosen = {module: x for module, x in found.items() if x and (every or not x.local)}
-        tempered = [*chosen] if all(layout.scales for layout in chosen.values()) else []
+    tempered = [] if constant is None else _layers_with_scale(place, options)
     keep = options.sliding_layers == "keep" and any(site.shared for site in scaled)
     uneven = keep or method.start_tokens or options.bias or options.layers
     if uneven or (temperature is not None and not tempered):
@@ -165,7 +160,7 @@ def apply_frequency(
             f"precise=True; use mode='fixed'"
         )
     require_scaling(place, method)
-    saved, sequences = written(place, method, length), None
+    saved = written(place, method, length)
     if tempered:  # the frequencies stay the same, but no rope_type expresses it
         saved = replace(unsaved(place, length), built=saved.built)
     if growing and not saved.native:
@@ -173,21 +168,13 @@ def apply_frequency(
             f"transformers cannot build its dynamic type for {type(place.decoder).__name__}; use "
             f"mode='fixed'"
         )
-    if method.is_dynamic and not growing:
-        sequences = hooks.Sequences(place, method, changes)
-    for site, (inv_freq, scaling) in targets.items():
-        if growing:  # transformers' own dynamic type computes them
-            grow_buffers(site, changes)
-            instead = "use a fixed frequency method such as 'yarn'"
-            refuse = functools.partial(refuse_sharded, method.name, instead)
-            changes.append(site.module.register_forward_pre_hook(refuse).remove)
-            continue
-        values = saved.built.get(site, inv_freq.float()), scaling
-        if method.is_dynamic:  # the hook replaces them; the buffer keeps the trained ones
-            values = site.loaded, site.scaling
-        write_buffers(site, *values)
-        if precise or sequences is not None:
-            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
+    sequences = None
+    if growing:
+        _let_grow(method, scaled, changes)
+    else:
+        if method.is_dynamic:
+            sequences = hooks.Sequences(place, method, changes)
+        _write_all(targets, saved, precise, sequences, changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
     if idle:
         notes.append(f"sliding layers: {WINDOWS_ONLY}")
@@ -197,9 +184,52 @@ def apply_frequency(
     if temperature is not None and constant is not None:
         scale_layers(tempered, constant, changes)
         notes.append(f"temperature: {temperature!r}, in {len(tempered)} attention layers")
-    # Plain transformers changes frequencies within a sequence, and only has float32 angles.
-    plain = saved.native and not precise and sequences is None
-    return Applied(method, length, saved, plain, precise, tuple(notes))
+    return Applied(
+        method=method,
+        target_length=length,
+        saved=saved,
+        # Plain transformers changes frequencies within a sequence, and only has float32 angles.
+        plain=saved.native and not precise and sequences is None,
+        precise=precise,
+        notes=tuple(notes),
+    )
+
+
+def _layers_with_scale(place: PatchTarget, options: Options) -> list[nn.Module]:
+    """Return the attention layers whose softmax scale a constant temperature multiplies.
+
+    Empty if one of them has no such attribute; queries are multiplied then.
+    """
+    found = find_layouts(place.decoder, place.scaled, "leave temperature out")
+    every = options.sliding_layers == "scale"
+    chosen = {module: x for module, x in found.items() if x and (every or not x.local)}
+    return [*chosen] if all(layout.scales for layout in chosen.values()) else []
+
+
+def _let_grow(method: FrequencyMethod, scaled: list[RotarySite], changes: Changes) -> None:
+    """Let transformers' own dynamic type compute the frequencies."""
+    instead = "use a fixed frequency method such as 'yarn'"
+    refuse = functools.partial(refuse_sharded, method.name, instead)
+    for site in scaled:
+        grow_buffers(site, changes)
+        changes.append(site.module.register_forward_pre_hook(refuse).remove)
+
+
+def _write_all(
+    targets: Mapping[RotarySite, tuple[torch.Tensor, float]],
+    saved: Written,
+    precise: bool,
+    sequences: hooks.Sequences | None,
+    changes: Changes,
+) -> None:
+    """Write the frequencies of every site, and add hooks where a buffer is not enough."""
+    for site, (inv_freq, scaling) in targets.items():
+        if sequences is None:
+            write_buffers(site, saved.built.get(site, inv_freq.float()), scaling)
+        else:  # the hook replaces them; the buffer keeps the trained ones
+            write_buffers(site, site.loaded, site.scaling)
+        if precise or sequences is not None:
+            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
 
 
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
@@ -256,6 +286,58 @@ class _Standing(RoPE):
         return torch.where(t < self.start_tokens, t * self.divisors.to(t), t)
 
 
+@dataclass(frozen=True)
+class _Beside:
+    """A position method to apply, and how errors name it."""
+
+    method: PositionMethod
+    options: Options
+    label: str  # of the patch, for describe and errors
+    named: str  # the method and what is added to it
+    instead: str  # what to do where it is refused
+
+
+def _described(given: PositionMethod, options: Options) -> _Beside:
+    """Return a position method with the words of its errors."""
+    label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
+    return _Beside(given, options, label, given.name, "use a frequency method such as 'yarn'")
+
+
+def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _Beside:
+    """Return a frequency method as a position method, with the words of its errors."""
+    trained = place.scaled[0].rope
+    temperature = given.tempered(trained)
+    if given.is_dynamic:  # with layers that share a rotary module, or a layer without a scale
+        refuse_moving(given, "sliding_layers='keep'" if temperature is None else "temperature=")
+    instead = f"patch with {given.name!r}"
+    if options.bias is None and options.layers is None:
+        instead = "patch every layer, with sliding_layers='scale'"
+        if given.start_tokens:
+            instead = "leave start_tokens out"
+        elif temperature is not None:
+            instead = "give temperature= a number"
+    divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(1.0)  # 0 / 0: at rest
+    method = _Standing(of=given, divisors=divisors, temperature=temperature)
+    label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
+    return _Beside(method, replace(options, frequency=given), label, method.name, instead)
+
+
+def _with_added(one: _Beside) -> _Beside:
+    """Add ``bias=`` and ``layers=`` to the words, if they are given."""
+    options = one.options
+    added = [name for name in ("bias", "layers") if getattr(options, name) is not None]
+    if not added:
+        return one
+    words = " and ".join(f"{option}=" for option in added)
+    values = (f"{name}={getattr(options, name)}" for name in added)
+    return replace(
+        one,
+        label=", ".join([one.label, *values]),
+        named=f"{one.named} with {words}",
+        instead=f"{one.instead} without {words}",
+    )
+
+
 def apply_position(
     place: PatchTarget, given: PositionMethod | FrequencyMethod, options: Options, changes: Changes
 ) -> Applied:
@@ -266,58 +348,42 @@ def apply_position(
     """
     from rope_ext.position.install import Installed  # here, since it loads every kernel
 
-    label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
-    instead = "use a frequency method such as 'yarn'"
-    if isinstance(given, FrequencyMethod):
-        temperature = given.tempered(place.scaled[0].rope)
-        if given.is_dynamic:  # with layers that share a rotary module, or a layer without a scale
-            refuse_moving(given, "sliding_layers='keep'" if temperature is None else "temperature=")
-        options, instead = replace(options, frequency=given), f"patch with {given.name!r}"
-        if options.bias is None and options.layers is None:
-            instead = "patch every layer, with sliding_layers='scale'"
-            if given.start_tokens:
-                instead = "leave start_tokens out"
-            elif temperature is not None:
-                instead = "give temperature= a number"
-        trained = place.scaled[0].rope
-        divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(1.0)  # 0 / 0: at rest
-        method: PositionMethod = _Standing(of=given, divisors=divisors, temperature=temperature)
-    else:
-        method = given
-    decoder, under, rope = place.decoder, options.frequency, options.rope(place.scaled[0].rope)
-    named, beside = method.name, [n for n in ("bias", "layers") if getattr(options, n) is not None]
-    if beside:
-        added = " and ".join(f"{option}=" for option in beside)
-        label = ", ".join([label, *(f"{name}={getattr(options, name)}" for name in beside)])
-        named, instead = f"{named} with {added}", f"{instead} without {added}"
-    methods = (method,) if under is None else (under, method)
+    standing = isinstance(given, FrequencyMethod)
+    said = _standing(place, given, options) if standing else _described(given, options)
+    said = _with_added(said)
+    options, named, instead = said.options, said.named, said.instead
+    under = options.frequency
+    rope = options.rope(place.scaled[0].rope)
+    methods = (said.method,) if under is None else (under, said.method)
     for each in methods:
         require_scaling(place, each)
     table = {site: _write(place, site, methods, options) for site in place.scaled}
-    if method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
+    if said.method.by_pair and any(site.rope.dim != rope.dim for site in place.scaled):
         raise UnsupportedModelError(
-            f"{method.name} needs one number of pairs in all patched layers, and those of "
-            f"{type(decoder).__name__} differ; use another position method, such as 'self_extend'"
+            f"{said.method.name} needs one number of pairs in all patched layers, and those of "
+            f"{type(place.decoder).__name__} differ; use another position method, such as "
+            f"'self_extend'"
         )
-    reached, length = method.reached(rope), method.target_length(rope)
-    method = cast("PositionMethod", method.resolved(rope))
+    reached = said.method.reached(rope)
+    length = said.method.target_length(rope)
+    method = cast("PositionMethod", said.method.resolved(rope))
     precise = options.is_precise(length)
-    include_sliding = options.sliding_layers == "scale"
-    bias: Any = options.bias or NoPE()  # which adds nothing
-    encoding = method if isinstance(method, Encoding) else bias.resolved(rope)
-    windowed = any(site.local or site.shared for site in place.sites)
-    if windowed and encoding.window_beside() is not None:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} has layers with a window already, and {encoding.name} "
-            f"chooses its own; to remove positions of the others, patch with 'nope' and layers="
-        )
-    more = (include_sliding, encoding, options.layers, named, instead)
-    position_map = PositionMap(method, rope, table, label, precise, options.kernel, *more)
+    position_map = PositionMap(
+        method=method,
+        rope=rope,
+        frequencies=table,
+        label=said.label,
+        precise=precise,
+        kernel=options.kernel,
+        include_sliding=options.sliding_layers == "scale",
+        encoding=_encoding(place, method, rope, options),
+        layers=options.layers,
+        named=named,
+        instead=instead,
+    )
     # Layers with a window that share the rotary module are scaled along by a frequency method.
     whole = options.sliding_layers == "auto" and options.layers is options.bias is None
-    installed = Installed(
-        decoder, position_map, changes, isinstance(given, FrequencyMethod) and whole
-    )
+    installed = Installed(place.decoder, position_map, changes, standing and whole)
     watch_generation(place.model, installed.unbatched(), changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):
@@ -335,8 +401,27 @@ def apply_position(
             f"distances: {method} keeps to trained ones up to {reached} tokens only, of {length}"
         )
         _logger.warning("rope_ext: %s", notes[-1])
-    used = given if isinstance(given, FrequencyMethod) else method
-    return Applied(used, length, unsaved(place, length), False, precise, tuple(notes))
+    return Applied(
+        method=given if standing else method,
+        target_length=length,
+        saved=unsaved(place, length),
+        plain=False,
+        precise=precise,
+        notes=tuple(notes),
+    )
+
+
+def _encoding(place: PatchTarget, method: PositionMethod, rope: Rope, options: Options) -> Encoding:
+    """Return what is added to the logits: the method itself, the bias, or one that adds nothing."""
+    bias: Any = options.bias or NoPE()
+    encoding = method if isinstance(method, Encoding) else bias.resolved(rope)
+    windowed = any(site.local or site.shared for site in place.sites)
+    if windowed and encoding.window_beside() is not None:
+        raise UnsupportedModelError(
+            f"{type(place.decoder).__name__} has layers with a window already, and {encoding.name} "
+            f"chooses its own; to remove positions of the others, patch with 'nope' and layers="
+        )
+    return encoding
 
 
 def _write(

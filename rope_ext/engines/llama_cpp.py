@@ -8,7 +8,7 @@ small models, needs ``gguf``; names of their fields and tensors are in ``gguf.js
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,11 +71,81 @@ class Plan:
         return {"flags": dict(self.flags), "gguf": dict(self.keys), **tensors}
 
 
+@dataclass
+class _Draft:
+    """A plan that is being made."""
+
+    family: base.Family
+    keys: dict[str, Any]
+    flags: dict[str, Any]
+    multiplier: float  # of cosine and sine, as far as llama.cpp does not apply it itself
+    overrides: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    table: list[float] | None = None
+
+    def put(self, key: str, value: Any, flag: str | None = None, given: Any = None) -> None:
+        """Add a key to the file, and its flag; without a flag, override the key."""
+        name = f"{self.family.name}.{key}"
+        self.keys[name] = value
+        if flag is not None and not self.family.by_file:
+            self.flags[flag] = value if given is None else given
+        else:
+            self.overrides.append(f"{name}={type(value).__name__}:{value}")
+
+    def plan(self) -> Plan:
+        if self.table is None and self.overrides:
+            self.flags["--override-kv"] = self.overrides
+        return Plan(self.keys, self.flags, self.table, self.notes)
+
+
 def planned(state: Patch, in_file: bool) -> Plan:
     """Return keys and flags with which llama.cpp computes a patch, and a table if needed.
 
     ``in_file``: store as much as possible in the file.
     """
+    family = _family(state)
+    scaling = base.Scaling.from_patch(state)
+    length = scaling.rope.length
+    kind, parameters = _rope_type(state, scaling)
+    keys: dict[str, Any] = {  # No flag, since the unpatched file has it; other files may not.
+        f"{family.name}.rope.freq_base": float(scaling.rope.base),
+        # llama.cpp reads it only for YaRN, gguf_source for all types.
+        f"{family.name}.rope.scaling.original_context_length": length,
+    }
+    flags: dict[str, Any] = {"--ctx-size": scaling.target}
+    draft = _Draft(family, keys, flags, scaling.scaling)
+    yarn = kind == "yarn" and parameters.get("truncate", True)
+    betas = _unusual_betas(parameters) if yarn else {}
+    reads = family.name in READS_TABLE
+    if kind == "default":
+        draft.put("rope.freq_base", float(parameters["rope_theta"]), "--rope-freq-base")
+    elif kind == "linear":
+        draft.put("rope.scaling.type", "linear", "--rope-scaling")
+        draft.put("rope.scaling.factor", float(parameters["factor"]), "--rope-scale")
+    elif yarn and not (in_file and betas and reads):
+        _put_yarn(draft, float(parameters["factor"]), length, betas)
+    elif reads:
+        draft.table = scaling.divisors
+    else:
+        raise Refusal(
+            f"it reads tables of frequencies for the architectures "
+            f"{', '.join(map(repr, READS_TABLE))} only, and this is {family.name!r}"
+        )
+    _put_latent_scale(draft, state, scaling, yarn)
+    if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # it scales queries
+        draft.put("rope.scaling.original_context_length", length)
+    if "--yarn-orig-ctx" in flags:
+        keys[f"{family.name}.context_length"] = scaling.target
+    else:  # the server refuses prompts beyond the trained length, which only YaRN raises
+        draft.put("context_length", scaling.target)
+    if not math.isclose(draft.multiplier, 1.0, rel_tol=1e-12):
+        # --yarn-attn-factor has no effect; only the key does.
+        draft.put("rope.scaling.attn_factor", draft.multiplier)
+    return draft.plan()
+
+
+def _family(state: Patch) -> base.Family:
+    """Return the row of a model's family; raises Refusal if llama.cpp cannot run the patch."""
     if state.method.name == "self_extend":
         raise Refusal(
             "its --grp-attn-n groups tokens permanently once there are --grp-attn-w of them, and "
@@ -85,84 +155,60 @@ def planned(state: Patch, in_file: bool) -> Plan:
     if not family.kinds:
         raise Refusal(family.reason)
     base.refuse_unproven(state, family.sliding_base)
-    architecture = family.name
-    site, scaling = state.scaled[0], base.Scaling.from_patch(state)
+    return family
+
+
+def _rope_type(state: Patch, scaling: base.Scaling) -> tuple[str, Mapping[str, Any]]:
+    """Return the ``rope_type`` of a patch and its parameters; ``"longrope"`` stands for a table."""
+    site = state.scaled[0]
     # Not those of the configuration: transformers may build the same from a table only.
     parameters = not_none(state.frequencies).rope_parameters(site.rope)
-    kind, divisors = "longrope" if site.scaled else parameters["rope_type"], scaling.divisors
-    if kind == "longrope" and not site.scaled and max(divisors) <= min(divisors) * (1 + 1e-6):
-        kind, parameters = "linear", {"factor": divisors[0]}  # few architectures read tables
-    multiplier, length = scaling.scaling, scaling.rope.length
-    keys: dict[str, Any] = {  # No flag, since the unpatched file has it; other files may not.
-        f"{architecture}.rope.freq_base": float(scaling.rope.base),
-        # llama.cpp reads it only for YaRN, gguf_source for all types.
-        f"{architecture}.rope.scaling.original_context_length": length,
-    }
-    flags: dict[str, Any] = {"--ctx-size": scaling.target}
-    overrides, notes, table = [], [], None
+    if site.scaled:
+        return "longrope", parameters
+    divisors = scaling.divisors
+    even = max(divisors) <= min(divisors) * (1 + 1e-6)
+    if parameters["rope_type"] == "longrope" and even:  # few architectures read tables
+        return "linear", {"factor": divisors[0]}
+    return parameters["rope_type"], parameters
 
-    def put(key: str, value: Any, flag: str | None = None, given: Any = None) -> None:
-        """Add a key to the file, and its flag; without a flag, override the key."""
-        name = f"{architecture}.{key}"
-        keys[name] = value
-        if flag is not None and not family.by_file:
-            flags[flag] = value if given is None else given
-        else:
-            overrides.append(f"{name}={type(value).__name__}:{value}")
 
-    yarn = kind == "yarn" and parameters.get("truncate", True)
-    betas = {name: parameters[name] for name in ("beta_fast", "beta_slow") if yarn}
-    betas = {name: beta for name, beta in betas.items() if beta != getattr(YaRN, name)}
-    reads = architecture in READS_TABLE
-    if kind == "default":
-        put("rope.freq_base", float(parameters["rope_theta"]), "--rope-freq-base")
-    elif kind == "linear":
-        put("rope.scaling.type", "linear", "--rope-scaling")
-        put("rope.scaling.factor", float(parameters["factor"]), "--rope-scale")
-    elif yarn and not (in_file and betas and reads):
-        factor = float(parameters["factor"])
-        put("rope.scaling.type", "yarn", "--rope-scaling")
-        put("rope.scaling.factor", factor, "--rope-scale", _reaching(factor, length))
-        put("rope.scaling.original_context_length", length, "--yarn-orig-ctx")
-        flags |= {f"--yarn-{name.replace('_', '-')}": beta for name, beta in betas.items()}
-        multiplier /= yarn_factor(factor)
-        notes = ["llama.cpp applies the temperature 1 + 0.1 ln(s) itself"]
-        if betas:
-            notes.append(
-                f"{' and '.join(betas)} are flags only: llama.cpp reads their keys for two other "
-                f"architectures only"
-            )
-    elif reads:
-        table = divisors
-    else:
-        raise Refusal(
-            f"it reads tables of frequencies for the architectures "
-            f"{', '.join(map(repr, READS_TABLE))} only, and this is {architecture!r}"
+def _unusual_betas(parameters: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ends of YaRN's ramp that are not the defaults."""
+    betas = {name: parameters[name] for name in ("beta_fast", "beta_slow")}
+    return {name: beta for name, beta in betas.items() if beta != getattr(YaRN, name)}
+
+
+def _put_yarn(draft: _Draft, factor: float, length: int, betas: Mapping[str, float]) -> None:
+    draft.put("rope.scaling.type", "yarn", "--rope-scaling")
+    draft.put("rope.scaling.factor", factor, "--rope-scale", given=_reaching(factor, length))
+    draft.put("rope.scaling.original_context_length", length, "--yarn-orig-ctx")
+    draft.flags |= {f"--yarn-{name.replace('_', '-')}": beta for name, beta in betas.items()}
+    draft.multiplier /= yarn_factor(factor)
+    draft.notes = ("llama.cpp applies the temperature 1 + 0.1 ln(s) itself",)
+    if betas:
+        draft.notes += (
+            f"{' and '.join(betas)} are flags only: llama.cpp reads their keys for two other "
+            f"architectures only",
         )
-    grown = yarn_factor(keys.get(f"{architecture}.rope.scaling.factor", 1.0))
+
+
+def _put_latent_scale(draft: _Draft, state: Patch, scaling: base.Scaling, yarn: bool) -> None:
+    """Add the key of DeepSeek's second temperature, in the softmax scale of latent attention."""
+    family = draft.family
+    grown = yarn_factor(draft.keys.get(f"{family.name}.rope.scaling.factor", 1.0))
     there = scaling.scaling * (1.0 if yarn else grown)
     softmax = _softmax_factor(state)
-    if grown > 1 and ((family.mla and not math.isclose(there, softmax)) or _has_multiplier(state)):
-        # deepseek2.cpp multiplies logits by the square of `there` times 1 + L (grown - 1), where L
-        # is 10 times the key. Other architectures read only whether it is zero. With another L,
-        # the factor of cosine and sine is the key attn_factor itself.
-        share = 0.0
-        if family.mla and not math.isclose(there, softmax):
-            share = (softmax / there - 1) / (grown - 1)
-            multiplier = scaling.scaling
-        put("rope.scaling.yarn_log_multiplier", 0.1 * share)
-    if family.name == "mistral3" and "--yarn-orig-ctx" not in flags:  # it scales queries
-        put("rope.scaling.original_context_length", length)
-    if "--yarn-orig-ctx" in flags:
-        keys[f"{architecture}.context_length"] = scaling.target
-    else:  # the server refuses prompts beyond the trained length, which only YaRN raises
-        put("context_length", scaling.target)
-    if not math.isclose(multiplier, 1.0, rel_tol=1e-12):
-        # --yarn-attn-factor has no effect; only the key does.
-        put("rope.scaling.attn_factor", multiplier)
-    if table is None and overrides:
-        flags["--override-kv"] = overrides
-    return Plan(keys, flags, table, tuple(notes))
+    differs = family.mla and not math.isclose(there, softmax)
+    if grown <= 1 or not (differs or _has_multiplier(state)):
+        return
+    # deepseek2.cpp multiplies logits by the square of `there` times 1 + L (grown - 1), where L
+    # is 10 times the key. Other architectures read only whether it is zero. With another L,
+    # the factor of cosine and sine is the key attn_factor itself.
+    share = 0.0
+    if differs:
+        share = (softmax / there - 1) / (grown - 1)
+        draft.multiplier = scaling.scaling
+    draft.put("rope.scaling.yarn_log_multiplier", 0.1 * share)
 
 
 def _has_multiplier(state: Patch) -> bool:

@@ -7,8 +7,10 @@ does not change stays as in the trained embedding.
 """
 
 import dataclasses
+import inspect
 import math
 import re
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -424,6 +426,8 @@ def register(cls: M) -> M:
     """Class decorator: makes a frozen dataclass, and registers it under its name and aliases."""
     if "__dataclass_fields__" not in vars(cls):
         cls = dataclass(frozen=True, kw_only=True)(cls)
+    shown: Any = cls  # classes have no such attribute for type checkers
+    shown.__signature__ = plain_signature(cls)
     own = [base for base in cls.__mro__ if base.__module__ != Method.__module__]
     for name in _CONTROLLED:
         if any(callable(vars(base).get(name)) for base in own):
@@ -443,6 +447,21 @@ def register(cls: M) -> M:
             )
     REGISTRY.update((_key(name), cls) for name in names)
     return cls
+
+
+def plain_signature(cls: type) -> inspect.Signature:
+    """Return how a class is called, with ``float`` for a type that also limits its values."""
+    signature = inspect.signature(cls.__init__)  # of the class, it would be that of a base
+    try:
+        hints = typing.get_type_hints(cls)  # without what Annotated adds
+    except NameError:  # a name that is defined for type checkers only
+        return signature
+    parameters = [
+        one.replace(annotation=hints.get(one.name, one.annotation))
+        for one in signature.parameters.values()
+        if one.name != "self"
+    ]
+    return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
 def all_methods() -> list[type[Method]]:

@@ -15,6 +15,8 @@ from rope_eval.engines import verifying
 from rope_eval.engines.verifying import Miniature, in_process, verify
 from rope_ext.engines import llama_cpp
 from rope_ext.engines.base import ENGINES, miniatures
+from tests.engines.record import ran, unproved
+from tests.engines.table import page
 from tests.families.zoo import LENGTH, tiny_config
 
 METHODS = {"default": "ntk", "linear": "pi", "yarn": "yarn", "llama3": "llama3"}
@@ -55,6 +57,8 @@ def check(engine: str, family: str, kind: str, folder: Path) -> None:
     assert found.passed or family in NO_TEMPERATURE, str(found)
     assert found.candidates[0] == "as patched", str(found)
     assert max(found.lengths) > 3 * LENGTH
+    if engine in ENGINES:
+        ran(engine, family, kind)
 
 
 @pytest.mark.slow
@@ -120,6 +124,16 @@ def test_what_mlx_would_ignore_is_refused(family: str) -> None:
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
     with pytest.raises(rope_ext.ExportError, match=r"mlx cannot run yarn: .*models/"):
         rope_ext.export(miniature.model, "mlx")
+
+
+def test_every_claim_was_run_in_its_engine() -> None:
+    """A claim added to the table fails until ``tests.engines.record`` has a run of it."""
+    assert unproved() == []
+
+
+def test_the_page_of_families_is_that_of_the_table() -> None:
+    written = (Path(__file__).parents[2] / "docs/engines/families.md").read_text(encoding="utf-8")
+    assert written == "\n".join(page()) + "\n"
 
 
 def test_what_the_plugin_of_vllm_imports_is_there() -> None:

@@ -18,8 +18,9 @@ import rope_ext
 from rope_eval.engines import verifying
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import current_patch
-from rope_ext.rotary.sites import find_sites, text_decoder
+from rope_ext.rotary.sites import find_sites, text_config, text_decoder
 from rope_ext.saving.folder import built_on_meta, patch_without_weights
+from tests.engines.record import ran
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 
 SETTINGS = {"vllm": "hf_overrides", "sglang": "json_model_override_args"}
@@ -141,6 +142,8 @@ def test_mlx_runs_the_text_model_of_a_whole_model(
     torch.testing.assert_close(
         verifying.mlx(tmp_path, prompts), torch.stack(rows), rtol=0, atol=1e-4
     )
+    kind = {"ntk": "default", "resonance": "longrope"}.get(method, method)
+    ran("mlx", text_config(model).model_type, kind)
 
 
 def test_mlx_is_given_no_model_that_it_does_not_load() -> None:

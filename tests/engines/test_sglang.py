@@ -21,6 +21,7 @@ import rope_ext
 from rope_ext.engines.base import ENGINES
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import text_decoder
+from tests.engines.record import SAME_CODE, ran
 from tests.families.zoo import tiny_model
 from tests.helpers.engines import BUILD, FLAGS, TABLES, built
 from tests.helpers.models import several_axes
@@ -35,8 +36,6 @@ OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("resonance", {}),
 }
 LATENT = ("deepseek_v2", "deepseek_v3")
-SAME = ("kimi_k2", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-"""Code of deepseek_v3, and of qwen2_vl_text."""
 
 
 def model_of(family: str) -> Any:
@@ -112,8 +111,10 @@ def test_its_classes_compute_every_method() -> None:
 
 @pytest.mark.slow
 def test_its_classes_compute_all_that_is_claimed() -> None:
-    claimed = [
-        (n, OF_KIND[k]) for n, f in ENGINES["sglang"].items() if n not in SAME for k in f.kinds
-    ]
-    claimed.append(("deepseek_v3", ("yarn", {"attention_factor": 1.3})))
-    compare([one for name, case in claimed for one in asked(name, *case)])
+    same = SAME_CODE["sglang"]
+    claimed = [(n, k) for n, f in ENGINES["sglang"].items() if n not in same for k in f.kinds]
+    cases = [(name, OF_KIND[kind]) for name, kind in claimed]
+    cases.append(("deepseek_v3", ("yarn", {"attention_factor": 1.3})))
+    compare([one for name, case in cases for one in asked(name, *case)])
+    for name, kind in claimed:
+        ran("sglang", name, kind)

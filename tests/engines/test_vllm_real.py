@@ -24,6 +24,7 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines.base import ENGINES
 from rope_ext.engines.configs import PLUGIN_METHODS
+from tests.engines.record import ran
 from tests.families.zoo import LENGTH, tiny_config, tiny_model
 from tests.helpers import pretrained
 from tests.helpers.servers import running
@@ -170,6 +171,7 @@ def test_it_computes_what_is_exported(
     latent = {"attention_backend": "CPU_MLA"} if family in LATENT_FAMILIES else {}
     (got,) = engine.run(tmp_path, printed(model) | latent, [ids])
     torch.testing.assert_close(got, wanted, rtol=0, atol=close)
+    ran("vllm", family, next(kind for kind in OF_KIND if method in dict(OF_KIND[kind])))
 
 
 def checkpoint() -> Any:

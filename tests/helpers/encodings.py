@@ -307,6 +307,7 @@ class Encoding:
         options: small enough that everything matters within 90 tokens.
         entered: what enters a layer.
         into: the first of the layers that it enters, and the first of those behind.
+        drawn: of parameters whose initial values do not matter within 90 tokens.
     """
 
     name: str
@@ -314,11 +315,16 @@ class Encoding:
     options: dict[str, Any] = field(default_factory=dict)
     entered: Callable[[Entered], torch.Tensor] | None = None
     into: tuple[int | None, int | None] = (0, 1)
+    drawn: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def patch(self, model: nn.Module, **options: Any) -> nn.Module:
         """``model`` under the encoding, with parameters that are all different."""
-        return randomized(rope_ext.patch(model, self.name, **{**self.options, **options}))
+        patched = rope_ext.patch(model, self.name, **{**self.options, **options})
+        return randomized(patched, self.drawn)
 
+
+TENS_OF_TOKENS = {"position": (0.0, 2.0)}
+"""Weights that move positions up to some tens of tokens in either direction."""
 
 ALL: dict[str, Encoding] = {
     **{f.__name__: Encoding(f.__name__, f) for f in (nope, alibi, t5, kerple_log, kerple_power)},
@@ -327,7 +333,9 @@ ALL: dict[str, Encoding] = {
     "t5 offsets": Encoding("t5", t5_offsets, {"buckets": "offsets", "max_distance": 7}),
     "fire": Encoding("fire", fire, {"threshold": 20.0}),
     "dape v2": Encoding("dape", dape_v2, {"version": 2}),
-    "dape on fire": Encoding("dape", dape_on_fire, {"on": "fire"}),
+    "dape on fire": Encoding(
+        "dape", dape_on_fire, {"on": "fire"}, drawn={"fire_multiplier": (0.03, 0.0)}
+    ),
     "dape on nothing": Encoding("dape", dape_on_nothing, {"on": None}),
     "cope": Encoding("cope", cope, {"positions": 16}),
     "shaw": Encoding("shaw", shaw, {"clip": 7}),
@@ -344,8 +352,8 @@ ALL: dict[str, Encoding] = {
     "through keys": Encoding("transformer_xl", through_keys, {"projection": "key"}),
     "xpos": Encoding("xpos", xpos, {"scale_base": 16}),  # at most 70 queries are rotated together
     "3d_rpe": Encoding("3d_rpe", rpe_3d, {"chunk": 20, "base": 2.0}),
-    "repo": Encoding("repo", repo),
-    "repo shifted": Encoding("repo", repo_shifted, {"positions": "shifted"}),
+    "repo": Encoding("repo", repo, drawn=TENS_OF_TOKENS),
+    "repo shifted": Encoding("repo", repo_shifted, {"positions": "shifted"}, drawn=TENS_OF_TOKENS),
     "swan": Encoding("swan", swan, {"every": 2, "window": 7, "factor": 4}),
     "sinusoidal": Encoding(
         "sinusoidal", entered=lambda e: e.x + e.scale * sinusoid(e.t, e.x.shape[-1])
@@ -398,26 +406,36 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if ".rope_ext_" in n}
 
 
+Drawn = dict[str, tuple[float, float]]
+"""Mean and standard deviation of a parameter, by its short name."""
+
+
 @torch.no_grad()
-def randomized(model: nn.Module) -> nn.Module:
-    """Make all parameters of the patch different, and large enough to matter."""
+def randomized(model: nn.Module, drawn: Drawn | None = None) -> nn.Module:
+    """Make all parameters of the patch different, and large enough to matter.
+
+    They are drawn around an initial value that all of a parameter's numbers have, or around 0, and
+    within bounds; or as ``drawn`` says. Initial values that are drawn do not matter: tests patch
+    several models that have to be the same.
+    """
     generator = torch.Generator().manual_seed(5)
-    for key, parameter in parameters(model).items():
-        drawn, name = torch.randn(parameter.shape, generator=generator), key.split(".")[-1]
-        if name in ("r1", "r2"):
-            drawn = drawn.abs().clamp(0.01, 1.5)  # between the bounds of KERPLE
-        elif name in ("c", "multiplier"):
-            drawn = parameter * (1 + 0.2 * drawn)  # near their initial values
-        elif name == "fire_multiplier":
-            drawn.fill_(0.03)  # denominators change after 15 tokens
-        elif "rope_ext_positions" in key:  # up to some tens of tokens in either direction
-            drawn *= (6 if name == "position" else 1) / math.sqrt(parameter.shape[-1])
-        elif "rope_ext_temperature" in key:
-            drawn = drawn + 1
-        else:
-            small = "rope_ext_input" in key or "second" in name
-            drawn *= 0.2 if small else 0.3 if "first" in name or name == "table" else 0.5
-        parameter.copy_(drawn)
+    for path, module in model.named_modules():
+        if not path.split(".")[-1].startswith("rope_ext_"):
+            continue
+        for name, parameter in module.named_parameters():
+            first = parameter.flatten()[0]
+            mean, spread = 0.0, 0.3
+            if name in (drawn or {}):
+                mean, spread = drawn[name]
+            elif first != 0 and bool((parameter == first).all()):
+                mean, spread = float(first), 0.3 * float(first)
+            elif parameter.ndim > 1:
+                spread = min(0.3, parameter.shape[-1] ** -0.5)
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name in getattr(module, "bounds", {}):
+                parameter.copy_((spread * noise).abs().clamp(*module.bounds[name]))
+            else:
+                parameter.copy_(mean + spread * noise)
     return model
 
 

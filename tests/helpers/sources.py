@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OURS = ("rope_ext", "rope_eval", "recipes", "lab", "tests")
 PACKAGES = (ROOT / "rope_ext", ROOT / "eval" / "rope_eval")
 
 

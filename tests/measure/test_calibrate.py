@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import random
@@ -346,3 +347,13 @@ def test_advice_puts_first_what_was_calibrated_and_else_says_how(
     printed = CliRunner().invoke(app, ["recommend", str(folder), "--length", str(TARGET)])
     assert printed.exit_code == 0 and result.call in printed.stdout
     assert rope_ext.recommend(folder, 2 * TARGET).method != result.method
+
+
+@pytest.mark.parametrize("function", [rope_ext.calibrate, rope_ext.search])
+def test_a_signature_shows_every_option_and_its_default(function) -> None:
+    shown = inspect.signature(function).parameters
+    assert not any(one.kind is one.VAR_KEYWORD for one in shown.values())
+    assert shown["prompts"].default == 16 and shown["needle"].default == "number"
+    own = {"options", "cost"} if function is rope_ext.calibrate else {"population", "critical"}
+    assert own <= set(shown)
+    assert shown["target_length"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from rope_ext.methods import (
     LongRoPE,
     NTKByParts,
     PRoPE,
+    ReRoPE,
     Resonance,
     Rope,
     YaRN,
@@ -317,3 +319,18 @@ def test_options_of_other_classes_are_checked_by_annotations_that_are_strings() 
     assert Own(factor=4).flag
     with pytest.raises(OptionError, match="own: flag='x' is not valid"):
         Own(factor=4, flag="x")
+
+
+def test_a_signature_shows_types_without_their_limits() -> None:
+    shown = inspect.signature(YaRN)
+    assert str(shown).startswith("(*, factor: float, ")
+    assert shown.parameters["beta_fast"].annotation is float
+    assert "Annotated" not in str(shown)
+    assert "window" in inspect.signature(ReRoPE).parameters
+
+
+def test_yarn_ramp_ends_at_the_last_column_as_in_transformers() -> None:
+    """With so small a base, the pair with ``beta_slow`` rotations would be behind all of them."""
+    rope = Rope.geometric(base=10.0, dim=16, length=64)
+    kept = YaRN(factor=4, beta_slow=0.01).kept(rope)
+    torch.testing.assert_close(kept, 1 - torch.arange(8, dtype=torch.float64) / 15)

@@ -194,3 +194,8 @@ def test_only_frequency_methods_go_under_a_position_method(model) -> None:
         rope_ext.patch(model, "yarn", factor=4, frequency=NTK(factor=2))
     with pytest.raises(rope_ext.OptionError, match="'reference'"):
         rope_ext.patch(model, "rerope", factor=4, kernel="fast")
+
+
+def test_a_window_that_extends_nothing_is_refused_with_the_distance_in_use() -> None:
+    with pytest.raises(rope_ext.OptionError, match="distances up to 100;"):
+        rope_ext.ReRoPE(factor=4, window=100).reached(Rope.geometric(base=1e4, dim=16, length=64))

@@ -79,13 +79,22 @@ PUBLISHED = {  # what multiplies cosine and sine where no attention_factor is gi
     "string": 1 + 0.1 * math.log(2),  # likewise, at any factor
 }
 
+WITH_LOG_N = ("rerope", "leaky_rerope")
+"""Methods whose released code multiplies queries by log n."""
+
 
 @pytest.mark.every
 @pytest.mark.parametrize("name", GIVEN)
 def test_without_them_each_method_has_what_was_released_with_it(name: str) -> None:
     method = _build(name, **({"published": True} if name in ("self_extend", "dpe") else {}))
     assert method.attention_scaling(ROPE) == pytest.approx(PUBLISHED.get(name, 1.0), rel=1e-12)
-    assert (method.query_scaling(T, ROPE) is not None) == ("rerope" in name)
+    found = method.query_scaling(T, ROPE)
+    if name in WITH_LOG_N:
+        assert found is not None
+        assert found.tolist() == pytest.approx([log_n(i) for i in range(300)], rel=1e-12)
+    else:  # the matrix of formulas compares its values
+        own = method.own_temperature() if method.temperature is None else None
+        assert (found is None) == (own is None)
 
 
 def test_under_a_position_method_both_numbers_on_cosine_and_sine_hold(ids) -> None:

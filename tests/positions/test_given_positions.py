@@ -81,6 +81,27 @@ def test_a_cache_is_not_continued_with_positions_that_jump(gap: str, step: int, 
         logits(model, ids[:, 50 : 50 + step], **given)
 
 
+@pytest.mark.parametrize("rejected", [2, 1])
+def test_a_cache_is_continued_once_a_tree_of_drafts_is_cropped(rejected: int, ids) -> None:
+    """Two drafts of the same token stand in one position; tokens before them count one by one."""
+    model = patch(tiny_llama())
+    right = logits(model, ids[:1])
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:1, :50], past_key_values=cache)
+    tree = torch.ones(1, 1, 2, 52, dtype=torch.bool)
+    tree[..., 0, 51] = False  # neither draft sees the other
+    tree[..., 1, 50] = False
+    drafts = {"attention_mask": tree, "position_ids": torch.tensor([[50, 50]])}
+    logits(model, ids[:1, 50:52], past_key_values=cache, **drafts)
+    cache.crop(-rejected)
+    if rejected == 1:
+        with pytest.raises(rope_ext.CacheError, match="one by one"):
+            logits(model, ids[:1, 51:52], past_key_values=cache)
+        return
+    after = logits(model, ids[:1, 50:], past_key_values=cache)
+    torch.testing.assert_close(after, right[:, 50:], **EXACT)
+
+
 def test_padding_in_the_middle_counts_as_distance_unless_positions_say_otherwise(ids) -> None:
     model = tiny_llama()
     mask = torch.ones_like(ids)

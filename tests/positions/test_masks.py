@@ -53,6 +53,18 @@ def test_tokens_that_see_later_ones(name: str, ids) -> None:
         torch.testing.assert_close(logits(model, ids, attention_mask=given), before, **EXACT)
 
 
+def test_packed_documents_whose_first_tokens_see_each_other(ids) -> None:
+    """The last query sees neither of the earlier document's tokens, which are no padding."""
+    mask = prefix(90, 20)
+    mask[:, :, 45:, :45] = False
+    positions = torch.arange(45).repeat(2)[None]
+    given = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    model = tiny_llama()
+    before = logits(model, ids, **given)
+    patch(model, "rerope", window=50, **TOLD)
+    torch.testing.assert_close(logits(model, ids, **given), before, **EXACT)
+
+
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi"])
 def test_tokens_that_see_further_than_a_method_can_express(name: str, ids) -> None:
     options = {"rerope": {"window": 39}, "dual_chunk": {"chunk": 50, "local": 7}}

@@ -18,6 +18,8 @@ from transformers import AutoTokenizer
 import rope_ext
 from rope_eval.engines import verifying
 from rope_ext.patching import current_patch
+from rope_ext.rotary.sites import text_config
+from tests.engines.record import ran
 from tests.helpers import pretrained
 
 LENGTH = 128
@@ -166,6 +168,7 @@ def test_llama_cpp_runs_the_original_file(name: str, method: str) -> None:
     assert away(served, expected) < 1.5 * noise + 0.01
     least = {"smollm2": 2, "gemma3": 1.3}[name]  # Gemma in bfloat16 is .23 off by itself
     assert wrong > least * away(served, expected)
+    ran("llama.cpp", text_config(model).model_type, method)
 
 
 def engine(words: list[str], prompts: list[list[int]], vocabulary: int) -> torch.Tensor:

@@ -86,6 +86,17 @@ def test_a_saved_model_comes_back_with_its_patch(tmp_path, ids, base: Path, case
     assert torch.equal(logits(again, ids), logits(true, ids))
 
 
+def test_angles_in_float64_come_back(tmp_path, ids) -> None:
+    """Plain transformers loads the folder, too, but has angles in float32."""
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4, precise=True)
+    far = {"position_ids": 3_000_000 + torch.arange(ids.shape[1])[None]}
+    model.save_pretrained(tmp_path)
+    again = rope_ext.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, ids, **far), logits(model, ids, **far))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(logits(plain, ids, **far), logits(model, ids, **far))
+
+
 def test_a_patch_on_a_scaled_checkpoint_comes_back(tmp_path, ids) -> None:
     rope_ext.patch(tiny_llama(), "llama3", factor=2).save_pretrained(tmp_path / "llama3")
     scaled = rope_ext.from_pretrained(tmp_path / "llama3")

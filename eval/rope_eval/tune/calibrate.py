@@ -24,6 +24,7 @@ from rope_eval.cases import digest
 from rope_eval.data.prompts import beginning
 from rope_eval.data.text import python_library
 from rope_eval.folder import Folder, lock
+from rope_eval.options import keyword_options
 from rope_eval.reports.calibration import SCALAR, Calibration, Change, Choice, Trial, mean
 from rope_eval.reports.intervals import paired_rates, sum_interval
 from rope_eval.tune import fitness
@@ -43,6 +44,7 @@ _WALK = 4  # maximum number of steps beyond the grid
 Grid = Mapping[str, tuple[Any, ...]]
 
 
+@keyword_options(CalibrationOptions)
 def calibrate(
     model: nn.Module,
     tokenizer: Any,

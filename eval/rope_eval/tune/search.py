@@ -24,6 +24,7 @@ from torch import nn
 
 from rope_eval.cases import digest
 from rope_eval.folder import lock, replace_file, writing
+from rope_eval.options import keyword_options
 from rope_eval.reports.calibration import Calibration, mean, perplexity
 from rope_eval.reports.intervals import sum_interval
 from rope_eval.tasks.passkey import TEACHER_FORCED
@@ -183,6 +184,7 @@ def _method(given: SearchOptions, one: Candidate, factor: float) -> LongRoPE:
     )
 
 
+@keyword_options(SearchOptions)
 def search(
     model: nn.Module,
     tokenizer: Any,

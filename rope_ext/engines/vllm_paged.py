@@ -42,6 +42,10 @@ def _current_tables(served: Served) -> paged.Tables:
 class StoredKeys(nn.Module):
     """Rotates keys to the positions under which they are cached, and no queries."""
 
+    stored: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, tables: paged.Tables) -> None:
         super().__init__()
         self.rotates = tables.rotates_stored

@@ -318,7 +318,7 @@ def apply_position(
     installed = Installed(
         decoder, position_map, changes, isinstance(given, FrequencyMethod) and whole
     )
-    watch_generation(place.model, installed.unbatched(), changes)
+    watch_generation(place.model, installed.batch, changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):
         notes.append(

@@ -50,8 +50,8 @@ def export(model: nn.Module | PreTrainedConfig | str | Path, engine: str, **opti
         engine: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"ollama"``, ``"mlx"`` or
             ``"transformers"``.
         **options: engine options. For ``"transformers"``, ``legacy=True`` adds the field names of
-            older readers. For ``"vllm"``, ``plugin=True`` is for a folder with a position method,
-            which 0.32 serves on CPUs.
+            older readers. For ``"vllm"``, ``plugin=False`` refuses position methods, which vLLM
+            0.32 serves on CPUs through the plugin of rope_ext.
 
     Returns:
         Settings with which the engine computes the same frequencies and attention scaling from the

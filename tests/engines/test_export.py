@@ -20,6 +20,7 @@ import rope_ext
 from rope_ext.cli import app
 from rope_ext.patching import current_patch
 from tests.families.zoo import tiny_model
+from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.engines import TABLE, built
 from tests.helpers.models import tiny_llama
 
@@ -162,7 +163,10 @@ def test_transformers_reads_the_older_names_to_the_same_bits(tmp_path, engine, c
 @pytest.mark.parametrize(
     ("engine", "method", "options", "message"),
     [
-        ("vllm", "rerope", {}, "no setting that changes the positions.*no supported engine can"),
+        ("sglang", "rerope", {}, "no setting that changes the positions.*'vllm' can run"),
+        ("vllm", "lm_infinite", {}, "no setting that changes.*no supported engine can"),
+        ("vllm", "rerope", {"bias": "alibi"}, "plugin serves no bias=.*no supported engine can"),
+        ("vllm", "rerope", {"temperature": "ssmax"}, "learned temperatures"),
         ("llama.cpp", "self_extend", {}, "neighbors lose their exact distances"),
         ("sglang", "dynamic_ntk", {}, "length=TOKENS.*'transformers' can"),
         ("vllm", "dynamic_yarn", {}, "length of each request: .*length=TOKENS"),
@@ -173,6 +177,38 @@ def test_what_an_engine_cannot_run_is_refused(engine, method, options, message) 
     model = rope_ext.patch(tiny_llama(), method, factor=4, **options)
     with pytest.raises(rope_ext.ExportError, match=f"{engine} cannot run {method}: .*{message}"):
         rope_ext.export(model, engine)
+
+
+def test_a_position_method_is_exported_to_vllm_for_the_plugin_of_rope_ext(tmp_path) -> None:
+    """For a saved folder, and for a model and a method by name, whose record the plugin reads."""
+    serve = "python -m vllm.entrypoints.openai.api_server --model"
+    save_checkpoint(tmp_path / "base")
+    asked = [str(tmp_path / "base"), "--method", "self_extend", "--factor", "4"]
+    made = CliRunner().invoke(app, ["export", *asked, "--engine", "vllm"])
+    command, note = made.stdout.splitlines()
+    assert command.startswith(f"{serve} {tmp_path / 'base'} --hf-overrides ")
+    assert "rope_ext in its environment" in note
+    assert "rope-ext verify" in made.output and "--engine vllm" in made.output
+    words = shlex.split(command)
+    fields = json.loads(words[words.index("--hf-overrides") + 1])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rope_ext.patch(model, "self_extend", factor=4).save_pretrained(tmp_path / "patched")
+    written = json.loads((tmp_path / "patched" / "config.json").read_text("utf-8"))
+    assert {"rope_ext", "rope_parameters", "max_position_embeddings"} == fields.keys()
+    alike = ("method", "resolved", "trained_length", "target_length")
+    assert [fields["rope_ext"][x] for x in alike] == [written["rope_ext"][x] for x in alike]
+    for name in ("rope_parameters", "max_position_embeddings"):
+        assert fields[name] == written[name]
+    assert words[-2:] == ["--max-model-len", str(fields["max_position_embeddings"])]
+    saved = rope_ext.export(tmp_path / "patched", "vllm")
+    assert saved.command == f"{serve} {tmp_path / 'patched'}"
+    loaded = rope_ext.export(model, "vllm").settings["hf_overrides"]
+    assert loaded["rope_ext"] == written["rope_ext"]
+    with pytest.raises(rope_ext.ExportError, match="no setting that changes the positions"):
+        rope_ext.export(model, "vllm", plugin=False)
+    granite = rope_ext.patch(tiny_model("granite"), "rerope", factor=4)
+    with pytest.raises(rope_ext.ExportError, match="and this is granite"):
+        rope_ext.export(granite, "vllm")
 
 
 def test_families_and_names_that_were_not_checked_are_refused() -> None:

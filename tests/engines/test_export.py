@@ -359,4 +359,8 @@ def test_what_a_family_cannot_be_given_is_refused(engine: str) -> None:
 def test_the_draft_of_a_checkpoint_is_not_forgotten(family: str) -> None:
     model = rope_ext.patch(tiny_model(family), "yarn", factor=4)
     for engine in ("vllm", "sglang", "llama.cpp"):
-        assert ("MTP head" in str(rope_ext.export(model, engine))) == (family != "llama")
+        found = str(rope_ext.export(model, engine))
+        if engine == "llama.cpp":
+            assert ("MTP head" in found) == (family != "llama")
+        else:  # any model may have a draft in a folder of its own
+            assert "MTP head, EAGLE, DFlash" in found

@@ -29,7 +29,7 @@ from rope_ext.errors import (
 from rope_ext.methods import FrequencyMethod, Method, build_method
 from rope_ext.options import Options, SlidingLayers
 from rope_ext.position.learned import Earlier
-from rope_ext.rotary.context import arguments, cache_among
+from rope_ext.rotary.context import arguments, cache_among, forget_pages
 from rope_ext.rotary.sites import (
     PatchTarget,
     RotarySite,
@@ -319,7 +319,9 @@ def _patch(
     refuse_changed(decoder, scaled, options.original_max_position_embeddings)
     _refuse_unsaved(model)
     changes: Changes = []
+    forget_pages(model)
     try:
+        changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
         config, tokenizer = text_config(decoder), options.tokenizer
         configuration.correct(decoder, sites)

@@ -384,7 +384,7 @@ def apply_position(
     # Layers with a window that share the rotary module are scaled along by a frequency method.
     whole = options.sliding_layers == "auto" and options.layers is options.bias is None
     installed = Installed(place.decoder, position_map, changes, standing and whole)
-    watch_generation(place.model, installed.unbatched(), changes)
+    watch_generation(place.model, installed.batch, changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):
         notes.append(

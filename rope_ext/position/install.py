@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from rope_ext.config.record import option_texts
 from rope_ext.encodings import Heads
 from rope_ext.errors import CacheError, OptionError, UnsupportedModelError
-from rope_ext.position import direction, inputs, layers, learned, tensors
+from rope_ext.position import direction, inputs, layers, learned, paged, tensors
 from rope_ext.position.attend import NAME
 from rope_ext.position.forward import SPARE, PositionForward, require_known, shorten
 from rope_ext.position.map import PositionMap
@@ -150,13 +150,18 @@ class Installed(context.Tracker):
                 for rotations in (by for _, *both in layer.rotations for by in both):
                     context.cached_on_device(rotations, rotations.cached, device)
 
-    def unbatched(self) -> str:
-        """Error message for continuous batching, with the alternative."""
-        return (
-            f"continuous batching (generate_batch) keeps keys in pages, which attention under "
-            f"{self.map.named} cannot read; call generate with a padded batch, whose cache is a "
-            f"DynamicCache or a StaticCache, or {self.map.instead}"
-        )
+    def batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``model.init_continuous_batching``."""
+        return paged.initialize(self._require_attention, self.map.named, original, *args, **kwargs)
+
+    def _require_attention(self) -> None:
+        """Raise if the attention implementation was changed after the patch."""
+        name, attention = self.map.method.name, self._config._attn_implementation
+        if attention != NAME:
+            raise UnsupportedModelError(
+                f"the attention implementation was set to {attention!r} after the patch with {name}"
+                f", which needs its own; call rope_ext.unpatch(model), or patch with replace=True"
+            )
 
     def _notes(self, within: list[nn.Module], windowed: int, follow: bool) -> list[str]:
         added, mapped = self.map.encoding, self.mapped
@@ -190,12 +195,7 @@ class Installed(context.Tracker):
         name = self.map.method.name
         context.refuse_sharded(name, self.map.instead)
         refuse_presses(self._modules, name, self.map.instead)
-        attention = self._config._attn_implementation
-        if attention != NAME:
-            raise UnsupportedModelError(
-                f"the attention implementation was set to {attention!r} after the patch with {name}"
-                f", which needs its own; call rope_ext.unpatch(model), or patch with replace=True"
-            )
+        self._require_attention()
         if not direction.is_causal(self._config, given):
             call = "a call with is_causal=False"
             raise direction.not_causal(call, self.map.named, self.map.instead)
@@ -206,7 +206,8 @@ class Installed(context.Tracker):
             )
         cache = context.cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
-            raise CacheError(self.unbatched())
+            context.forward_context.stack.append(self._row(cache, given))
+            return
         mask = mask_of_decoder(given.get("attention_mask"))
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
@@ -231,6 +232,18 @@ class Installed(context.Tracker):
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
         context.forward_context.stack.append(forward)
+
+    def _row(self, pages: Any, given: dict[str, Any]) -> paged.PagedForward:
+        """Return the forward of a row of requests."""
+        ends = given.get("cu_seq_lens_q")
+        if ends is None or not hasattr(pages, "layer_to_allocator"):
+            raise CacheError(
+                f"{type(pages).__name__} is not a cache that {self.map.named} can continue; use "
+                f"generate, generate_batch, or a DynamicCache or StaticCache"
+            )
+        row = paged.PagedForward(self.map, *context.shape_of(given), 0, None, False)
+        row.pages, row.ends = pages, ends
+        return row
 
     def finish(self, forward: PositionForward, output: Any) -> None:
         for cache in context.caches_in(output):

@@ -15,7 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+)
 
 from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
@@ -39,6 +43,12 @@ def documents_of(function: Callable) -> Tensor | None:
     """Return the documents that a mask function separates, ``[rows, keys]``."""
     packed = [part for part in _parts(function) if _is(part, _PACKED)]
     return _held(packed[0])[0] if packed else None
+
+
+def without_documents(function: Callable) -> Callable:
+    """Return a mask function that does not separate documents."""
+    parts = [part for part in _parts(function) if not _is(part, _PACKED)]
+    return parts[0] if len(parts) == 1 else and_masks(*parts)
 
 
 def _parts(function: Callable) -> list[Callable]:
@@ -122,6 +132,29 @@ class BatchMask:
         documents = documents_of(self.arguments["mask_function"]) if self.arguments else None
         if documents is not None:
             forward.split(documents)
+
+    def of_request(self, forward: PositionForward, keys: int) -> "BatchMask":
+        """Return the mask of one request of a row, whose last ``keys`` tokens are there.
+
+        It is the mask that transformers requests when a cache of this request is continued.
+        """
+        if self.arguments is None:
+            if self.given is not None:
+                raise UnsupportedModelError(
+                    "continuous batching with an attention mask of your own is not supported by "
+                    "position methods; leave it out"
+                )
+            return BatchMask(forward)
+        arguments = {
+            **self.arguments,
+            "batch_size": 1,
+            "q_length": forward.tokens,
+            "kv_length": keys,
+            "q_offset": forward.filled,
+            "kv_offset": forward.room - keys,
+            "mask_function": without_documents(self.arguments["mask_function"]),
+        }
+        return BatchMask(forward, arguments)
 
     def prepare(self) -> None:
         """Prepare what a compiled forward needs from a mask created before it."""

@@ -218,14 +218,21 @@ def _runs_layers_again(decoder: nn.Module) -> bool:
     return trains and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())
 
 
-def watch_generation(model: nn.Module, reason: str, changes: Changes) -> None:
-    """Make continuous batching (``generate_batch``) raise CacheError, and ``generate`` clean up."""
+def watch_generation(model: nn.Module, batch: Callable[..., Any], changes: Changes) -> None:
+    """Make ``generate`` clean up, and ``batch`` handle ``model.init_continuous_batching``."""
     # All entry points of continuous batching call this one, and would raise in a thread of theirs.
-    wrap(model, "init_continuous_batching", functools.partial(_refuse, reason), changes)
+    wrap(model, "init_continuous_batching", batch, changes)
     wrap(model, "generate", _forgetting, changes)
 
 
-def _refuse(reason: str, *args: Any, **kwargs: Any) -> None:
+def forget_pages(model: nn.Module) -> None:
+    """Remove a manager kept by ``generate_batch``, since its pages hold keys as now rotated."""
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        model.destroy_cached_continuous_batching_manager()
+
+
+def refuse_batching(reason: str, *args: Any, **kwargs: Any) -> None:
+    """Raise CacheError with a reason in place of ``model.init_continuous_batching``."""
     raise CacheError(reason)
 
 

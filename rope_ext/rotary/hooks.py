@@ -9,6 +9,7 @@ and values of earlier tokens were computed with them. A request's state is store
 in its thread while it runs, since several threads may serve one model.
 """
 
+import functools
 import logging
 import math
 from dataclasses import dataclass, field
@@ -236,7 +237,8 @@ class Sequences(context.Tracker):
         )
         self.track(decoder, changes)
         wrap(place.model, "generate", self.generate, changes)
-        context.watch_generation(place.model, self.unbatched, changes)  # around self.generate
+        refuse = functools.partial(context.refuse_batching, self.unbatched)
+        context.watch_generation(place.model, refuse, changes)  # around self.generate
         wrap(place.model, "prepare_inputs_for_generation", self.prepare, changes)
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 

@@ -234,6 +234,20 @@ def test_a_folder_under_a_position_method_is_served(
     assert min(counted) > 0, counted
 
 
+@pytest.mark.parametrize("method", ["rerope", "jet_long"])
+def test_a_model_is_served_under_a_position_method_by_name(engine: Engine, method: str) -> None:
+    """The printed command holds the record, so the checkpoint itself stays unpatched."""
+    folder = ROOT / "checkpoints" / "tiny-512"
+    asked = ["export", str(folder), "--method", method, "--factor", "4", "--engine", "vllm"]
+    command = shlex.split(CliRunner().invoke(app, asked).stdout.splitlines()[0])
+    fields = json.loads(command[command.index("--hf-overrides") + 1])
+    length = int(command[command.index("--max-model-len") + 1])
+    ids = tokens(1600, 2000)
+    (got,) = engine.run(folder, {"hf_overrides": fields, "max_model_len": length}, [ids])
+    wanted = log_probs(rope_ext.patch(checkpoint(), method, factor=4), ids)
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=CLOSE)
+
+
 @pytest.mark.parametrize("method", ["rerope", "self_extend", "dual_chunk"])
 def test_a_pretrained_model_is_served_under_a_position_method(
     engine: Engine, smollm2: Any, tmp_path: Path, method: str

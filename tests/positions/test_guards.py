@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -88,16 +86,6 @@ def test_generation_behind_padding_on_the_right_is_refused_with_the_cure(how, id
         model.generate(batch, attention_mask=mask, **NEW, **how)
 
 
-CONTINUOUS: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
-    # The advice, and the patch that follows it.
-    "rerope": ("rerope", {}, "use a frequency method such as 'yarn'", "yarn", {}),
-    "layers": ("yarn", {"layers": [0]}, "patch with 'yarn' without layers=", "yarn", {}),
-    "t5": ("t5", {}, "use a frequency method such as 'yarn'", "yarn", {}),
-    "dynamic": ("dynamic_yarn", {}, "pass length=TOKENS", "dynamic_yarn", {"length": 200}),
-    "temperature": ("yarn", {"temperature": "log_n"}, "give temperature= a number", "yarn", {}),
-}
-
-
 def test_packed_documents_of_a_family_that_mixes_them_are_refused_with_the_cure(ids) -> None:
     """Transformers itself lets gpt_oss attend from one document to another."""
     model = patch(FAMILIES["gpt_oss"].model())
@@ -105,24 +93,6 @@ def test_packed_documents_of_a_family_that_mixes_them_are_refused_with_the_cure(
     with pytest.raises(rope_ext.UnsupportedModelError, match=r"rows of their own.*gpt_oss"):
         model(ids[:1], position_ids=places, use_cache=False)
     model(ids[:1, 30:], use_cache=False)
-
-
-@pytest.mark.parametrize("kind", CONTINUOUS)
-def test_continuous_batching_is_refused_with_advice_that_works(kind: str, ids) -> None:
-    method, options, advice, cure, given = CONTINUOUS[kind]
-    model = rope_ext.patch(tiny_llama(), method, factor=4, **options)
-    for call in (
-        lambda: model(ids, cache=object()),
-        lambda: model.generate_batch(inputs=[ids[0].tolist()], max_new_tokens=2),
-        lambda: model.init_continuous_batching(),
-    ):
-        with pytest.raises(rope_ext.CacheError, match=r"continuous batching.*padded") as error:
-            call()
-        assert advice in str(error.value)
-    rope_ext.patch(model, cure, factor=4, replace=True, **given)
-    assert "init_continuous_batching" not in vars(model)
-    manager = model.init_continuous_batching()  # which checks the attention implementation
-    assert type(manager).__name__ == "ContinuousBatchingManager"
 
 
 def test_prefix_tuning_is_refused_with_the_cure(ids) -> None:

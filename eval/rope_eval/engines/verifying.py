@@ -378,7 +378,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
         raise ExportError(f"{folder} is not empty; give --write a new directory")
     folder.mkdir(parents=True, exist_ok=True)
     by_plugin = miniature.scaling is None
-    whole = miniature.as_saved or by_plugin
+    whole = miniature.as_saved
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     miniature.model.config._name_or_path = str(folder)
@@ -389,8 +389,7 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
             if inside:
                 write_model(miniature.plain, folder / "MODEL.gguf")
             where = folder.absolute() if inside else folder
-            options = {"plugin": True} if by_plugin else {}
-            made = export(where if whole else miniature.model, engine, **options)
+            made = export(where if whole else miniature.model, engine)
             enter = f"cd {shell_word(str(folder))} && " if inside else ""
             commands[engine] = enter + made.command
         except ExportError as error:

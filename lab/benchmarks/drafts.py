@@ -1,0 +1,146 @@
+"""Measures how many drafts a patched model accepts: of a draft model, and of prompt lookup.
+
+The draft model is the target with weights rounded to a few bits, unpatched and with the patch of
+the target, inside and beyond the trained length. Generation is greedy, so drafts only change speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_ext
+from rope_ext.version import __version__
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-bytes-512"
+TEXT = CHECKPOINT / "held_out.jsonl"
+DRAFTED = 5  # tokens per draft
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Drafts that a model accepted in one setting."""
+
+    method: str
+    draft: str
+    prompt: int  # tokens
+    texts: int
+    new: int  # tokens
+    forwards: int  # of the target
+
+    @property
+    def per_forward(self) -> float:
+        """Tokens per forward of the target; 1 without drafts, at most 1 + DRAFTED."""
+        return self.new / self.forwards
+
+
+class Counted:
+    """Counts forwards of a model inside a ``with`` block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.count = model, 0
+
+    def __enter__(self) -> Counted:
+        self.handle = self.model.register_forward_hook(self._add)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+    def _add(self, *_: object) -> None:
+        self.count += 1
+
+
+def rounded(model: nn.Module, bits: int) -> nn.Module:
+    """Return a copy with every weight matrix rounded to ``bits`` bits per row."""
+    draft = copy.deepcopy(model)
+    levels = 2 ** (bits - 1) - 1
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            if weight.ndim == 2 and name.endswith("_proj.weight"):
+                step = weight.abs().amax(1, keepdim=True) / levels
+                weight.copy_((weight / step).round() * step)
+    config: Any = draft.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = DRAFTED, "constant"
+    config.assistant_confidence_threshold = 0.0
+    return draft
+
+
+def texts(length: int, count: int) -> list[torch.Tensor]:
+    """Return the beginnings of ``count`` held-out texts, ``[1, length]`` each."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    found = []
+    for line in TEXT.read_text(encoding="utf-8").splitlines():
+        ids = tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"]
+        if ids.shape[1] >= length:
+            found.append(ids[:, :length])
+    if len(found) < count:
+        raise SystemExit(f"only {len(found)} texts have {length} tokens; give fewer --texts")
+    return found[:count]
+
+
+def measure(
+    method: str, factor: float, lengths: Sequence[int], count: int, new: int, bits: int
+) -> Iterator[Accepted]:
+    plain = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    target = rope_ext.patch(copy.deepcopy(plain), method, factor=factor)
+    drafts: dict[str, dict[str, Any]] = {
+        "none": {},
+        "draft model, unpatched": {"assistant_model": rounded(plain, bits)},
+        "draft model, patched": {
+            "assistant_model": rope_ext.patch(rounded(plain, bits), method, factor=factor)
+        },
+        "prompt lookup": {"prompt_lookup_num_tokens": DRAFTED},
+    }
+    for length in lengths:
+        prompts = texts(length, count)
+        wanted: list[list[int]] = []
+        for name, given in drafts.items():
+            written = []
+            with Counted(target) as forwards:
+                for ids in prompts:
+                    out: Any = target.generate(
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        max_new_tokens=new,
+                        min_new_tokens=new,
+                        do_sample=False,
+                        **given,
+                    )
+                    written.append(out[0, length:].tolist())
+            wanted = wanted or written
+            if written != wanted:  # may happen at a tie only, since drafts are verified
+                print(f"note: {name} wrote another text after {length} tokens")
+            yield Accepted(method, name, length, count, count * new, forwards.count)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--methods", default="yarn,self_extend")
+    add("--factor", type=float, default=4)
+    add("--lengths", default="256,1500", help="prompt lengths in tokens")
+    add("--texts", type=int, default=6)
+    add("--new", type=int, default=64, help="tokens to generate after each prompt")
+    add("--bits", type=int, default=4, help="bits of the draft model's weights")
+    args = parser.parse_args(given)
+    lengths = [int(length) for length in args.lengths.split(",")]
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, rope_ext", end=" ")
+    print(f"{__version__}; {CHECKPOINT.name}, factor {args.factor:g}, {args.bits} bits, no seed")
+    for method in args.methods.split(","):
+        for found in measure(method, args.factor, lengths, args.texts, args.new, args.bits):
+            print(json.dumps(asdict(found) | {"per_forward": round(found.per_forward, 2)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Continuous batching of transformers under a position map: many requests in one row.
+
+Keys are cached in pages, rotated as in any other cache, which depends on their positions only. So
+requests may share the pages of a prefix. Each request of a row is a forward of its own that
+continues a cache, and nothing of it outlives the row.
+"""
+
+import functools
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+
+from rope_ext.errors import CacheError
+from rope_ext.position.forward import PositionForward
+from rope_ext.position.masks import BatchMask
+from rope_ext.rotary.context import NOTE
+
+PAGED = "paged|eager"
+"""The name under which transformers accepts any attention function for continuous batching."""
+ARGUMENTS = (
+    "cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "write_index",
+    "read_index",
+    "logits_indices",
+    "logits_processor_args",
+    "block_table",
+)
+"""Arguments of a row of requests, which layers pass on to their attention function."""
+
+
+class PagedForward(PositionForward):
+    """One forward of continuous batching.
+
+    ``query`` are the positions of all tokens in the row, so that hooks in front of attention need
+    no requests.
+    """
+
+    ends: Tensor  # where each request's tokens end in the row, int32, [requests + 1], from 0 on
+    pages: Any  # transformers' PagedAttentionCache
+
+    def locate(self, positions: Tensor) -> None:
+        """Record the model's position ids, and begin the forward of every request."""
+        if self.located:
+            return
+        self.located, self.device = True, positions.device
+        self.query = self.key = self._checked(positions)
+        self.requests: list[tuple[slice, PositionForward]] = []
+        first = self.query[0].tolist()
+        for start, end in pairwise(self.ends.tolist()):
+            if start == end:  # padding, after the last request
+                continue
+            filled = first[start]
+            request = PositionForward(self.map, 1, end - start, filled, None, False)
+            request.locate(self.query[:, start:end])
+            self.requests.append((slice(start, end), request))
+        self._check_pages()
+
+    def _check_pages(self) -> None:
+        """Raise CacheError if pages hold keys that another patch has rotated."""
+        continued = any(request.filled for _, request in self.requests)
+        if continued and getattr(self.pages, NOTE, None) != self.map.key:
+            raise CacheError(
+                f"the pages of this continuous batching were filled before the model was patched "
+                f"with {self.map.named}, so their keys carry other rotations; stop its manager, "
+                f"and start another one"
+            )
+        setattr(self.pages, NOTE, self.map.key)
+
+    def split(self, documents: Tensor) -> None:
+        """Ignore the documents that transformers finds in positions; requests are known."""
+
+    def mask_of(self, row: BatchMask, request: PositionForward, keys: int) -> BatchMask:
+        """Return the mask of a request that sees its last ``keys`` tokens, once for all layers."""
+        return row.made.setdefault((request, keys), row.of_request(request, keys))
+
+
+def initialize(attention: Any, named: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``model.init_continuous_batching``, whose manager then uses our attention function.
+
+    ``attention`` raises an error if the model's attention function is not ours any more.
+    """
+    attention()
+    require_pages(named)
+    manager = original.__func__(_Accepted(original.__self__), *args, **kwargs)
+    config = manager.continuous_batching_config
+    if any(config.cuda_graph_booleans):
+        raise CacheError(
+            f"continuous batching with CUDA graphs cannot follow the requests of {named}; leave "
+            f"use_cuda_graph, q_padding_interval_size and kv_padding_interval_size out of the "
+            f"ContinuousBatchingConfig"
+        )
+    return manager
+
+
+def require_pages(named: str) -> None:
+    """Raise CacheError unless this version of transformers updates pages in attention functions."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+        raise CacheError(
+            f"continuous batching under {named} needs transformers 5.19 or later, and this is "
+            f"{transformers.__version__}; upgrade it, or call generate with a padded batch"
+        )
+
+
+class _Accepted:
+    """A model as the manager of continuous batching wants it, with an attention that it accepts.
+
+    The model's own configuration is not changed, since other threads may call it meanwhile.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @functools.cached_property
+    def config(self) -> Any:
+        return _Named(self._model.config)
+
+
+class _Named:
+    """A configuration with another attention implementation."""
+
+    _attn_implementation = PAGED
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)

@@ -316,7 +316,11 @@ def apply_position(
     # Layers with a window that share the rotary module are scaled along by a frequency method.
     whole = options.sliding_layers == "auto" and options.layers is options.bias is None
     installed = Installed(
-        decoder, position_map, changes, isinstance(given, FrequencyMethod) and whole
+        decoder,
+        position_map,
+        changes,
+        follow=isinstance(given, FrequencyMethod) and whole,
+        generates=getattr(place.model, "can_generate", bool)(),
     )
     watch_generation(place.model, installed.unbatched(), changes)
     notes = [*installed.notes]

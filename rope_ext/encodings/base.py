@@ -70,11 +70,15 @@ class Block:
 
 
 class Heads(NamedTuple):
-    """The query heads of a layer: their number, columns per head, and columns of the values."""
+    """The query heads of a layer: their number, columns per head, and columns of the values.
+
+    ``both``: whether they also see later keys, which may have learned parameters of their own.
+    """
 
     count: int
     columns: int
     value_columns: int
+    both: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class Encoding(PositionMethod):
 
     kind: ClassVar[str] = "encoding"
     allows_factor_one: ClassVar[bool] = True
+    sided: ClassVar[bool] = False  # in both directions, later keys have parameters of their own
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
     projected: ClassVar[bool] = False  # :meth:`logits` gets the ``key_projection`` of its layer
@@ -195,6 +200,10 @@ class Encoding(PositionMethod):
         in its dtype; -inf for hidden distances.
         """
         return None
+
+    def bias_ahead(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
+        """:meth:`bias` of keys after the query, in both directions; by default symmetric."""
+        return self.bias(distance, heads, learned)
 
     def logits(self, block: Block, learned: Learned) -> Tensor:
         """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.

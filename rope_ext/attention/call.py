@@ -129,8 +129,8 @@ def wide(x: Tensor) -> torch.dtype:
 def by_distance(bias: Tensor, first: int, queries: int, keys: int) -> Tensor:
     """Return the bias of consecutive tokens, ``[heads, queries, keys]``.
 
-    ``first``: entry of ``bias`` for the first query and the first key. Each query has the previous query's
-    numbers, shifted by one key, so they are copied instead of looked up.
+    ``first``: entry of ``bias`` for the first query and the first key. Each query has the previous
+    query's numbers, shifted by one key, so they are copied instead of looked up.
     """
     apart = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
     return bias[:, apart.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)

@@ -52,20 +52,24 @@ class Block:
         apart = self.query_at[:, None] - self.key_at
         return apart.clamp(min=0).to(self.content.dtype)
 
-    def row_of(self, table: Tensor) -> Tensor:
-        """The row of each distance in a table, whose last row is for all larger distances."""
-        return self.distance.long().clamp(max=table.shape[-2] - 1)
+    def row_of(self, table: Tensor, ahead: int = 0) -> Tensor:
+        """The row of each distance in a table, whose last row is for all larger distances.
 
-    def by_tables(self, of_query: Tensor, of_key: Tensor | None = None) -> Tensor:
+        Its first ``ahead`` rows are for later keys, farthest first.
+        """
+        apart = self.query_at[:, None] - self.key_at
+        return (apart + ahead).clamp(0, table.shape[-2] - 1)
+
+    def by_tables(self, of_query: Tensor, of_key: Tensor | None = None, ahead: int = 0) -> Tensor:
         """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.
 
-        Tables are ``[heads or 1, distances, columns]``; larger distances share the last row.
+        Tables are ``[heads or 1, distances, columns]``, with rows as for :meth:`row_of`.
         """
         found = self.query @ of_query.to(self.query).mT
-        more = found.gather(-1, self.row_of(of_query).expand(self.content.shape))
+        more = found.gather(-1, self.row_of(of_query, ahead).expand(self.content.shape))
         if of_key is not None:
             found = of_key.to(self.key) @ self.key.mT
-            more = more + found.gather(-2, self.row_of(of_key).expand(more.shape))
+            more = more + found.gather(-2, self.row_of(of_key, ahead).expand(more.shape))
         return self.content + self.scale * more
 
 
@@ -278,6 +282,17 @@ class Sized(InputEncoding):
     """
 
     scale: Positive | None = None
+
+
+def in_both_directions(earlier: Tensor, later: Tensor | None) -> tuple[Tensor, int]:
+    """A table by distance with rows for later keys first, and the number of these.
+
+    ``earlier`` begins with distance 0 and ``later`` with 1, ``[..., distances, columns]``; None for
+    causal attention.
+    """
+    if later is None:
+        return earlier, 0
+    return torch.cat((later.flip(-2), earlier), -2), later.shape[-2]
 
 
 def sinusoid(t: Tensor, columns: int, base: float) -> Tensor:

@@ -83,18 +83,22 @@ def refuse(what: str, causal_only: str, named: str, instead: str) -> None:
         raise not_causal(what, f"{named} {causal_only}", instead)
 
 
-def refuse_generating(decoder: nn.Module, config: Any, named: str, instead: str) -> None:
-    """Raise for a model that generates, and whose modules alone say that it is not causal.
+def generates_from(config: Any, generates: bool) -> bool:
+    """Whether a model in both directions still generates, and so reads only prompts that way.
 
-    Its outer model may read prompts in both directions, and other tokens causally (PaliGemma).
+    ``generates``: whether it can. Then the modules alone do not decide: PaliGemma reads prompts in
+    both directions, and other tokens causally.
     """
-    if getattr(config, "is_causal", None) is not False:
-        raise not_causal(
-            type(decoder).__name__,
-            f"{named} reads either whole texts in both directions or generates: set "
-            f"config.is_causal = False or load it with AutoModel for the former",
-            instead,
-        )
+    return generates and getattr(config, "is_causal", None) is not False
+
+
+def refuse_generating(family: str, named: str, instead: str) -> None:
+    """Raise the error for a model of :func:`generates_from`."""
+    why = (
+        f"{named} reads either whole texts in both directions or generates: for the former, set "
+        f"config.is_causal = False or load it with AutoModel"
+    )
+    raise not_causal(family, why, instead)
 
 
 def not_causal(what: str, why: str, instead: str) -> UnsupportedModelError:

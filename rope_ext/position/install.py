@@ -111,8 +111,8 @@ class Installed(context.Tracker):
         if not both or not all(layout.ahead for layout in layouts):
             why = f"{named} cannot tell in which calls, since is_causal of its layers is not False"
             raise direction.not_causal(family, why, instead)
-        if generates:
-            direction.refuse_generating(decoder, self._config, named, instead)
+        if direction.generates_from(self._config, generates):
+            direction.refuse_generating(family, named, instead)
         return True
 
     def _give_back(self) -> None:

@@ -287,12 +287,9 @@ class Step:
             return False
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
-        if (
-            call.scores is not None
-            or forward.both
-            or forward.apart
-            or forward.map.reach is not None
-        ):
+        if forward.both or forward.apart:
+            return False
+        if call.scores is not None or forward.map.reach is not None:
             return False
         if forward.begins:  # positions may jump, but the kernel treats them as slots
             return False

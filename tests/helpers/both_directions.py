@@ -1,7 +1,7 @@
 """Attention in both directions by the papers' formulas, dense, in float64, for any encoder.
 
-It shares no code with rope_ext: the rotary modules of an unpatched model return cosine 1 and sine 0,
-and the attention function rotates each pair of query and key by its own distance.
+It shares no code with rope_ext: the rotary modules of an unpatched model return cosine 1 and sine
+0, and the attention function rotates each pair of query and key by its own distance.
 """
 
 from __future__ import annotations
@@ -13,12 +13,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
+from tests.families.zoo import tiny_of
 from tests.helpers.distances import EVERY
 from tests.helpers.models import attending_by
 
 LOG_N = ("rerope", "leaky_rerope", "self_extend", "dpe")  # as released, or by our default
+
+
+CLOSE = {"atol": 1e-4, "rtol": 0}  # angles are float32; hidden states are of size 5
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 60, (count,), generator=generator)
+
+
+def encoder(name: str = "EuroBertModel", **overrides: Any) -> nn.Module:
+    return tiny_of(getattr(transformers, name), **overrides)
+
+
+def states(model: nn.Module, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **given)[0]
 
 
 @dataclass(frozen=True)
@@ -29,7 +48,7 @@ class Layer:
         module: the attention module.
         query, key: not rotated, ``[rows, heads, tokens, columns]``.
         logits: rotated, scaled and capped.
-        distance: tokens from query to key, ``[rows, 1, queries, keys]``; negative: the key is later.
+        distance: tokens from query to key, ``[rows, 1, queries, keys]``; negative: a later key.
         scale: of the products.
     """
 
@@ -112,7 +131,7 @@ class Oracle:
         if mapped:
             used, shown = self.distances()
             visible = visible & shown[:, None]
-        if attention_mask is not None and not mapped:  # a window of the family
+        if attention_mask is not None:  # a window of the family
             visible = visible & attention_mask
         sizes = [len(part) for part in torch.arange(len(theta)).tensor_split(used.shape[-1])]
         angle = used.repeat_interleave(torch.tensor(sizes), -1) * theta

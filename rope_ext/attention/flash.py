@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from rope_ext.attention import cards
 from rope_ext.attention.call import Call, Pairs, each_table, wide
-from rope_ext.methods.geometry import Ahead, Around, ChunkGap, Distance, Geometry, Queries, Sinks
+from rope_ext.methods.geometry import (
+    Ahead,
+    Around,
+    Causal,
+    ChunkGap,
+    Distance,
+    Geometry,
+    Queries,
+    Sinks,
+)
 
 _Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -90,7 +99,7 @@ def _around(geometry: Around, queries: int, keys: int) -> list[Tile]:
     return near + _mirrored(Ahead(1, geometry.last), queries, keys)
 
 
-def _causal(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[Tile]:
+def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[Tile]:
     """Split a part of the causal triangle."""
     found: list[Tile] = []
     before = keys - queries

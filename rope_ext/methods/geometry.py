@@ -130,7 +130,8 @@ class Around:
         return query - self.last + 1, query + self.last
 
 
-Geometry = Distance | ChunkGap | Sinks | Queries | Ahead | Around
+Causal = Distance | ChunkGap | Sinks | Queries
+Geometry = Causal | Ahead | Around
 
 
 def extent(

@@ -95,8 +95,8 @@ def generates_from(config: Any, generates: bool) -> bool:
 def refuse_generating(family: str, named: str, instead: str) -> None:
     """Raise the error for a model of :func:`generates_from`."""
     why = (
-        f"{named} reads either whole texts in both directions or generates: for the former, set "
-        f"config.is_causal = False or load it with AutoModel"
+        f"{named} cannot tell a whole text from a prompt that it continues; if it does not "
+        f"generate, set config.is_causal = False or load it with AutoModel"
     )
     raise not_causal(family, why, instead)
 

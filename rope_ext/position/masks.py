@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 
 from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.methods.geometry import ChunkGap, Distance
+from rope_ext.methods.geometry import Around, ChunkGap, Distance
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import BandRotations
 from rope_ext.rotary.masks import visible
@@ -245,6 +245,8 @@ def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
         return bands
     clipped = []
     for geometry, *rotations in bands:
+        if isinstance(geometry, Around):  # in both directions
+            return None
         if not isinstance(geometry, ChunkGap) and geometry.first >= window:
             continue
         if not isinstance(geometry, Distance):

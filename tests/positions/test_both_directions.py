@@ -235,3 +235,35 @@ def test_attention_weights_are_those_of_both_directions() -> None:
     weights = found.attentions[0]
     assert bool((weights > 0).all())
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+def test_a_hidden_token_within_a_text_is_not_seen() -> None:
+    model, ids = encoder().double(), tokens(40)[None]
+    places, texts = torch.arange(40)[None], torch.zeros(1, 40, dtype=torch.long)
+    texts[0, 11] = -1
+    options = METHODS["string"]
+    with in_both_directions(model, "string", places, texts, **options):
+        wanted = states(model, ids)
+    mask = (texts >= 0).long()
+    found = states(patched(model, "string"), ids, attention_mask=mask)
+    torch.testing.assert_close(found[mask == 1], wanted[mask == 1], **CLOSE)
+
+
+def test_a_patched_encoder_is_saved_and_loaded(tmp_path) -> None:
+    model, ids = encoder("EuroBertForMaskedLM"), tokens(90)[None]
+    rope_ext.patch(model, "rerope", factor=4, bias=rope_ext.T5(num_buckets=8, max_distance=20))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "rope_ext" in name:
+                value.copy_(torch.randn(value.shape))
+    model.save_pretrained(tmp_path)
+    loaded = rope_ext.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(states(loaded, ids), states(model, ids), atol=0, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_encoder_gives_the_same(no_graphs) -> None:
+    model, ids = patched(encoder()), tokens(90)[None]
+    wanted = states(model, ids)
+    torch.testing.assert_close(states(torch.compile(model), ids), wanted, **CLOSE)

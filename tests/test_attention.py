@@ -19,7 +19,7 @@ from rope_ext.attention import dispatch as attention
 from rope_ext.attention import flash, flex
 from rope_ext.attention.call import Call, Places, RotatedBand
 from rope_ext.errors import OptionError
-from rope_ext.methods.geometry import ChunkGap, Distance, Sinks, extent
+from rope_ext.methods.geometry import Ahead, Around, ChunkGap, Distance, Sinks, extent
 from tests.helpers.bands import (
     COLUMNS,
     HALVES,
@@ -466,3 +466,31 @@ def test_peak_memory_is_linear():
     )
     short, long = map(float, done.stdout.split())
     assert long < 2.6 * short
+
+
+@pytest.mark.parametrize("size", [1, 5, 13, 200])
+@pytest.mark.parametrize("length", [1, 7, 64, 97])
+def test_kernels_see_each_key_once_in_both_directions(length: int, size: int) -> None:
+    """Against dense logits, in float64; the last band's rotation is that of no other one."""
+    t = torch.arange(length)
+    own, grouped, key = turn(t, 8), turn(t // 4 + size, 8), turn(t // 4, 8)
+    of_bands = [
+        RotatedBand(Around(size), own, own),
+        RotatedBand(Ahead(size, 3 * size), key, grouped),
+        RotatedBand(Distance(size, 3 * size), grouped, key),
+        RotatedBand(Ahead(3 * size, None), own, None),
+        RotatedBand(Sinks(3, 3 * size), None, own),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, length, 16), (2, 2, length, 16), (2, 2, length, 16)]
+    q, k, v = (torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
+    logits = torch.full((2, 4, length, length), -torch.inf, dtype=torch.float64)
+    for band in of_bands:
+        shown = band.geometry.sees(t[:, None], t)
+        assert not bool((shown & logits[0, 0].isfinite()).any())
+        query, keys = HALVES.rotate(q, band.query), HALVES.rotate(k, band.key)
+        logits = torch.where(shown, query @ keys.repeat_interleave(2, 1).mT / 4, logits)
+    wanted = logits.softmax(-1) @ v.repeat_interleave(2, 1)
+    call = Call(of_bands, HALVES, 0.25)
+    for attend in (plain.attend, flex.attend, lambda *given: flash.compute(*given)[0]):
+        torch.testing.assert_close(attend(q, k, v, call), wanted, atol=1e-6, rtol=0)

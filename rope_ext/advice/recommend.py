@@ -35,6 +35,7 @@ from rope_ext.methods.abf import smallest_base
 from rope_ext.methods.checked import not_none
 from rope_ext.methods.rope import factor_to
 from rope_ext.patching import configuration_notes, current_patch, first_site, patched
+from rope_ext.position.direction import generates_from
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving.folder import model_of, read_saved
@@ -355,7 +356,12 @@ def _unproven(case: _Case, trial: _Trial) -> bool:
         return False
     decoder = text_decoder(case.model)
     layers = survey(decoder, find_sites(decoder)) or []
-    return not any(layer.rotates and layer.ahead for layer in layers)
+    if not any(layer.rotates and layer.ahead for layer in layers):
+        return True
+    generates = getattr(case.model, "can_generate", bool)()
+    if generates_from(text_config(decoder), generates):
+        return False
+    return not getattr(trial.method, "causal_only", "")
 
 
 def _warnings(case: _Case, chosen: _Trial) -> Iterator[str]:

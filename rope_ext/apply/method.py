@@ -383,7 +383,13 @@ def apply_position(
     )
     # Layers with a window that share the rotary module are scaled along by a frequency method.
     whole = options.sliding_layers == "auto" and options.layers is options.bias is None
-    installed = Installed(place.decoder, position_map, changes, standing and whole)
+    installed = Installed(
+        place.decoder,
+        position_map,
+        changes,
+        follow=standing and whole,
+        generates=getattr(place.model, "can_generate", bool)(),
+    )
     watch_generation(place.model, installed.batch, changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):

@@ -99,7 +99,8 @@ def _shown(
     for band in call.bands:
         keys = slice(0, places.key.shape[-1])
         if counted is not None:
-            keys = extent(band.geometry, rows.stop - rows.start, counted, call.start)
+            count, room = rows.stop - rows.start, keys.stop
+            keys = extent(band.geometry, count, counted, call.start, room)
         seen = places.sees(band.geometry, rows, keys)
         if places.made is not None and seen.device.type == "cpu" and not is_compiling():
             index = seen.flatten(0, -2).any(0).nonzero()  # read once for all layers
@@ -156,10 +157,11 @@ def _block(
             logits = encoding.logits(block, given)
         if bias is not None:
             if counted is None:
-                logits = logits + places.biased(bias, rows, keys)
+                logits = logits + places.biased(bias, rows, keys, call.ahead)
             else:
                 size = keys.stop - keys.start
-                logits = logits + by_distance(bias, counted - count - keys.start, count, size)
+                first = counted - count - keys.start + call.ahead
+                logits = logits + by_distance(bias, first, count, size)
         # The lowest finite number, not -inf, so that a row without keys gets no NaN.
         lowest = torch.finfo(logits.dtype).min
         found.append(logits if seen is None else logits.masked_fill(~seen, lowest))

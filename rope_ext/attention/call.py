@@ -98,8 +98,10 @@ class Call:
         start: position of the first key; the queries are the last keys.
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         sinks: one extra logit per head, ``[heads]``, which is in the softmax but has no value.
-        bias: added to the logits by distance, after the soft cap: ``[heads, distances]``, from
-            distance 0 on, finite, float32 or better; larger distances use the last entry.
+        bias: added to the logits by distance, after the soft cap: ``[heads, distances]``, finite,
+            float32 or better; larger distances use the last entry.
+        ahead: number of entries of ``bias`` for keys after the query, which come first, farthest
+            first; entry ``ahead`` is for distance 0.
         scores: an encoding whose ``logits`` take the place of the logits after the soft cap, and
             the parameters that it is given.
     """
@@ -111,6 +113,7 @@ class Call:
     softcap: float | None = None
     sinks: Tensor | None = None
     bias: Tensor | None = None
+    ahead: int = 0
     scores: tuple[Any, Mapping[str, Tensor]] | None = None
 
 
@@ -126,8 +129,8 @@ def wide(x: Tensor) -> torch.dtype:
 def by_distance(bias: Tensor, first: int, queries: int, keys: int) -> Tensor:
     """Return the bias of consecutive tokens, ``[heads, queries, keys]``.
 
-    ``first``: distance from the first query to the first key. Each query has the previous query's
-    numbers, shifted by one key, so they are copied instead of looked up.
+    ``first``: entry of ``bias`` for the first query and the first key. Each query has the previous
+    query's numbers, shifted by one key, so they are copied instead of looked up.
     """
     apart = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
     return bias[:, apart.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)
@@ -156,9 +159,9 @@ class Places:
             seen = seen & (index <= self.newest[queries][:, None])
         return seen
 
-    def biased(self, bias: Tensor, queries: slice, keys: slice) -> Tensor:
+    def biased(self, bias: Tensor, queries: slice, keys: slice, ahead: int = 0) -> Tensor:
         """Look up a :class:`Call`'s ``bias`` by distance, ``[heads, queries, keys]``, or by row."""
-        apart = self.query[..., queries, None] - self.key[..., None, keys]
+        apart = self.query[..., queries, None] - self.key[..., None, keys] + ahead
         found = bias[:, apart.clamp(0, bias.shape[1] - 1)]
         return found.movedim(1, 0) if found.dim() == 4 else found
 
@@ -169,13 +172,15 @@ class Places:
         return cls(positions[key.shape[2] - query.shape[2] :], positions)
 
     @classmethod
-    def in_slots(cls, query: Tensor, key: Tensor, real: Tensor, filled: int | Tensor) -> "Places":
+    def in_slots(
+        cls, query: Tensor, key: Tensor, real: Tensor, filled: int | Tensor, both: bool = False
+    ) -> "Places":
         """Return the places of queries in the slots from ``filled`` on, whose positions may repeat.
 
-        A token never sees later slots. Tensors are ``[rows or 1, tokens]``; ``real`` is True for
-        slots with a token.
+        A token never sees later slots, unless attention is in ``both`` directions. Tensors are
+        ``[rows or 1, tokens]``; ``real`` is True for slots with a token.
         """
-        newest = filled + torch.arange(query.shape[1], device=query.device)
+        newest = None if both else filled + torch.arange(query.shape[1], device=query.device)
         mask = real if len(real) == 1 else real[:, None, None]
         query, key = (x[0] if len(x) == 1 else x for x in (query, key))
         return cls(query, key, mask, newest)

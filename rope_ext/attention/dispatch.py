@@ -19,7 +19,7 @@ from rope_ext.attention import bands, cards, flash, flex
 from rope_ext.attention.call import Call, Pairs, Places, RotatedBand, Rotation, each_table, wide
 from rope_ext.attention.runs import BACK, Run, goes_back, runs
 from rope_ext.errors import OptionError, UnsupportedModelError, nearest
-from rope_ext.methods.geometry import ChunkGap, Distance, Queries, Sinks
+from rope_ext.methods.geometry import Ahead, Around, ChunkGap, Distance, Queries, Sinks
 
 _logger = logging.getLogger("rope_ext")
 _PLAIN = "runs by plain operations of torch, which are slower"
@@ -140,6 +140,8 @@ _GEOMETRIES = {  # listed here because dynamo in torch 2.11 cannot trace fields(
     ChunkGap: ("size", "first", "last"),
     Sinks: ("count", "first"),
     Queries: ("first", "begin", "end"),
+    Ahead: ("first", "last"),
+    Around: ("last",),
 }
 _OPEN = 2**62
 """Encodes ``last=None`` in geometries passed as integers: larger than any distance."""
@@ -153,7 +155,7 @@ def attend_encoded(
     ``at``: places and sequences, as for :func:`runs`, and the slot of the first query. Rotations
     are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive tokens.
     """
-    plan, tables = [len(call.bands)], []
+    plan, tables = [call.ahead, len(call.bands)], []
     for band in call.bands:
         kind = type(band.geometry)
         values = [getattr(band.geometry, name) for name in _GEOMETRIES[kind]]
@@ -181,6 +183,7 @@ def _unpacked(
     softcap: float | None,
 ) -> Call:
     numbers, tensors, found = iter(plan), iter(tables), []
+    ahead = next(numbers)
     for _ in range(next(numbers)):
         kind, names = list(_GEOMETRIES.items())[next(numbers)]
         values = [None if x == _OPEN else x for _, x in zip(names, numbers, strict=False)]
@@ -192,7 +195,7 @@ def _unpacked(
         slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
         for _ in ("first", "second")
     )
-    return Call(found, Pairs(first, second), scale, start, softcap, sinks, bias)
+    return Call(found, Pairs(first, second), scale, start, softcap, sinks, bias, ahead)
 
 
 def _compute(

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from rope_ext.attention import cards
 from rope_ext.attention.call import Call, Pairs, each_table, wide
-from rope_ext.methods.geometry import ChunkGap, Distance, Geometry, Queries, Sinks
+from rope_ext.methods.geometry import (
+    Ahead,
+    Around,
+    Causal,
+    ChunkGap,
+    Distance,
+    Geometry,
+    Queries,
+    Sinks,
+)
 
 _Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -64,6 +73,34 @@ def tiles(geometry: Geometry, queries: int, keys: int, start: int = 0) -> list[T
 
     The queries are the last keys, and key 0 is token ``start``.
     """
+    if isinstance(geometry, Ahead):
+        return _mirrored(geometry, queries, keys)
+    if isinstance(geometry, Around):
+        return _around(geometry, queries, keys)
+    return _causal(geometry, queries, keys, start)
+
+
+def _mirrored(geometry: Ahead, queries: int, keys: int) -> list[Tile]:
+    """Split a band of later keys, by reversing the tokens: then these keys are earlier ones."""
+    assert queries == keys, "a cache has no later keys"
+    found = []
+    for tile in _causal(Distance(geometry.first, geometry.last), queries, keys):
+        shape = {CAUSAL: REVERSED, REVERSED: CAUSAL}.get(tile.shape, tile.shape)
+        row = queries - tile.row - tile.blocks * tile.rows
+        key = keys - tile.key - tile.blocks * tile.keys
+        found.append(tile._replace(shape=shape, row=row, key=key))
+    return found[::-1]  # the first queries first
+
+
+def _around(geometry: Around, queries: int, keys: int) -> list[Tile]:
+    if geometry.last is None or geometry.last >= keys:
+        return [Tile(WHOLE, 0, queries, 0, keys)] if queries and keys and geometry.last != 0 else []
+    near = _causal(Distance(0, geometry.last), queries, keys)
+    return near + _mirrored(Ahead(1, geometry.last), queries, keys)
+
+
+def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[Tile]:
+    """Split a part of the causal triangle."""
     found: list[Tile] = []
     before = keys - queries
 

@@ -64,12 +64,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         at = extent(band.geometry, queries, keys, call.start)
         if (count := at.stop - at.start) == 0:
             continue
-        mask = apart = None  # all keys are visible; distance from the first key to the first query
+        mask = apart = None  # all keys are visible; entry in ``bias`` of the first key and query
         if queries > 1:
             ends = queries, count, call.start + keys - queries, call.start + at.start
             mask = block_mask_of(band.geometry, *ends, query.device)
         if call.bias is not None:
-            apart = torch.full((), keys - queries - at.start, device=query.device)
+            first = keys - queries - at.start + call.ahead
+            apart = torch.full((), first, device=query.device)
         k, v = key.narrow(2, at.start, count), value.narrow(2, at.start, count)
         parts.append((k, v, band.query, part_of(band.key, at), mask, apart))
     if not parts:
@@ -123,7 +124,8 @@ def _attend(
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
             if bias is not None and apart is not None:
-                score = score + bias[head, (apart + row - column).clamp(0, bias.shape[1] - 1)]
+                entry = (apart + row - column).clamp(0, bias.shape[1] - 1)
+                score = score + bias[head, entry]
             return score
 
         out, aux = flex_attention(

@@ -8,7 +8,7 @@ from rope_ext.methods.kinds import register
 
 @register
 class ALiBi(Encoding):
-    """Replaces RoPE with a slope per head: ``-m_h (i - j)``.
+    """Replaces RoPE with a slope per head: ``-m_h |i - j|``, which is ``-m_h (i - j)`` if causal.
 
     The slopes of H heads are ``2^(-8h/H)``, ``h = 1 .. H``. If H is not a power of two, those of
     the power below come first, then every second one of the power above, as in the authors' code.

@@ -52,29 +52,37 @@ class Block:
         apart = self.query_at[:, None] - self.key_at
         return apart.clamp(min=0).to(self.content.dtype)
 
-    def row_of(self, table: Tensor) -> Tensor:
-        """The row of each distance in a table, whose last row is for all larger distances."""
-        return self.distance.long().clamp(max=table.shape[-2] - 1)
+    def row_of(self, table: Tensor, ahead: int = 0) -> Tensor:
+        """The row of each distance in a table, whose last row is for all larger distances.
 
-    def by_tables(self, of_query: Tensor, of_key: Tensor | None = None) -> Tensor:
+        Its first ``ahead`` rows are for later keys, farthest first.
+        """
+        apart = self.query_at[:, None] - self.key_at
+        return (apart + ahead).clamp(0, table.shape[-2] - 1)
+
+    def by_tables(self, of_query: Tensor, of_key: Tensor | None = None, ahead: int = 0) -> Tensor:
         """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.
 
-        Tables are ``[heads or 1, distances, columns]``; larger distances share the last row.
+        Tables are ``[heads or 1, distances, columns]``, with rows as for :meth:`row_of`.
         """
         found = self.query @ of_query.to(self.query).mT
-        more = found.gather(-1, self.row_of(of_query).expand(self.content.shape))
+        more = found.gather(-1, self.row_of(of_query, ahead).expand(self.content.shape))
         if of_key is not None:
             found = of_key.to(self.key) @ self.key.mT
-            more = more + found.gather(-2, self.row_of(of_key).expand(more.shape))
+            more = more + found.gather(-2, self.row_of(of_key, ahead).expand(more.shape))
         return self.content + self.scale * more
 
 
 class Heads(NamedTuple):
-    """The query heads of a layer: their number, columns per head, and columns of the values."""
+    """The query heads of a layer: their number, columns per head, and columns of the values.
+
+    ``both``: whether they also see later keys, which may have learned parameters of their own.
+    """
 
     count: int
     columns: int
     value_columns: int
+    both: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,7 @@ class Encoding(PositionMethod):
 
     kind: ClassVar[str] = "encoding"
     allows_factor_one: ClassVar[bool] = True
+    sided: ClassVar[bool] = False  # in both directions, later keys have parameters of their own
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
     projected: ClassVar[bool] = False  # :meth:`logits` gets the ``key_projection`` of its layer
@@ -196,6 +205,10 @@ class Encoding(PositionMethod):
         """
         return None
 
+    def bias_ahead(self, distance: Tensor, heads: int, learned: Learned) -> Tensor | None:
+        """:meth:`bias` of keys after the query, in both directions; by default symmetric."""
+        return self.bias(distance, heads, learned)
+
     def logits(self, block: Block, learned: Learned) -> Tensor:
         """The logits with positions, in the shape of ``block.content``, instead of a :meth:`bias`.
 
@@ -269,6 +282,17 @@ class Sized(InputEncoding):
     """
 
     scale: Positive | None = None
+
+
+def in_both_directions(earlier: Tensor, later: Tensor | None) -> tuple[Tensor, int]:
+    """A table by distance with rows for later keys first, and the number of these.
+
+    ``earlier`` begins with distance 0 and ``later`` with 1, ``[..., distances, columns]``; None for
+    causal attention.
+    """
+    if later is None:
+        return earlier, 0
+    return torch.cat((later.flip(-2), earlier), -2), later.shape[-2]
 
 
 def sinusoid(t: Tensor, columns: int, base: float) -> Tensor:

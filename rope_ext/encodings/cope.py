@@ -23,6 +23,7 @@ class CoPE(Encoding):
     """
 
     name = "cope"
+    causal_only = "counts the relevant tokens between a key and a later query"
     summary = "positions counted by the content; slower; needs training"
     grows = 0
 

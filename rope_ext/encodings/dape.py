@@ -35,6 +35,7 @@ class DAPE(Encoding):
     """
 
     name = "dape"
+    causal_only = "is trained on the scores of earlier keys"
     summary = "a bias that adapts to the content; slower; needs training"
     redefining = ("on", "version")
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import torch
 
-from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned
+from rope_ext.encodings.base import STD, Block, Heads, InputEncoding, Learned, in_both_directions
 from rope_ext.methods.checked import Tokens, Whole, not_none
 from rope_ext.methods.kinds import Rope, Self, register
 
@@ -15,7 +15,9 @@ class DeBERTa(InputEncoding):
 
     The sum of the content-to-content, content-to-position and position-to-content terms is divided
     by the square root of three, in addition to the model's scale. Each head of a layer learns one
-    vector per distance for keys and one for queries; the paper projects them from one embedding.
+    vector per distance for keys and one for queries; the paper projects them from one embedding. In
+    both directions, later keys have vectors of their own: together those of the paper, but the
+    vectors of queries are shared from distance ``clip - 1`` back and ``clip`` ahead, as for keys.
 
     ``absolute_layers`` adds a learned vector for each position to the hidden state that enters the
     first of the last ``n`` layers, as in the paper's "enhanced mask decoder", where only queries
@@ -33,6 +35,7 @@ class DeBERTa(InputEncoding):
     name = "deberta"
     summary = "learned vectors per distance for queries and keys; needs training"
     grows = 1
+    sided = True
 
     clip: Tokens = 512
     absolute_layers: Annotated[int, Whole(0)] = 0
@@ -59,10 +62,13 @@ class DeBERTa(InputEncoding):
 
     def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         shape = heads.count, self.clip, heads.columns
-        return {name: STD * torch.randn(shape) for name in ("key", "query")}
+        ahead = ("key_ahead", "query_ahead") if heads.both else ()
+        return {name: STD * torch.randn(shape) for name in ("key", "query", *ahead)}
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
         return {"table": STD * torch.randn(not_none(self.length), columns, device="cpu")}
 
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
-        return 1 / math.sqrt(3) * block.by_tables(learned["key"], learned["query"])
+        key, ahead = in_both_directions(learned["key"], learned.get("key_ahead"))
+        query, _ = in_both_directions(learned["query"], learned.get("query_ahead"))
+        return 1 / math.sqrt(3) * block.by_tables(key, query, ahead)

@@ -36,6 +36,7 @@ class DroPE(Encoding):
     """
 
     name = "drope"
+    causal_only = "has no order but that of a causal mask"
     summary = "removes RoPE from a pretrained model; needs brief training"
 
     c: Annotated[float, Number(minimum=0, maximum=10)] = 0.2

@@ -23,6 +23,7 @@ class FIRE(Encoding):
     """
 
     name = "fire"
+    causal_only = "divides distances by the position of the query"
     summary = "a learned bias on the relative distance; needs training"
     additive = True
 

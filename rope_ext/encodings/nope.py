@@ -6,6 +6,8 @@ from rope_ext.methods.kinds import register
 class NoPE(Encoding):
     """Removes RoPE without a replacement: only the causal mask provides the order.
 
+    In both directions nothing does, so a text becomes a bag of words.
+
     Haviv et al. 2022, arXiv 2203.16634; Kazemnejad et al. 2023, arXiv 2305.19466.
     """
 

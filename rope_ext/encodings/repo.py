@@ -26,6 +26,7 @@ class RePo(Encoding):
     """
 
     name = "repo"
+    causal_only = "has no order but that of a causal mask"
     summary = "RoPE with positions computed from hidden states; needs training"
     redefining = ("positions",)
 

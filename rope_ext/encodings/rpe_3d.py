@@ -26,6 +26,7 @@ class RPE3D(Encoding):
     """
 
     name = "3d_rpe"
+    causal_only = "restarts positions in chunks of earlier tokens"
     summary = "positions within chunks and one angle per chunk; needs training"
 
     chunk: Tokens | None = None

@@ -26,6 +26,7 @@ class SWAN(Encoding):
     """
 
     name = "swan"
+    causal_only = "has no order but that of a causal mask in the layers without positions"
     summary = "some layers without positions, a window in the others; needs training"
     by_layer = True
 

@@ -14,8 +14,10 @@ class T5(Encoding):
 
     Half of the buckets are single distances; the others grow logarithmically up to
     ``max_distance``, and larger distances share the last one. All layers share one table, which
-    starts at zero. These are the causal half of T5's buckets; unlike in T5, logits keep the model's
-    scale. ``replace=True`` with another ``max_distance`` stretches the buckets of a trained table.
+    starts at zero. These are the causal half of T5's buckets. In both directions, as in T5's
+    encoder, each side has half of the buckets, and later keys a table of their own. Unlike in T5,
+    logits keep the model's scale. ``replace=True`` with another ``max_distance`` stretches the
+    buckets of a trained table.
 
     Args:
         buckets: ``"logarithmic"`` as in T5, or ``"offsets"``: a number for each distance below
@@ -29,6 +31,7 @@ class T5(Encoding):
     name = "t5"
     summary = "a learned bias per bucket of distances; needs training"
     shared = True
+    sided = True
     redefining = ("buckets",)
 
     buckets: Literal["logarithmic", "offsets"] = "logarithmic"
@@ -47,7 +50,11 @@ class T5(Encoding):
 
     def initial(self, heads: Heads) -> dict[str, torch.Tensor]:
         entries = self.max_distance + 1 if self._by_offset else self.num_buckets
-        return {"beta": torch.zeros(heads.count, entries)}
+        if heads.both and not self._by_offset:
+            self.require("num_buckets", self.num_buckets >= 4, "at least 4 in both directions")
+            entries //= 2
+        names = ("beta", "ahead") if heads.both else ("beta",)
+        return {name: torch.zeros(heads.count, entries) for name in names}
 
     def grown(self, name: str, learned: torch.Tensor, initial: torch.Tensor) -> torch.Tensor | None:
         return lengthened(learned, initial, 1, repeat=True) if self._by_offset else None
@@ -56,14 +63,22 @@ class T5(Encoding):
         return self.max_distance
 
     def bias(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
-        return learned["beta"].to(distance)[:, self.bucket(distance)]
+        return self._by_bucket(learned["beta"], distance)
 
-    def bucket(self, distance: torch.Tensor) -> torch.Tensor:
+    def bias_ahead(self, distance: torch.Tensor, heads: int, learned: Learned) -> torch.Tensor:
+        return self._by_bucket(learned["ahead"], distance)
+
+    def _by_bucket(self, table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        return table.to(distance)[:, self.bucket(distance, table.shape[1])]
+
+    def bucket(self, distance: torch.Tensor, num_buckets: int | None = None) -> torch.Tensor:
+        """The bucket of each distance among ``num_buckets``; None: those of causal attention."""
         if self._by_offset:
             return distance.long().clamp(max=self.max_distance)
-        exact = self.num_buckets // 2
+        num_buckets = self.num_buckets if num_buckets is None else num_buckets
+        exact = num_buckets // 2
         # In float32, as in T5: rounding puts some distances into the bucket below.
         growth = torch.log(distance.float().clamp(min=exact) / exact)
-        growth = growth / math.log(self.max_distance / exact) * (self.num_buckets - exact)
-        large = (exact + growth.long()).clamp(max=self.num_buckets - 1)
+        growth = growth / math.log(self.max_distance / exact) * (num_buckets - exact)
+        large = (exact + growth.long()).clamp(max=num_buckets - 1)
         return torch.where(distance < exact, distance.long(), large)

@@ -24,6 +24,7 @@ class XPos(Encoding):
     """
 
     name = "xpos"
+    causal_only = "decays with the distance to earlier keys, and would grow with that to later ones"
     summary = "RoPE whose pairs decay with the distance; needs training"
 
     gamma: Annotated[float, Number(above=0, maximum=1e3)] = 0.4

@@ -28,6 +28,7 @@ class DualChunk(PositionMethod):
     """
 
     name = "dual_chunk"
+    causal_only = "restarts positions in chunks, whose queries are moved away from earlier chunks"
     aliases = ("dca", "chunkllama")
     summary = "no fine-tuning, any length; Qwen2.5-1M is served with it"
     candidate_shares = {"chunk": (1 / 2, 3 / 4, 1), "local": (1 / 16, 1 / 8, 1 / 4)}

@@ -1,4 +1,7 @@
-"""Which keys a query attends to: the shapes into which bands split the causal triangle."""
+"""Which keys a query attends to: the shapes into which bands split what it sees.
+
+All but :class:`Ahead` and :class:`Around` are parts of the causal triangle.
+"""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -86,13 +89,60 @@ class Queries:
         return late * (query + 1), (query >= self.begin) * (query - self.first + 1)
 
 
-Geometry = Distance | ChunkGap | Sinks | Queries
+_FAR = 2**40
+"""Stands for no upper end in :meth:`Ahead.ends`: larger than any distance."""
 
 
-def extent(geometry: Geometry, queries: int, keys: int, start: int = 0) -> slice:
+@dataclass(frozen=True)
+class Ahead:
+    """Keys from ``first`` to ``last - 1`` tokens after the query: a mirrored :class:`Distance`.
+
+    ``first`` is at least 1; ``last=None`` has no upper end.
+    """
+
+    first: int
+    last: int | None
+
+    def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        distance = key - query
+        seen = distance >= self.first
+        return seen if self.last is None else seen & (distance < self.last)
+
+    def ends(self, query: At) -> tuple[At, At]:
+        return query + self.first, query + (_FAR if self.last is None else self.last)
+
+
+@dataclass(frozen=True)
+class Around:
+    """Keys less than ``last`` tokens before or after the query; ``last=None``: all keys."""
+
+    last: int | None
+
+    def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        distance = query - key
+        if self.last is None:
+            return torch.ones_like(distance, dtype=torch.bool)
+        return distance.abs() < self.last
+
+    def ends(self, query: At) -> tuple[At, At]:
+        if self.last is None:
+            return query * 0, query + _FAR
+        return query - self.last + 1, query + self.last
+
+
+Causal = Distance | ChunkGap | Sinks | Queries
+Geometry = Causal | Ahead | Around
+
+
+def extent(
+    geometry: Geometry, queries: int, keys: int, start: int = 0, room: int | None = None
+) -> slice:
     """The keys that any query may see in a band; exact for one query.
 
-    The queries are the last tokens of the keys; key 0 is token ``start``.
+    The queries are the last tokens of the keys; key 0 is token ``start``. ``room``: the number of
+    keys if more follow the last query; these are seen in both directions only.
     """
-    low = max(geometry.ends(start + keys - queries)[0] - start, 0)
-    return slice(low, max(geometry.ends(start + keys - 1)[1] - start, low))
+    room = keys if room is None else room
+    low = min(max(geometry.ends(start + keys - queries)[0] - start, 0), room)
+    high = min(geometry.ends(start + keys - 1)[1] - start, room)
+    return slice(low, max(high, low))

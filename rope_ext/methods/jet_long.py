@@ -34,6 +34,7 @@ class JetLong(PositionMethod):
     """
 
     name = "jet_long"
+    causal_only = "groups earlier tokens by the position of the query in a growing text"
     summary = "no fine-tuning; short texts as unpatched, growing groups beyond"
     candidate_shares = {"window": (1 / 16, 1 / 8, 1 / 4, 1 / 2)}
 

@@ -20,7 +20,7 @@ from typing_extensions import Self, dataclass_transform
 
 from rope_ext.errors import OptionError, RopeExtError, UnknownMethodError, nearest
 from rope_ext.methods.checked import Checked, Number, Tokens
-from rope_ext.methods.geometry import Distance, Geometry
+from rope_ext.methods.geometry import Ahead, Around, Distance, Geometry, Sinks
 from rope_ext.methods.rope import MOST_TOKENS, Rope, geometric, reach
 from rope_ext.methods.temperature import LogN, Temperature, as_temperature
 
@@ -218,12 +218,35 @@ def after(window: int, query: Map, key: Map) -> tuple[Band, Band]:
     return Band(Distance(0, window), identity, identity), Band(Distance(window, None), query, key)
 
 
+def both_ways(bands: tuple[Band, ...]) -> tuple[Band, ...] | None:
+    """The same bands for attention in both directions; None if one of them is for causal only.
+
+    A key ahead has the negative distance of the same key behind: ``g(-d) = -g(d)``. This is a
+    mirrored band with the positions of query and key swapped. The last band stays the last one.
+    """
+    made: list[Band] = []
+    for band in bands:
+        geometry = band.geometry
+        if isinstance(geometry, Sinks) and geometry.count <= geometry.first:
+            made.append(band)  # the first tokens, which are never that far ahead
+        elif not isinstance(geometry, Distance):
+            return None
+        elif geometry.first == 0 and band.query == band.key:
+            made.append(Band(Around(geometry.last), band.query, band.key))
+        else:
+            mirrored = Ahead(max(geometry.first, 1), geometry.last)
+            made += [Band(mirrored, band.key, band.query), band]
+    return tuple(made)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PositionMethod(Method):
     """Base of all position methods; None options follow ``factor`` and the trained length."""
 
     kind: ClassVar[str] = "position"
     replaces_attention: ClassVar[bool] = True
+    # Why it has no meaning in attention in both directions; empty if it has.
+    causal_only: ClassVar[str] = ""
     # Free here; under a frequency method it would need a hook per layer.
     candidate_temperatures = (LogN(),)
 

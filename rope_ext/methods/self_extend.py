@@ -12,6 +12,11 @@ class SelfExtend(Tempered):
     From factor 26 on, the default group exceeds the 64 that the authors call reasonable.
     llama.cpp's ``--grp-attn-n`` is another method, which also changes distances to neighbors.
 
+    In both directions, later keys have the negative distances of earlier ones, with the positions
+    of query and key swapped. LongEmbed's code for embedders (arXiv 2404.12096) does the same, but
+    scales logits by the length of the padded batch, where ``log_n`` counts the tokens of each text,
+    and counts positions from the first column, which is padding if that is on the left.
+
     Args:
         window: tokens that keep their exact distances; a quarter of the trained length by default.
         group: tokens that share a position; by default the smallest number that keeps the largest

@@ -1,7 +1,8 @@
 """Temperatures: numbers that multiply queries, by position or by a constant.
 
 Multiplying a query by ``tau`` multiplies all its logits by ``tau``, including those of columns that
-do not rotate. Positions count from the first token of a sequence. Those that grow start at 1.
+do not rotate. Positions count from the first token of a sequence. Those that grow start at 1. In
+attention in both directions, the position is that of the last token of the text, for all queries.
 """
 
 import math

@@ -92,9 +92,11 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call((), pairs, scale, softcap=softcap, sinks=s_aux)
     asked = Asked(module, layer, query, key, value, call, attention_mask, dropout, kwargs)
-    if layer is not None and layer.layout is not None:
-        _require_causal(asked, layer)
     forward = None if layer is None else current(layer.map)
+    if layer is not None and layer.layout is not None:
+        of_mask = getattr(attention_mask, "owner", None)  # without a forward, if it is rerun
+        if not getattr(forward or of_mask, "both", False):
+            _require_causal(asked, layer)
     if forward is not None and forward.traced:
         return _by_layer(asked, forward), None
     return _attend_eagerly(asked)
@@ -150,7 +152,8 @@ def _require_causal(asked: Asked, layer: Layer) -> None:
     """Raise if a call without a mask tensor shows later keys, as the patch found that none does."""
     if asked.query.shape[2] > 1 and _sees_all(asked):
         what = f"{type(asked.module).__name__} with is_causal=False"
-        raise direction.not_causal(what, layer.map.named, layer.map.instead)
+        why = f"{layer.map.named} takes the model for causal: set config.is_causal = False"
+        raise direction.not_causal(what, why, layer.map.instead)
 
 
 def _sees_all(asked: Asked) -> bool:
@@ -200,11 +203,12 @@ def _prepared(
         key, value = key[:, :, :count], value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:
-        t, name = forward.query, ("growth", wide(query))
+        t, name = forward.tempered, ("growth", wide(query))
         growth = forward.shared(name, lambda: temperature.growth(t.double().clamp(min=0)))
         growth = growth[:, None, :, None].to(name[1])
         query = getattr(asked.module, learned.TEMPERATURE)(query, growth)
-    return step, query, key, value, layer.adding(asked.call, forward.distances, query)
+    call = layer.adding(asked.call, forward.distances, query, forward.both)
+    return step, query, key, value, call
 
 
 def _natively(asked: Asked, forward: Any) -> Tensor:

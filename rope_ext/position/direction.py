@@ -1,10 +1,10 @@
-"""Decides whether attention reads later keys, and refuses that for rope_ext's own attention.
+"""Decides whether attention reads later keys, at a patch by probing the layers, and per call.
 
-Its bands and biases are defined by how far a key lies before its query. This is the only place that
-refuses other keys: at a patch by probing the layers, and for every call.
+Keys after a query have the negative distances of keys before it (``methods.kinds.both_ways``). What
+is defined for causal attention only is refused here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,9 +58,49 @@ def is_causal(config: Any, given: Mapping[str, Any]) -> bool:
     return given.get("is_causal", getattr(config, "is_causal", None)) is not False
 
 
-def not_causal(what: str, named: str, instead: str) -> UnsupportedModelError:
-    """Create the error for attention in both directions; ``what`` is a model or a call."""
-    return UnsupportedModelError(
-        f"{what} reads its text in both directions, and {named} is defined for causal attention, "
-        f"where a query sees earlier keys only; {instead}"
+def reads_both_ways(config: Any, given: Mapping[str, Any], modules: Iterable[nn.Module]) -> bool:
+    """Whether queries see later keys: by the call, the configuration, or the attention modules."""
+    said = given.get("is_causal")
+    if said is None:
+        said = getattr(config, "is_causal", None)
+    if said is not None:
+        return not said
+    found = {bool(getattr(module, "is_causal", True)) for module in modules}
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            "some attention layers have is_causal=False and others do not, so it is not known "
+            "whether the text is read in both directions; set config.is_causal"
+        )
+    return found == {False}
+
+
+def refuse(what: str, causal_only: str, named: str, instead: str) -> None:
+    """Raise if a position map is defined for causal attention only; ``what``: a model or a call.
+
+    ``causal_only`` is the reason, or empty if it is defined for both directions.
+    """
+    if causal_only:
+        raise not_causal(what, f"{named} {causal_only}", instead)
+
+
+def generates_from(config: Any, generates: bool) -> bool:
+    """Whether a model in both directions still generates, and so reads only prompts that way.
+
+    ``generates``: whether it can. Then the modules alone do not decide: PaliGemma reads prompts in
+    both directions, and other tokens causally.
+    """
+    return generates and getattr(config, "is_causal", None) is not False
+
+
+def refuse_generating(family: str, named: str, instead: str) -> None:
+    """Raise the error for a model of :func:`generates_from`."""
+    why = (
+        f"{named} cannot tell a whole text from a prompt that it continues; if it does not "
+        f"generate, set config.is_causal = False or load it with AutoModel"
     )
+    raise not_causal(family, why, instead)
+
+
+def not_causal(what: str, why: str, instead: str) -> UnsupportedModelError:
+    """Create the error for attention in both directions; ``what`` is a model or a call."""
+    return UnsupportedModelError(f"{what} reads its text in both directions, and {why}; {instead}")

@@ -165,6 +165,8 @@ class PositionForward(ForwardContext):
     apart = False  # whether there may be padding between the tokens of a row
     weights = False  # whether it returns attention weights
     again = False  # whether gradient checkpointing reruns one of its layers
+    both = False  # whether queries see later keys
+    edges: Tensor | None = None  # slots where packed documents begin and end, for both directions
     padding: Tensor | None = None  # bool, [rows, room], False without a token
     documents: Tensor | None = None  # packed documents, int64, [rows, room]
     # A custom mask, bool, [rows or 1, heads or 1, tokens, keys]: its tokens may be a tree of
@@ -202,6 +204,8 @@ class PositionForward(ForwardContext):
 
     def split(self, documents: Tensor) -> None:
         """Record the documents that transformers separates, int64, ``[rows, keys]``."""
+        if self.both:  # which finds them by itself, since transformers does for causal models only
+            return
         self.documents = documents
         if self.located:
             self._begin(self._given)
@@ -255,16 +259,18 @@ class PositionForward(ForwardContext):
     def _begin(self, positions: Tensor) -> None:
         """Set the positions of a forward that starts its sequences, as passed to the model."""
         self._given = positions
+        if self.both and self.shown is None:
+            self._separate(positions)
         # Not always the first slot: with a custom mask, a suffix may precede its prefix.
         first = positions[:, :1] if self.traced else _lowest(positions, self.real())
-        if self.shown is None and self.padding is not None:
+        if self.shown is None and self.padding is not None and self.documents is None:
             positions = positions.expand(len(self.padding), -1)
             first = positions.gather(1, self.origin().clamp(max=self.tokens - 1))
         elif self.documents is not None:
             documents = self.documents.to(self.device)
             positions = positions.expand(len(documents), -1)
             # Each document counts from its own first token.
-            first = positions.gather(1, torch.searchsorted(documents, documents))
+            first = positions.gather(1, _starts(documents))
         self.query = self.key = positions - first
         if self.room > self.tokens:
             self.key = F.pad(self.key, (0, self.room - self.tokens))
@@ -272,6 +278,24 @@ class PositionForward(ForwardContext):
             torch._assert_async(self._counts(), COUNTED)
         elif self.traced and self.tokens <= FEW:
             torch._assert_async(~goes_back(self.key, self.real()), BACK)
+
+    def _separate(self, positions: Tensor) -> None:
+        """Set the documents of a forward in both directions: one begins where positions restart.
+
+        Masks of transformers do not separate them there, but its flash attention does.
+        """
+        real, slots = self.real(), self.slots()
+        rows = max(len(positions), len(real))
+        positions, real = positions.expand(rows, -1), real.expand(rows, -1)
+        latest = torch.where(real, slots, -1).cummax(1).values
+        before = F.pad(latest[:, :-1], (1, 0), value=-1)  # slot of the previous token
+        restarts = positions <= positions.gather(1, before.clamp(min=0))
+        if self.edges is not None:
+            edges = self.edges.to(self.device).flatten()
+            restarts = restarts | torch.isin(slots, edges)
+        begins = real & (restarts | (before < 0))
+        if bool((begins.sum(1) > 1).any()):
+            self.documents = torch.where(real, begins.cumsum(1) - 1, -1)
 
     def _continue(self, positions: Tensor) -> None:
         """Set positions after those of a cache: they count the tokens of its rows, or the slots."""
@@ -327,7 +351,7 @@ class PositionForward(ForwardContext):
 
     def note(self, cache: Cache) -> None:
         """Record on a cache what its next forward has to know."""
-        if self.exported or not self.located:
+        if self.exported or not self.located or self.both:
             return
         known: CachedKeys | None = None if self.begins else getattr(cache, NOTE, None)
         if self.traced:
@@ -376,6 +400,25 @@ class PositionForward(ForwardContext):
         return real if self.padding is None else real & self.padding
 
     @property
+    def tempered(self) -> Tensor:
+        """The position by which a temperature scales each query, int64, ``[rows or 1, tokens]``.
+
+        In both directions, it is that of the last token that the query sees in its text.
+        """
+        if not self.both:
+            return self.query
+        return self.shared("tempered", self._last_seen)
+
+    def _last_seen(self) -> Tensor:
+        if self.shown is not None:
+            return self.shown[..., : self.room].sum(-1).amax(1).expand(-1, self.tokens) - 1
+        if self.documents is None:
+            return (self.real().sum(1, keepdim=True) - 1).expand(-1, self.tokens)
+        documents = self.documents.clamp(min=0)  # padding counts, but not as a token
+        count = torch.zeros_like(documents).scatter_add(1, documents, self.real().long())
+        return count.gather(1, documents) - 1
+
+    @property
     def distances(self) -> int:
         """Number of possible distances, from 0 on; positions of a first forward may jump."""
         if self.traced or not self.begins:
@@ -409,6 +452,15 @@ class PositionForward(ForwardContext):
         made = hooks.rotation(site, stored, inv_freq, scaling, self.map.precise, like)
         self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
         return self.made[name]
+
+
+def _starts(documents: Tensor) -> Tensor:
+    """Return the first slot of every token's document, int64, ``[rows, slots]``.
+
+    Documents have increasing numbers; what has a negative one belongs to the document before it.
+    """
+    documents = documents.cummax(1).values.contiguous()
+    return torch.searchsorted(documents, documents).clamp(max=documents.shape[1] - 1)
 
 
 def _lowest(positions: Tensor, real: Tensor) -> Tensor:

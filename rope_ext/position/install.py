@@ -26,11 +26,17 @@ class Installed(context.Tracker):
     """A position map installed on a decoder, with its forward hooks.
 
     ``mapped`` are the attention layers that it changes, ``notes`` are sentences for ``describe``.
-    If ``follow`` is set, the others attend as trained, but with the map's rotation.
+    If ``follow`` is set, the others attend as trained, but with the map's rotation. ``generates``:
+    whether the decoder is part of a model that generates text.
     """
 
     def __init__(
-        self, decoder: nn.Module, position_map: PositionMap, changes: Changes, follow: bool = False
+        self,
+        decoder: nn.Module,
+        position_map: PositionMap,
+        changes: Changes,
+        follow: bool = False,
+        generates: bool = False,
     ) -> None:
         name, encoding = position_map.method.name, position_map.encoding
         self.patch = self.map = position_map
@@ -44,9 +50,6 @@ class Installed(context.Tracker):
         sites = list(position_map.frequencies)
         layouts = layers.find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
-        if any(layout.ahead for layout in rotated.values()):
-            family = type(decoder).__name__
-            raise direction.not_causal(family, position_map.named, position_map.instead)
         within = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
         if not within:
             raise UnsupportedModelError(
@@ -55,6 +58,7 @@ class Installed(context.Tracker):
                 f"sliding_layers='scale' to change positions within the window all the same"
             )
         self.mapped = _chosen(decoder, within, position_map)
+        self.both = self._direction(decoder, [rotated[module] for module in self.mapped], generates)
         kept = [module for module in rotated if module not in self.mapped]
         if position_map.window is not None and not kept:
             raise OptionError(
@@ -95,6 +99,21 @@ class Installed(context.Tracker):
         if encoding.computes_positions():
             mapped = {module: rotated[module] for module in self.mapped}
             inputs.enter_heads(decoder, position_map, mapped, changes)
+
+    def _direction(self, decoder: nn.Module, layouts: list[layers.Layout], generates: bool) -> bool:
+        """Return whether the patched layers read the text in both directions, or raise."""
+        position_map, family = self.map, type(decoder).__name__
+        named, instead = position_map.named, position_map.instead
+        if not any(layout.ahead for layout in layouts):
+            return False
+        direction.refuse(family, position_map.causal_only, named, instead)
+        both = direction.reads_both_ways(self._config, {}, self.mapped)
+        if not both or not all(layout.ahead for layout in layouts):
+            why = f"{named} cannot tell in which calls, since is_causal of its layers is not False"
+            raise direction.not_causal(family, why, instead)
+        if direction.generates_from(self._config, generates):
+            direction.refuse_generating(family, named, instead)
+        return True
 
     def _give_back(self) -> None:
         if self._config._attn_implementation == NAME:  # not if it was changed meanwhile
@@ -147,7 +166,8 @@ class Installed(context.Tracker):
             if device.type != "meta":  # copied there now, since graphs cannot cache a copy
                 position_map.inv_freq(layout.site, device)
                 context.cached_on_device(layout.site.columns, "pair", device)
-                for rotations in (by for _, *both in layer.rotations for by in both):
+                bands = layer.rotations + (layer.rotations_both_ways if self.both else [])
+                for rotations in (by for _, *maps in bands for by in maps):
                     context.cached_on_device(rotations, rotations.cached, device)
 
     def batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +188,8 @@ class Installed(context.Tracker):
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
         notes = [f"{what} in {len(mapped)} of {len(self._modules)} attention layers"]
+        if self.both:
+            notes.append("direction: both; later keys have the negative distances of earlier ones")
         if len(mapped) < len(within) or self.map.layers is not None:
             named = ", ".join(map(str, sorted(map(_number, mapped))))
             notes.append(f"layers: {named}; the others keep the rotation as it was trained")
@@ -186,8 +208,8 @@ class Installed(context.Tracker):
 
     def trace(self, given: dict[str, Any]) -> PositionForward | None:
         native = self._config._attn_implementation != NAME
-        if native or not direction.is_causal(self._config, given):
-            return None  # so that ``start`` raises the error
+        if native or self.both or not direction.is_causal(self._config, given):
+            return None
         return tensors.traced(self.map, given)
 
     @context.run_eagerly(tensors.WHY)
@@ -196,9 +218,9 @@ class Installed(context.Tracker):
         context.refuse_sharded(name, self.map.instead)
         refuse_presses(self._modules, name, self.map.instead)
         self._require_attention()
-        if not direction.is_causal(self._config, given):
-            call = "a call with is_causal=False"
-            raise direction.not_causal(call, self.map.named, self.map.instead)
+        both = direction.reads_both_ways(self._config, given, self.mapped)
+        if both:
+            self._require_both_ways()
         if context.is_exporting():
             raise UnsupportedModelError(
                 f"an exported program cannot hold this call of {name}, only some with an empty "
@@ -206,6 +228,8 @@ class Installed(context.Tracker):
             )
         cache = context.cache_among(given)
         if cache is not None and not isinstance(cache, Cache):
+            if both:
+                raise self._not_continued()
             context.forward_context.stack.append(self._row(cache, given))
             return
         mask = mask_of_decoder(given.get("attention_mask"))
@@ -219,12 +243,16 @@ class Installed(context.Tracker):
                 f"axes does not tell; give position_ids, too, or a mask of two axes"
             )
         filled = 0 if cache is None else int(cache.get_seq_length())
+        if both and filled:
+            raise self._not_continued()
         if cache is not None and filled:
             require_known(cache, self.map)
         elif cache is not None:
             shorten(cache, self._short, self.map.window)
         forward = PositionForward(self.map, *context.shape_of(given), filled, cache, False)
         forward.weights = bool(given.get("output_attentions"))
+        forward.both = both
+        forward.edges = given.get("cu_seq_lens_q") if both else None
         if dimensions == 2:
             forward.pad(padding)
         elif dimensions == 4:
@@ -232,6 +260,13 @@ class Installed(context.Tracker):
         if made is not None:  # documents are known before positions are counted
             made.belong_to(forward)
         context.forward_context.stack.append(forward)
+
+    def _not_continued(self) -> CacheError:
+        return CacheError(
+            f"{self.map.method.name} reads this text in both directions, where earlier tokens "
+            f"change with later ones, so a cache cannot be continued; give the whole text in one "
+            f"call"
+        )
 
     def _row(self, pages: Any, given: dict[str, Any]) -> paged.PagedForward:
         """Return the forward of a row of requests."""
@@ -244,6 +279,16 @@ class Installed(context.Tracker):
         row = paged.PagedForward(self.map, *context.shape_of(given), 0, None, False)
         row.pages, row.ends = pages, ends
         return row
+
+    def _require_both_ways(self) -> None:
+        """Raise if a call in both directions is not defined for this patch."""
+        call, named, instead = "a call with is_causal=False", self.map.named, self.map.instead
+        direction.refuse(call, self.map.causal_only, named, instead)
+        if self.map.encoding.sided and not self.both:
+            why = f"{named} has learned parameters for earlier keys only"
+            raise direction.not_causal(
+                call, why, "set config.is_causal = False before the model is patched"
+            )
 
     def finish(self, forward: PositionForward, output: Any) -> None:
         for cache in context.caches_in(output):

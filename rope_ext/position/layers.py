@@ -412,7 +412,8 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
     if of_query is None:
         raise _RefusedError(f"{where} does not rotate pairs of columns")
     local = sees_window(text_config(decoder), seen.module, seen.given.get("sliding_window"))
-    heads = Heads(query.shape[1], query.shape[-1], seen.value.shape[-1])
+    ahead = seen.ahead()
+    heads = Heads(query.shape[1], query.shape[-1], seen.value.shape[-1], ahead)
     fits = isinstance(x, Tensor) and x.shape[:-1] == (len(query), query.shape[2])
     inputs = x.shape[-1] if fits else None
     scaling = seen.given.get("scaling")
@@ -425,7 +426,7 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
         key_heads=key.shape[1],
         inputs=inputs,
         scales=scales,
-        ahead=seen.ahead(),
+        ahead=ahead,
     )
 
 

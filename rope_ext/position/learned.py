@@ -134,11 +134,17 @@ class DistanceBias(Learning):
         self.heads, self.keys = heads, keys
 
     def forward(
-        self, count: int, device: torch.device, dtype: torch.dtype, owner: nn.Module | None = None
+        self,
+        count: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        owner: nn.Module | None = None,
+        both: bool = False,
     ) -> dict[str, Any]:
         """Return changes to the logits, as fields of :class:`rope_ext.attention.call.Call`.
 
-        A bias is ``[heads, n]``, for all distances below ``count``, or until it becomes constant.
+        A bias is ``[heads, n]``, for all distances below ``count``, or until it becomes constant;
+        in ``both`` directions, entries for later keys come first.
         ``owner`` is the attention module whose key projection an encoding may use.
         """
         learned = self.clamped()
@@ -154,14 +160,21 @@ class DistanceBias(Learning):
         if settled is not None:
             count, room = (min(n, settled + 1) for n in (count, room))
 
-        def make(count: int) -> Tensor | None:
+        def make(count: int, ahead: bool = False) -> Tensor | None:
             distance = torch.arange(count, dtype=dtype, device=device)
-            made = self.encoding.bias(distance, self.heads.count, learned)
+            of = self.encoding.bias_ahead if ahead else self.encoding.bias
+            made = of(distance, self.heads.count, learned)
             # With -inf, a tile could be masked for a whole row, and kernels would divide by zero.
             return None if made is None else made.clamp(min=-1e30)
 
-        bias = self.kept((device, dtype), count, room, make)
-        return {"bias": None if bias is None else bias[:, :count]}
+        if not both:
+            bias = self.kept((device, dtype), count, room, make)
+            return {"bias": None if bias is None else bias[:, :count]}
+        sides = self.kept((device, dtype, "both"), count, room, lambda n: (make(n), make(n, True)))
+        if sides[0] is None:
+            return {"bias": None}
+        earlier, later = (side[:, :count] for side in sides)
+        return {"bias": torch.cat((later[:, 1:].flip(1), earlier), 1), "ahead": count - 1}
 
 
 class HeadScales(Learning):

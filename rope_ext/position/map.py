@@ -14,7 +14,7 @@ from rope_ext.attention.call import Rotation
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
 from rope_ext.methods.geometry import Distance, Geometry
-from rope_ext.methods.kinds import at
+from rope_ext.methods.kinds import at, both_ways
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position.layers import Layout
 from rope_ext.rotary.context import cached_on_device
@@ -158,14 +158,31 @@ class PositionMap:
         growth = self.encoding.growth(1)
         return None if growth is None else Decay.reach(growth)
 
-    def rotations(self, layout: Layout, window: int | None = None) -> BandRotations:
+    @functools.cached_property
+    def bands_both_ways(self) -> tuple[Band, ...]:
+        """The bands in attention in both directions."""
+        return both_ways(self.bands) or ()
+
+    @property
+    def causal_only(self) -> str:
+        """Why attention in both directions is not defined; empty if it is."""
+        why = self.method.causal_only or self.encoding.causal_only
+        if not why and not self.bands_both_ways:
+            why = "shows more first tokens than are in its window; choose fewer, or a larger window"
+        return why
+
+    def rotations(
+        self, layout: Layout, window: int | None = None, both: bool = False
+    ) -> BandRotations:
         """Return each band's geometry and the rotations of queries and keys.
 
         ``window``: for layers that keep the trained rotation and attend to that many tokens.
+        ``both``: for attention in both directions.
         """
-        made = self._rotations.setdefault((layout, window), [])  # shared by equal layers
+        made = self._rotations.setdefault((layout, window, both), [])  # shared by equal layers
         if made:
             return made
+        bands = self.bands_both_ways if both else self.bands
         inv_freq = self.frequencies[layout.site][0]
         growth = self.encoding.growth(len(inv_freq))
         inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
@@ -174,11 +191,11 @@ class PositionMap:
             made.append((Distance(0, window), idle, idle))
         elif growth is not None:
             of_query, of_key = Decay(growth), Decay(-growth)
-            made += [(band.geometry, of_query, of_key) for band in self.bands]
+            made += [(band.geometry, of_query, of_key) for band in bands]
         else:
-            for band in self.bands:
-                both = band.query, band.key
-                query, key = (RotationTable(to, self.stored, inv_freq) for to in both)
+            for band in bands:
+                maps = band.query, band.key
+                query, key = (RotationTable(to, self.stored, inv_freq) for to in maps)
                 made.append((band.geometry, query, key))
         return made
 
@@ -201,7 +218,7 @@ class PositionMap:
         return self._tempered.at(t.double().clamp(min=0)).to(dtype)
 
     @functools.cached_property
-    def _rotations(self) -> dict[tuple[Layout, int | None], BandRotations]:
+    def _rotations(self) -> dict[tuple[Layout, int | None, bool], BandRotations]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:  # fields only: cached bands contain functions

@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
 )
 
 from rope_ext.attention import runs
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.methods.geometry import ChunkGap, Distance
+from rope_ext.methods.geometry import Around, ChunkGap, Distance
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.map import BandRotations
 from rope_ext.rotary.masks import visible
@@ -36,6 +37,13 @@ def is_plain(function: Callable) -> bool:
     return all(
         part is causal_mask_function or _is(part, _PACKED, "sliding_window_overlay.")
         for part in _parts(function)
+    )
+
+
+def is_whole(function: Callable) -> bool:
+    """Whether a transformers mask function shows all keys, possibly of one document."""
+    return all(
+        part is bidirectional_mask_function or _is(part, _PACKED) for part in _parts(function)
     )
 
 
@@ -125,6 +133,25 @@ class BatchMask:
         if self.arguments is None:
             return self.given is None
         return is_plain(self.arguments["mask_function"])
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether queries see their whole text in a forward in both directions.
+
+        Where transformers needs no mask, a layer that is not causal sees all keys, although the
+        mask function is causal.
+        """
+        if self.arguments is None:
+            return self.given is None
+        if self.arguments.get("local_size") is not None:
+            return False
+        if self.causal or is_whole(self.arguments["mask_function"]):
+            return True
+        seen = self.dense
+        if seen is None:
+            return True
+        real = self.forward.real().to(seen.device)[:, None, None]  # a mask of the family's own
+        return bool((seen | ~real | ~real.mT).all())
 
     def belong_to(self, forward: PositionForward) -> None:
         """Set the forward of a mask that was created before or in it."""
@@ -248,6 +275,8 @@ def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
         return bands
     clipped = []
     for geometry, *rotations in bands:
+        if isinstance(geometry, Around):  # in both directions
+            return None
         if not isinstance(geometry, ChunkGap) and geometry.first >= window:
             continue
         if not isinstance(geometry, Distance):

@@ -135,15 +135,25 @@ class Layer:
         if self.layout is not None:
             self.rotations = self.map.rotations(self.layout, self.window)
 
+    @property
+    def rotations_both_ways(self) -> BandRotations:
+        """The rotations of a forward in both directions."""
+        if self.layout is None:
+            return []
+        return self.map.rotations(self.layout, self.window, both=True)
+
     def __reduce__(self) -> tuple[Any, ...]:  # rotations contain functions, which do not pickle
         return Layer, (self.map, self.layout, self.number, self.window, self.biased)
 
-    def adding(self, call: Call, distances: int, like: Tensor) -> Call:
-        """Return ``call`` with this layer's bias or scores for all distances below a limit."""
+    def adding(self, call: Call, distances: int, like: Tensor, both: bool) -> Call:
+        """Return ``call`` with this layer's bias or scores for all distances below a limit.
+
+        ``both``: for attention in both directions.
+        """
         if self.biased is None:
             return call
         module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
-        return replace(call, **module(distances, like.device, wide(like), self.biased))
+        return replace(call, **module(distances, like.device, wide(like), self.biased, both))
 
 
 class Step:
@@ -171,6 +181,10 @@ class Step:
         self.made: dict[Any, Any] = {}
         if mask is None:
             return
+        if forward.both:
+            self.rotations = layer.rotations_both_ways
+            self._see_both_ways(mask, whole)
+            return
         documents = forward.documents is not None
         near = clipped(self.rotations, mask.window)
         if near is not None and mask.causal and not whole and (documents or not self.few):
@@ -185,6 +199,29 @@ class Step:
             self.rotations = _seeing_ahead(forward.map, self.rotations, mask.ahead, biased)
             if seen is not None:
                 self.seen = shown(seen[..., first : forward.room - mask.offset])
+
+    def _see_both_ways(self, mask: BatchMask, whole: bool) -> None:
+        """Set the runs of a forward in both directions, or the keys that its queries see."""
+        forward, window = self.forward, (mask.arguments or {}).get("local_size")
+        if mask.causal and window is not None:
+            raise UnsupportedModelError(
+                f"{forward.map.named} is called in both directions, and the layers with a window "
+                f"of {window} tokens still get causal masks; set config.is_causal = False"
+            )
+        if mask.whole and not whole:
+            self.runs = mask.runs()
+        if self.runs is not None:
+            return
+        seen = None
+        if not mask.whole:
+            seen = mask.dense_on(forward.device)
+        if seen is not None:
+            seen = shown(seen[..., : forward.room])
+        if forward.documents is not None:
+            numbers = forward.documents.to(forward.device)
+            same = (numbers[:, None, :, None] == numbers[:, None, None]) & forward.real()[:, None]
+            seen = same if seen is None else seen & same
+        self.seen = seen
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Compute attention: for few queries on a GPU, in runs, in a graph, or from positions."""
@@ -250,7 +287,9 @@ class Step:
             return False
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
-        if call.scores is not None or forward.apart or forward.map.reach is not None:
+        if forward.both or forward.apart:
+            return False
+        if call.scores is not None or forward.map.reach is not None:
             return False
         if forward.begins:  # positions may jump, but the kernel treats them as slots
             return False
@@ -296,7 +335,9 @@ class Step:
         return each_table(made, lambda x: x.expand(room, -1).contiguous())
 
     def _temperature(self, dtype: torch.dtype) -> Tensor | None:
-        return self.forward.map.temperature(self.forward.query, dtype) if self.tempered else None
+        if not self.tempered:
+            return None
+        return self.forward.map.temperature(self.forward.tempered, dtype)
 
     def _scaled(self, query: Tensor) -> Tensor:
         name = "temperature", wide(query)
@@ -334,7 +375,8 @@ class Step:
         if "places" not in self.made:
             forward, offset = self.forward, self.offset
             query, key, real = forward.query, forward.key[:, offset:], forward.real()[:, offset:]
-            made = Places.in_slots(query, key, real, forward.filled - offset)
+            filled = forward.filled - offset
+            made = Places.in_slots(query, key, real, filled, forward.both)
             if self.seen is not None:
                 made = replace(made, mask=self.seen, newest=None)
             self.made["places"] = replace(made, made={})

@@ -1,4 +1,4 @@
-"""Attention in both directions: refused by position methods, whose maps look back only."""
+"""Attention in both directions: what has no meaning there is refused, before anything changes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,15 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.positions import EXACT, TOLD, WIDE, logits, patch
 
 BOTH = "both directions"
-OWN: dict[str, tuple[str, dict[str, Any]]] = {  # what is computed by our own attention function
-    "position method": ("rerope", {}),
-    "encoding": ("alibi", {}),
-    "encoding of inputs": ("sinusoidal", {}),
-    "bias": ("yarn", {"bias": "alibi"}),
-    "temperature by position": ("yarn", {"temperature": "log_n"}),
-    "some layers": ("yarn", {"layers": [0]}),
+CAUSAL_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunks": ("dual_chunk", {}),
+    "groups by the query": ("jet_long", {}),
+    "more first tokens than window": ("lm_infinite", {"window": 4, "sinks": 10}),
+    "encoding": ("cope", {}),
+    "decay": ("xpos", {}),
+    "no order": ("swan", {}),
+    "bias": ("yarn", {"bias": "fire"}),
 }
-ENCODERS = (
-    "EuroBertModel",
-    "ModernBertForMaskedLM",
-    "NomicBertModel",
-    "GteModel",
-    "JinaEmbeddingsV3Model",
-    "UltrabertModel",
-    "EmbeddingGemma2Model",
-)
 
 
 def refused(model: PreTrainedModel, method: str, **options: Any) -> None:
@@ -44,64 +36,55 @@ def refused(model: PreTrainedModel, method: str, **options: Any) -> None:
     assert changed(before, snapshot(model)) == set()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_are_refused_by_position_methods_alone(name: str) -> None:
-    model = tiny_of(getattr(transformers, name))
-    refused(model, "rerope")
-    for method in ("yarn", "dynamic_ntk"):
-        with rope_ext.patched(model, method, factor=4):
-            pass
-
-
-@pytest.mark.parametrize("what", OWN)
-def test_everything_that_attends_by_itself_refuses_an_encoder(what: str) -> None:
-    method, options = OWN[what]
+@pytest.mark.every
+@pytest.mark.parametrize("what", CAUSAL_ONLY)
+def test_what_is_defined_by_earlier_keys_refuses_an_encoder(what: str) -> None:
+    method, options = CAUSAL_ONLY[what]
     refused(tiny_of(transformers.EuroBertModel), method, **options)
 
 
-def test_a_constant_temperature_needs_no_direction() -> None:
-    model = tiny_of(transformers.EuroBertModel)
-    with rope_ext.patched(model, "yarn", factor=4, temperature=1.2):
-        pass
+def test_an_encoder_called_as_causal_is_refused(ids) -> None:
+    model = rope_ext.patch(tiny_of(transformers.EuroBertModel), "rerope", factor=4)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="mask"), torch.no_grad():
+        model(ids, is_causal=True)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "setting"),
-    [
-        ("llama", {"is_causal": False}),
-        ("gemma2", {"use_bidirectional_attention": True}),
-        ("gemma3_text", {"use_bidirectional_attention": True}),  # EmbeddingGemma
-        ("gemma4_text", {"use_bidirectional_attention": "all"}),
-    ],
-)
-def test_decoders_made_bidirectional_by_their_configuration_are_refused(
-    model_type: str, setting: dict[str, Any]
-) -> None:
-    refused(tiny_model(model_type, **setting), "rerope")
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_a_model_that_generates_is_not_read_in_both_directions(model_type: str) -> None:
+    """Its modules alone are not causal, as in PaliGemma, whose prompts are not and texts are."""
+    refused(tiny_model(model_type, use_bidirectional_attention=True), "rerope")
     with rope_ext.patched(tiny_model(model_type), "rerope", factor=4):
         pass
 
 
-def test_attention_modules_decide_too() -> None:
-    model = tiny_llama()
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    refused(model, "rerope")
-
-
-@pytest.mark.parametrize("how", ["keyword", "configuration", "modules"])
-def test_a_call_in_both_directions_is_refused(how: str, ids) -> None:
+def test_layers_that_disagree_are_refused(ids) -> None:
     model = patch(tiny_llama(), "rerope", **WIDE["rerope"], **TOLD)
+    before = logits(model, ids)
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(rope_ext.UnsupportedModelError, match="is_causal"):
+        logits(model, ids)
+    model.model.layers[1].self_attn.is_causal = True
+    torch.testing.assert_close(logits(model, ids), before, **EXACT)
+
+
+@pytest.mark.parametrize("how", ["keyword", "configuration"])
+def test_a_call_that_has_no_meaning_in_both_directions_is_refused(how: str, ids) -> None:
+    model = patch(tiny_llama(), "dual_chunk", **WIDE["dual_chunk"], **TOLD)
     before = logits(model, ids)
     given = {"is_causal": False} if how == "keyword" else {}
     if how == "configuration":
         model.config.is_causal = False
-    elif how == "modules":
-        model.model.layers[1].self_attn.is_causal = False
     with pytest.raises(rope_ext.UnsupportedModelError, match=BOTH):
         logits(model, ids, **given)
-    model.config.is_causal = model.model.layers[1].self_attn.is_causal = True
+    model.config.is_causal = True
     torch.testing.assert_close(logits(model, ids, is_causal=True), before, **EXACT)
+
+
+def test_a_cache_is_not_continued_in_both_directions(ids) -> None:
+    model = patch(tiny_llama(), "rerope")
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(rope_ext.CacheError, match=BOTH):
+        logits(model, ids, past_key_values=cache, is_causal=False)
 
 
 def test_a_frequency_method_takes_such_a_call(ids) -> None:
@@ -110,11 +93,12 @@ def test_a_frequency_method_takes_such_a_call(ids) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_call_in_both_directions_is_refused(ids, no_graphs) -> None:
-    model = torch.compile(patch(tiny_llama(num_hidden_layers=1), "rerope", factor=4))
-    logits(model, ids)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=BOTH):
-        logits(model, ids, is_causal=False)
+def test_a_compiled_call_in_both_directions_runs_eagerly(ids, no_graphs) -> None:
+    model = patch(tiny_llama(num_hidden_layers=1), "rerope")
+    wanted = logits(model, ids, is_causal=False)
+    compiled = torch.compile(model)
+    logits(compiled, ids)
+    torch.testing.assert_close(logits(compiled, ids, is_causal=False), wanted, **EXACT)
 
 
 @pytest.mark.parametrize("padded", [False, True])

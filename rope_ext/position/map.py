@@ -172,14 +172,11 @@ class PositionMap:
             return why
         if (encoding.scored() and not encoding.later_keys) or self.reach is not None:
             return "defines its logits for earlier keys only"
-        if (
-            any(isinstance(band.geometry, Sinks) for band in self.bands)
-            and not self.bands_both_ways
-        ):
-            return (
-                "shows more first tokens than are in its window; choose fewer, or a larger window"
-            )
-        return "" if self.bands_both_ways else "has bands that are defined for earlier keys only"
+        if self.bands_both_ways:
+            return ""
+        if any(isinstance(band.geometry, Sinks) for band in self.bands):
+            return "shows more first tokens than its window has; choose fewer, or a larger window"
+        return "has bands that are defined for earlier keys only"
 
     def rotations(
         self, layout: Layout, window: int | None = None, both: bool = False

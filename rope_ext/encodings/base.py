@@ -98,6 +98,7 @@ class Encoding(PositionMethod):
     kind: ClassVar[str] = "encoding"
     allows_factor_one: ClassVar[bool] = True
     sided: ClassVar[bool] = False  # in both directions, later keys have parameters of their own
+    later_keys: ClassVar[bool] = False  # its :meth:`logits` distinguish later from earlier keys
     shared: ClassVar[bool] = False  # one set of parameters for the model, not one per layer
     additive: ClassVar[bool] = False  # its scores do not depend on the content of queries and keys
     projected: ClassVar[bool] = False  # :meth:`logits` gets the ``key_projection`` of its layer

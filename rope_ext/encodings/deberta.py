@@ -36,6 +36,7 @@ class DeBERTa(InputEncoding):
     summary = "learned vectors per distance for queries and keys; needs training"
     grows = 1
     sided = True
+    later_keys = True
 
     clip: Tokens = 512
     absolute_layers: Annotated[int, Whole(0)] = 0

@@ -37,6 +37,7 @@ class Shaw(Encoding):
     name = "shaw"
     summary = "learned vectors per distance for keys and values; needs training"
     sided = True
+    later_keys = True
     redefining = ("p_min",)
     grows = 0
 

@@ -27,6 +27,7 @@ class TransformerXL(Encoding):
 
     name = "transformer_xl"
     aliases = ("xlnet",)
+    later_keys = True
     summary = "learned projections of sinusoids of the distance; needs training"
 
     projection: Literal["learned", "key"] = "learned"

@@ -13,7 +13,7 @@ from torch import Tensor
 from rope_ext.attention.call import Rotation
 from rope_ext.encodings import Encoding
 from rope_ext.methods import Band, Map, PositionMethod, Rope
-from rope_ext.methods.geometry import Distance, Geometry
+from rope_ext.methods.geometry import Distance, Geometry, Sinks
 from rope_ext.methods.kinds import at, both_ways
 from rope_ext.methods.temperature import SSMax, Temperature
 from rope_ext.position.layers import Layout
@@ -166,10 +166,17 @@ class PositionMap:
     @property
     def causal_only(self) -> str:
         """Why attention in both directions is not defined; empty if it is."""
-        why = self.method.causal_only or self.encoding.causal_only
-        if not why and not self.bands_both_ways:
-            why = "shows more first tokens than are in its window; choose fewer, or a larger window"
-        return why
+        method, encoding = self.method, self.encoding
+        why = method.causal_only or encoding.causal_only
+        if why:
+            return why
+        if (encoding.scored() and not encoding.later_keys) or self.reach is not None:
+            return "defines its logits for earlier keys only"
+        if self.bands_both_ways:
+            return ""
+        if any(isinstance(band.geometry, Sinks) for band in self.bands):
+            return "shows more first tokens than its window has; choose fewer, or a larger window"
+        return "has bands that are defined for earlier keys only"
 
     def rotations(
         self, layout: Layout, window: int | None = None, both: bool = False

@@ -225,3 +225,16 @@ def test_learned_parameters_for_later_keys_are_needed(ids) -> None:
     model = rope_ext.patch(tiny_llama(), "t5", factor=2)
     with pytest.raises(rope_ext.UnsupportedModelError, match="earlier keys"), torch.no_grad():
         model(ids, is_causal=False)
+
+
+def test_logits_of_your_own_are_refused_unless_they_are_made_for_later_keys() -> None:
+    from rope_ext.encodings import Encoding
+
+    class Own(Encoding):
+        name = "own_logits"
+
+        def logits(self, block: Any, learned: Any) -> torch.Tensor:
+            return block.content - block.distance
+
+    with pytest.raises(rope_ext.UnsupportedModelError, match="earlier keys"):
+        rope_ext.patch(encoder(), Own(factor=2))

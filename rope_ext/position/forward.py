@@ -356,8 +356,9 @@ class PositionForward(ForwardContext):
         known: CachedKeys | None = None if self.begins else getattr(cache, NOTE, None)
         if self.traced:
             # Comparing would fail in a graph with dynamic shapes. If there are metadata, in_cache
-            # has compared them, but the cache may have been reset, so rows may begin elsewhere.
-            if known is None or known.origins is not None:
+            # has compared them. But several tokens may begin in a cache that was reset, so rows may
+            # begin elsewhere. Steps of decoding change nothing, or the second would recompile.
+            if known is None or (self.tokens > 1 and known.origins is not None):
                 setattr(cache, NOTE, CachedKeys(self.map.key, None, self.apart))
             return
         behind = not self.begins and self.shown is None

@@ -77,8 +77,10 @@ def _give_back(
         _replace(module, back)
     for original, twin, before in swapped:
         now = vars(twin)
+        # A family may store a field under another name: max_seq_len is max_position_embeddings.
+        stored = {original.attribute_map.get(name, name) for name in written}
         for name in before | now:
-            if name not in written and not _same(before.get(name, ABSENT), now.get(name, ABSENT)):
+            if name not in stored and not _same(before.get(name, ABSENT), now.get(name, ABSENT)):
                 restore(original, {name: now.get(name, ABSENT)})
         _replace(original, back)
 

@@ -122,7 +122,7 @@ def paged_kernel(
     t = tl.load(LENGTHS + request) - (stop - start) + token
     # Drafts may go a few tokens beyond the longest context; nobody reads them.
     t = tl.where(real, tl.minimum(tl.maximum(t, 0), positions - 1), 0)
-    token = (start + token).to(tl.int64)
+    token = tl.cast(start + token, tl.int64)
     row = Q + token * q_token + group * q_head
     shown = real[:, None] & (pair < PAIRS)[None, :]
     a = tl.load(row[:, None] + pair[None, :], shown, 0.0)

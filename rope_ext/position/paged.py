@@ -103,7 +103,8 @@ def require_pages(named: str) -> None:
     """Raise CacheError unless this version of transformers updates pages in attention functions."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+    update: Any = getattr(PagedAttentionCache, "update")  # noqa: B009
+    if "kwargs" not in inspect.signature(update).parameters:
         raise CacheError(
             f"continuous batching under {named} needs transformers 5.19 or later, and this is "
             f"{transformers.__version__}; upgrade it, or call generate with a padded batch"

@@ -227,8 +227,9 @@ def watch_generation(model: nn.Module, batch: Callable[..., Any], changes: Chang
 
 def forget_pages(model: nn.Module) -> None:
     """Remove a manager kept by ``generate_batch``, since its pages hold keys as now rotated."""
-    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
-        model.destroy_cached_continuous_batching_manager()
+    of_model: Any = model
+    if getattr(of_model, "_cached_continuous_batching_manager", None) is not None:
+        of_model.destroy_cached_continuous_batching_manager()
 
 
 def refuse_batching(reason: str, *args: Any, **kwargs: Any) -> None:

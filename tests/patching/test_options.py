@@ -84,7 +84,7 @@ def test_position_options_count_from_the_length_of_the_map_beneath(model) -> Non
 )
 def test_factors_that_are_no_number_of_times_are_refused(factor: Any) -> None:
     for name in NAMES:
-        said = rf"{name}: factor=.* is not valid; .*at (least|most)"
+        said = rf"{name}: factor=.* is not valid; .*(at least|at most|greater than)"
         with pytest.raises(rope_ext.OptionError, match=said):
             build_method(name, factor=factor, **TABLE.get(name, {}))
 

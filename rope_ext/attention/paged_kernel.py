@@ -136,7 +136,7 @@ def paged_kernel(
         m = tl.load(SINKS + group, real, 0.0).to(tl.float32) * LOG2E
         l += 1.0
     acc = tl.zeros([ROWS, DV2], tl.float32)
-    pages = PAGES + request.to(tl.int64) * pages_row
+    pages = PAGES + tl.cast(request, tl.int64) * pages_row
     keys = K + head * k_head
     values = V + head * v_head
     for band in tl.static_range(BANDS):

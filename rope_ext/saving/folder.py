@@ -60,7 +60,7 @@ def read_saved(given: Given) -> Saved:
     if record is not None:
         built = copy.deepcopy(config) if sidecar else record.restored(config)
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
-        if sidecar is None and not_none(current_patch(model)).saved.values:
+        if sidecar is None:
             refuse_other_fields(config, model, name)
         return Saved(model, config, name, "adapter" if sidecar else "record")
     model = built_on_meta(config)

@@ -177,6 +177,11 @@ EDITS: dict[str, tuple[str, Any, tuple[str, str]]] = {
         ["rope_parameters", "rope_theta", 5e5],
         ("500000.0", "10000.0"),
     ),
+    "the base that the patch of rerope found": (
+        "rerope",
+        ["rope_ext", "config", "rope_parameters", "rope_theta", 5e5],
+        ("500000.0", "10000.0"),
+    ),
     "the older base of rerope": ("rerope", ["rope_theta", 5e5], ("500000.0", "10000.0")),
     "a dynamic method": (
         "dynamic_yarn",

@@ -120,7 +120,7 @@ WORKS = {
     "describe M": "not patched",
     "describe M --method YaRN --factor 4 --option yarn.beta_fast=16": "beta_fast=16",
     "describe M --method alibi": "alibi",  # which needs no factor
-    "describe M --method rerope --factor 4": "next: rope-ext compare",  # since no engine runs it
+    "describe M --method rerope --factor 4": "next: rope-ext export",  # vLLM runs it, by our plugin
     "diagnose M --length 512": "at 512 tokens: trained for 128 tokens",
     "diagnose M --length 512 --method yarn --factor 4": "before the patch, 0 at 512 after",
     "recommend M --length 1k": "rope_ext.patch(model, 'self_extend', factor=8",
@@ -170,7 +170,7 @@ REFUSED = {
     "eval M --tasks needle --lengths 1k --method none --new-tokens x": "--new-tokens 'x' is not a",
     "eval M --tasks needle --lengths 1k --method none --new-tokens 0": "tokens=0 is not valid",
     "eval M --tasks ruler --lengths 1k --method none --ruler-tasks niah": "unknown task 'niah'",
-    "compare C --model nowhere/at/all": "there is no folder 'nowhere/at/all' to load from",
+    "compare C --model nowhere/at/all": "there is no folder or file 'nowhere/at/all'",
 }
 """M is the checkpoint, C a whole command line of `compare`, to which a wrong option is added."""
 

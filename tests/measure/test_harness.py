@@ -89,7 +89,7 @@ def test_its_tasks_are_measured_in_the_window_of_the_patch(
     # In a window that is shorter than the prompt, its beginning is lost, and the key with it.
     found = {("yarn", 2048): 1.0}
     assert rows == {
-        (m, n): found.get((m, n), 0.0) for m in ("none", "yarn") for n in (512, 1024, 2048)
+        (m, n): found.get((m, n), 0.0) for m in ("unpatched", "yarn") for n in (512, 1024, 2048)
     }
     assert "Mean of exact_match as lm-evaluation-harness" in " ".join(done.stdout.split())
     assert {row["task"] for row in data["summary"]} == {"passkey", "early_passkey"}

@@ -240,9 +240,7 @@ def test_paged_rollouts_are_those_of_the_patched_model(
     assert answers["patched"] != answers["unpatched"]
 
 
-def test_paged_rollouts_that_cannot_be_right_are_refused(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_paged_rollouts_that_cannot_be_right_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     model = patched(tmp_path, "dynamic_yarn")
     with pytest.raises(rope_ext.CacheError, match="continuous batching"):
         rollouts("GRPO", model, tmp_path, monkeypatch, **PAGED)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.apply.configuration import REFUSED, UNPATCHED, UNSAVED, Written
+from rope_ext.apply.configuration import UNPATCHED
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
 from rope_ext.encodings import Encoding
@@ -394,7 +394,7 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     rope = options.rope(place.scaled[0].rope)
     length = method.target_length(rope)
     note = "whether this family accepts it is checked when the weights are loaded"
-    saved = Written({}, False, {}, UNSAVED.format(REFUSED))
+    saved = configuration.unsaved(place, length)
     return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 

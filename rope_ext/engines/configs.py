@@ -6,10 +6,9 @@ vLLM and SGLang take its fields on the command line, transformers and mlx-lm in 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import before, part_of, unsaved
+from rope_ext.apply.configuration import part_of
 from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.encodings import Encoding
@@ -119,11 +118,7 @@ def _by_plugin(state: Patch, saved: Saved | None) -> Export:
         raise Refusal(reason)
     if saved is not None and FIELD in saved.config.to_dict():
         return _PLUGIN.export(base.folder_of(saved), {}, "config.json says the rest")
-    fields = dict(unsaved(state, state.target_length).values)
-    record = state.record
-    if not state.saved.values:  # nothing was written yet that the record could restore
-        record = replace(record, config=before(text_config(state.decoder), fields))
-    fields[FIELD] = record.to_json()
+    fields = {**state.saved.values, FIELD: state.record.to_json()}
     settings = {_PLUGIN.fields: fields, _PLUGIN.length: state.target_length}
     return _PLUGIN.export(state.model.config.name_or_path or "MODEL", settings)
 

@@ -234,22 +234,12 @@ def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
     """
     saved, written = config.get_text_config(decoder=True), text_config(text_decoder(model))
     one, other = getattr(saved, "rope_parameters", None), getattr(written, "rope_parameters", None)
-    noted = not not_none(current_patch(model)).saved.values  # it has no fields but the trained ones
-    if not (_agree(_bases(one), _bases(other)) if noted else _agree(one, other)):
+    if not _agree(one, other):
         raise RecordError(
             f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
             f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or "
             f"load the original model and patch it with other options"
         )
-
-
-def _bases(parameters: Any) -> Any:
-    """Return the base in ``rope_parameters``, or those of each layer type."""
-    if not isinstance(parameters, Mapping):
-        return parameters
-    if "rope_theta" in parameters:
-        return parameters["rope_theta"]
-    return {name: _bases(part) for name, part in parameters.items() if isinstance(part, Mapping)}
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -135,6 +135,19 @@ def split_kernel(
 
 
 @triton.jit
+def merged(OUT, LSE, at, column, sink, DV: tl.constexpr):
+    """Merge the splits ``at`` of one query; ``sink`` acts as a key without a value, -inf: none."""
+    lse = tl.load(LSE + at)
+    top = tl.maximum(tl.max(lse), sink)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    weight = tl.exp(lse - top)
+    total = tl.sum(weight) + tl.exp(sink - top)
+    shown = (column < DV)[None, :] & (at >= 0)[:, None]
+    x = tl.load(OUT + at[:, None] * DV + column[None, :], shown, 0.0)
+    return tl.sum(x * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
 def merge_kernel(
     OUT, LSE, SINKS, Y, KV: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
     HAS_SINKS: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr, SPLITS: tl.constexpr,
@@ -143,19 +156,9 @@ def merge_kernel(
     b, head = of_key // KV, (of_key % KV) * GROUPS + row // TOKENS
     part, column = tl.arange(0, SPLITS), tl.arange(0, DV2)
     at = (of_key * SPLITS + part) * (GROUPS * TOKENS) + row
-    lse = tl.load(LSE + at)
-    top = tl.max(lse)
     sink = -float("inf")
-    if HAS_SINKS:  # a sink acts as a key without a value
-        sink = tl.load(SINKS + head).to(tl.float32)
-        top = tl.maximum(top, sink)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    weight = tl.exp(lse - top)
-    total = tl.sum(weight)
     if HAS_SINKS:
-        total += tl.exp(sink - top)
-    shown = (column < DV)[None, :] & (part >= 0)[:, None]
-    x = tl.load(OUT + at[:, None] * DV + column[None, :], shown, 0.0)
-    y = tl.sum(x * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        sink = tl.load(SINKS + head).to(tl.float32)
+    y = merged(OUT, LSE, at, column, sink, DV)
     to = ((b * TOKENS + row % TOKENS) * KV * GROUPS + head) * DV + column
     tl.store(Y + to, y.to(Y.dtype.element_ty), column < DV)

@@ -11,16 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rope_ext.attention.decode_kernel import merged, rotate
+
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponents are base 2, for which there is an instruction."""
 NONE = tl.constexpr(1 << 30)
 """First position of a query that sees no key, so that it never widens a range."""
-
-
-@triton.jit
-def rotate(a, b, cos, sin):
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
@@ -70,13 +66,13 @@ def attend_band(
                 row = tl.load(KEY + block)
                 cos = tl.load(COS + row * PAIRS + pair, pair < PAIRS, 1.0)
                 sin = tl.load(SIN + row * PAIRS + pair, pair < PAIRS, 0.0)
-                ta, tb = rotate(qa, qb, cos[None, :], -sin[None, :])
+                ta, tb = rotate(qa, qb, cos[None, :], -sin[None, :], tl.float32)
                 row = tl.load(KEY_STEP + n, there, 0)
             else:
                 row = tl.load(KEY + n, there, 0)
             of = row[:, None] * PAIRS + pair[None, :]
             cos, sin = tl.load(COS + of, shown, 1.0), tl.load(SIN + of, shown, 0.0)
-            a, b = rotate(a, b, cos, sin)
+            a, b = rotate(a, b, cos, sin, tl.float32)
         s = tl.dot(ta.to(dtype), tl.trans(a.to(dtype)), input_precision=PRECISION)
         s = tl.dot(tb.to(dtype), tl.trans(b.to(dtype)), s, input_precision=PRECISION)
         at = V + page * v_page + slot * v_slot
@@ -148,7 +144,7 @@ def paged_kernel(
         low, high = tl.where(sees, low, NONE), tl.where(sees, high, 0)
         of = tl.load(QUERY + band * positions + t)[:, None] * PAIRS + pair[None, :]
         cos, sin = tl.load(COS + of, shown, 1.0), tl.load(SIN + of, shown, 0.0)
-        qa, qb = rotate(a, b, cos, sin)
+        qa, qb = rotate(a, b, cos, sin, tl.float32)
         if SPLITS == 1:  # otherwise registers are spilled
             qa, qb = qa.to(a.dtype), qb.to(a.dtype)
         m, l, acc = attend_band(
@@ -166,7 +162,7 @@ def paged_kernel(
     else:
         to = (token * (KV * GROUPS) + group) * SPLITS + split
         tl.store(OUT + to[:, None] * DV + column[None, :], y, shown)
-        tl.store(LSE + to, tl.where(l == 0.0, -float("inf"), m + tl.log2(total)), real)
+        tl.store(LSE + to, tl.where(l == 0.0, -float("inf"), (m + tl.log2(total)) / LOG2E), real)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -179,20 +175,10 @@ def merge_kernel(
         return
     part, column = tl.arange(0, SPLITS), tl.arange(0, DV2)
     at = (token * HEADS + head) * SPLITS + part
-    lse = tl.load(LSE + at)
-    top = tl.max(lse)
     sink = -float("inf")
     if HAS_SINKS:
-        sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
-        top = tl.maximum(top, sink)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    weight = tl.exp2(lse - top)
-    total = tl.sum(weight)
-    if HAS_SINKS:
-        total += tl.exp2(sink - top)
-    shown = (column < DV)[None, :] & (part >= 0)[:, None]
-    x = tl.load(PARTS + at[:, None] * DV + column[None, :], shown, 0.0)
-    y = tl.sum(x * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        sink = tl.load(SINKS + head).to(tl.float32)
+    y = merged(PARTS, LSE, at, column, sink, DV)
     tl.store(
         OUT + token * o_token + head * o_head + column, y.to(OUT.dtype.element_ty), column < DV
     )

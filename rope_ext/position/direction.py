@@ -55,14 +55,18 @@ def sees_ahead(module: nn.Module, mask: Any, given: Mapping[str, Any]) -> bool:
 
 def is_causal(config: Any, given: Mapping[str, Any]) -> bool:
     """Whether a decoder's forward is causal by its arguments or, without, its configuration."""
-    return given.get("is_causal", getattr(config, "is_causal", None)) is not False
+    return _said(config, given) is not False
+
+
+def _said(config: Any, given: Mapping[str, Any]) -> Any:
+    """Return ``is_causal`` of the call or, without, of the configuration; None: neither says it."""
+    said = given.get("is_causal")
+    return getattr(config, "is_causal", None) if said is None else said
 
 
 def reads_both_ways(config: Any, given: Mapping[str, Any], modules: Iterable[nn.Module]) -> bool:
     """Whether queries see later keys: by the call, the configuration, or the attention modules."""
-    said = given.get("is_causal")
-    if said is None:
-        said = getattr(config, "is_causal", None)
+    said = _said(config, given)
     if said is not None:
         return not said
     found = {bool(getattr(module, "is_causal", True)) for module in modules}

@@ -78,7 +78,9 @@ class PagedForward(PositionForward):
 
     def mask_of(self, row: BatchMask, request: PositionForward, keys: int) -> BatchMask:
         """Return the mask of a request that sees its last ``keys`` tokens, once for all layers."""
-        return row.made.setdefault((request, keys), row.of_request(request, keys))
+        if (request, keys) not in row.made:
+            row.made[request, keys] = row.of_request(request, keys)
+        return row.made[request, keys]
 
 
 def initialize(attention: Any, named: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,9 +62,9 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
         before = _messages(prompt)
         return {"messages": before + _messages(completion), "first": len(before), **more}
     if "instruction" in given:
-        more = given.get("input") or given.get("context")  # Alpaca's name, and Dolly's
+        context = given.get("input") or given.get("context")  # Alpaca's name, and Dolly's
         answer = given["output"] if "output" in given else given["response"]
-        asked = "\n\n".join(filter(None, (given["instruction"], more)))
+        asked = "\n\n".join(filter(None, (given["instruction"], context)))
         pair = (("user", asked), ("assistant", answer))
         messages = [{"role": role, "content": content} for role, content in pair]
         return {"messages": messages, "first": 0}

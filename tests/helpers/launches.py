@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import pytest
 import torch
 
+from tests.helpers.checkpoint import save_checkpoint
+
 ROOT = Path(__file__).parents[2]
+
+
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a model and ``text.jsonl`` into ``folder``, for DeepSpeed on CPUs."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    save_checkpoint(folder / "model")
+    draw = random.Random(0).choices
+    lines = [" ".join(draw(["one", "two", "three", "four", "five"], k=400)) for _ in range(8)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
 
 
 def settings(folder: Path, name: str, processes: int, **more: object) -> list[str]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from accelerate import ParallelismConfig
@@ -15,7 +13,6 @@ from accelerate import ParallelismConfig
 from recipes import finetune, settings
 from rope_ext import OptionError
 from tests.helpers import launches
-from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.recipe_runs import arguments
 
 TEXTS: dict[str, dict[str, object]] = {
@@ -31,12 +28,7 @@ def test_two_processes_train_as_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses and norms of gradients to 1e-5: float32 sums in another order."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    save_checkpoint(tmp_path / "model")
-    draw = random.Random(0).choices
-    lines = [" ".join(draw(["one", "two", "three", "four", "five"], k=400)) for _ in range(8)]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    launches.prepare(tmp_path, monkeypatch)
     given = {"dataset": tmp_path / "text.jsonl", "chunked_loss": False, **TEXTS[name]}
     # Both processes have the same rows. Only without --use_cpu does accelerate use DeepSpeed.
     words = launches.settings(tmp_path, "two", 1, **given, **{"use_cpu": False})

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import shutil
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_ext
 from recipes import finetune
-from tests.helpers.checkpoint import save_checkpoint
-from tests.helpers.launches import launch, log, settings
+from tests.helpers.launches import launch, log, prepare, settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,12 +36,7 @@ HALF = "kerple_log in bfloat16"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All of ``RUNS`` in two processes, and one of them in bfloat16, saved after every step."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    save_checkpoint(tmp_path / "model")
-    draw = random.Random(0).choices
-    lines = [" ".join(draw(["one", "two", "three", "four", "five"], k=400)) for _ in range(8)]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    prepare(tmp_path, monkeypatch)
     all_runs = RUNS | {HALF: RUNS["kerple_log"] | {"bf16": True}}
     train(tmp_path, {name: given | {"save_steps": 1} for name, given in all_runs.items()})
     return tmp_path

@@ -1,6 +1,7 @@
 """The command line. Commands import transformers only when they run."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -169,6 +170,51 @@ def export(
         tell_next(["python", "recipes/merge.py", asked.model, "--output", unused("merged")])
     else:
         asked.tell_check(engine)
+
+
+@command(app)
+def serve(
+    asked: Asked,
+    continuous_batching: bool = False,
+    blocks: int | None = None,
+    batch_tokens: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    host: str = "localhost",
+    port: int = 8000,
+) -> None:
+    """Serve a patched model over the OpenAI API.
+
+    With transformers' server, so with every method. Without --method, with the patch that the
+    model was saved with. `rope-ext export` shows engines that run some methods faster.
+
+    Options:
+        continuous_batching: Answer requests together, on a paged cache.
+        blocks: Pages of the cache of --continuous-batching. Default: as memory allows.
+        batch_tokens: Tokens of a batch of --continuous-batching. Default: as memory allows.
+        device: Device, such as cuda:1 or cpu.
+        dtype: Dtype of the weights, such as bfloat16. Default: as saved.
+        host: Address to listen on.
+        port: Port to listen on.
+    """
+    import rope_ext
+    from rope_ext.engines import transformers_server
+
+    method = asked.build()
+    asked.patched()  # reports what cannot be patched before the weights are loaded
+    patch = None if method is None else partial(rope_ext.patch, method=method, **asked.arguments())
+    with stoppable("start the same command again"):
+        transformers_server.run(
+            asked.model,
+            patch,
+            continuous_batching=continuous_batching,
+            cb_num_blocks=blocks,
+            cb_max_batch_tokens=batch_tokens,
+            device=device,
+            dtype=dtype,
+            host=host,
+            port=port,
+        )
 
 
 @command(app)

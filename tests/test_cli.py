@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from importlib import metadata
@@ -302,6 +303,21 @@ def test_a_command_of_the_repository_says_so_where_it_is_not(
     monkeypatch.chdir(tmp_path)
     away = command_line(words)
     assert shlex.split(away, comments=True) == words and "clone of the repository" in away
+
+
+def test_serve_refuses_what_it_cannot_serve_before_loading(checkpoint: Path) -> None:
+    pytest.importorskip("fastapi")
+    with socket.create_server(("localhost", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words, reason in (
+            ([str(checkpoint), "--method", "yarm", "--factor", "4"], "yarn"),
+            (
+                [str(checkpoint), "--method", "yarn", "--factor", "4", "--port", port],
+                "another --port",
+            ),
+        ):
+            result = call("serve", *words)
+            assert result.exit_code == 2 and reason in result.stderr
 
 
 def test_the_list_of_commands_fits_80_columns_in_one_style() -> None:

@@ -28,9 +28,12 @@ def saved(folder: Path, method: str | None, **options: Any) -> Path:
     return folder
 
 
-def command(folder: Path) -> list[str]:
-    """Return the command in the docs."""
+def commands(folder: Path) -> list[list[str]]:
+    """Return the commands in the docs: transformers' own, and the one for any patch."""
     page = Path(__file__).parents[2] / "docs" / "engines" / "beside.md"
-    words = re.search(r"\$ transformers (serve .*)", page.read_text(encoding="utf-8"))[1]
-    given = [str(folder) if word == "FOLDER" else word for word in words.split()]
-    return [sys.executable, "-c", TRANSFORMERS, *given]
+    found = re.findall(r"\$ (transformers|rope-ext) (serve .*)", page.read_text(encoding="utf-8"))
+    starts = {"transformers": ["-c", TRANSFORMERS], "rope-ext": ["-m", "rope_ext"]}
+    return [
+        [sys.executable, *starts[program], *words.replace("FOLDER", str(folder)).split()]
+        for program, words in found
+    ]

@@ -388,13 +388,17 @@ def test_two_deployments_are_compared_on_the_same_prompts(checkpoint: Path, tmp_
 
 
 @pytest.mark.slow
-def test_transformers_serve_answers_as_its_model_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("which", "method"), [(0, "yarn"), (1, "rerope")])
+def test_transformers_serve_answers_as_its_model_does(
+    which: int, method: str, tmp_path: Path
+) -> None:
     if importlib.util.find_spec("fastapi") is None:
         pytest.skip("what transformers serve needs is not there")
-    folder = transformers_serve.saved(tmp_path / "yarn", "yarn", factor=4)
+    folder = transformers_serve.saved(tmp_path / method, method, factor=4)
     options = {"lengths": (400, 256), "chat": "no"}
     want = measured(local(folder, tmp_path / "here", **options), KEYS)
-    with running(transformers_serve.command(folder), tmp_path / "log") as address:
+    words = transformers_serve.commands(folder)[which]
+    with running(words, tmp_path / "log") as address:
         settings = served(folder, tmp_path / "there", f"{address}/v1", api="text", **options)
         got = measured(replace(settings, served_model_name=str(folder), concurrency=2), KEYS)
     assert got == want and len({one[5] for one in got}) > 1

@@ -1,0 +1,83 @@
+"""transformers' OpenAI-compatible server, ``transformers serve``, with a patched model."""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rope_ext.apply.gguf_source import is_file_name
+from rope_ext.errors import LoadError
+from rope_ext.saving.load import from_pretrained
+
+
+def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
+    """Load a model with its patch, and serve it until Ctrl-C or SIGTERM.
+
+    Args:
+        model: directory or Hub ID, which requests then have to name.
+        patch: called with the loaded model, patches it in place; default: the model is loaded
+            with the patch that it was saved with.
+        **options: arguments of ``transformers.cli.serve.Serve``.
+
+    Raises:
+        LoadError: the port is taken, the packages of ``transformers[serving]`` are missing, or no
+            model loads.
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    if is_file_name(model):
+        raise LoadError(
+            f"this server loads no GGUF file such as {model}; serve it with llama-server, whose "
+            f"options rope-ext export --engine llama.cpp prints, or save the model as a folder"
+        )
+    if not is_serve_available():
+        raise LoadError(
+            "the server needs fastapi and uvicorn; install it with: pip install "
+            '"transformers[serving]"'
+        )
+    _require_free(options["host"], options["port"])
+    from transformers.cli import serve
+    from transformers.cli.serving import model_manager
+
+    plain = model_manager.ModelManager
+
+    class Patched(plain):
+        """Loads each model with its patch; transformers alone refuses or ignores most of them."""
+
+        def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+            if patch is not None:
+                loaded = super()._load_model(model_id_and_revision, *args, **kwargs)
+                patch(loaded)
+                return loaded
+            name, revision = model_id_and_revision.split("@", 1)
+            return from_pretrained(
+                name,
+                revision=revision,
+                attn_implementation=self.attn_implementation,
+                dtype=self.dtype,
+                device_map=self.device,
+            )
+
+    # ``Serve`` takes the manager from this module when it is made, and has no argument for it.
+    model_manager.ModelManager = Patched
+    try:
+        # Its blocking mode never stops the thread of continuous batching, and the process stays.
+        made = serve.Serve(model, non_blocking=True, **options)
+    finally:
+        model_manager.ModelManager = plain
+    try:
+        while made._thread.is_alive():  # an interrupted join would call it stopped
+            time.sleep(0.2)
+    finally:
+        made.kill_server()
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise LoadError if the server could not listen here, which uvicorn finds after loading."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise LoadError(
+            f"the server cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        ) from None

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from rope_ext.apply import configuration, gguf_source
+from rope_ext.apply import configuration
 from rope_ext.apply.configuration import UNPATCHED
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
@@ -48,6 +48,7 @@ from rope_ext.rotary.swapping import (
     undo,
     wrap,
 )
+from rope_ext.saving import gguf_source
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"

@@ -18,6 +18,8 @@ ROOMS = {
         "rotary",
         "position",
         "apply",
+        "saving.gguf_header",
+        "saving.gguf_source",
         "patching",
         "saving",
         "engines command",

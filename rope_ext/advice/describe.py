@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
 from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
@@ -24,6 +23,7 @@ from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.quoting import Printed, command_line, in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving import gguf_source
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
 from rope_ext.version import __version__

@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 
 from rope_ext.advice.describe import call_text, require_length
 from rope_ext.advice.evidence import measured_models, ranked, sentence, why
-from rope_ext.apply import gguf_source
 from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.record import Recommendation, method_from_json
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
@@ -38,6 +37,7 @@ from rope_ext.patching import configuration_notes, current_patch, first_site, pa
 from rope_ext.position.direction import generates_from
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
+from rope_ext.saving import gguf_source
 from rope_ext.saving.folder import model_of, read_saved
 
 NAME, FORMAT = "calibration", 2  # name and format of the file that rope_eval writes

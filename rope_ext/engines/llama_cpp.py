@@ -18,8 +18,6 @@ from torch import nn
 from transformers import LlamaConfig
 from typing_extensions import Self
 
-from rope_ext.apply import gguf_source
-from rope_ext.apply.gguf_source import LONG, SHORT, TABLE
 from rope_ext.command.arguments import command_words
 from rope_ext.engines import base
 from rope_ext.engines.base import ENGINES, Export, Family, Refusal
@@ -30,8 +28,10 @@ from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import softmax_scales, text_config, unwrap
+from rope_ext.saving import gguf_source
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import Saved, built_on_meta, patch_without_weights, read_saved
+from rope_ext.saving.gguf_source import LONG, SHORT, TABLE
 
 _MARK = "rope_ext.gguf"
 """Key that marks files written by this module, which may be overwritten."""

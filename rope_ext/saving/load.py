@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from rope_ext.apply import configuration, gguf_source
+from rope_ext.apply import configuration
 from rope_ext.config.bounds import MOST_BYTES, require_bounds
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.config.settings import edits
@@ -34,7 +34,7 @@ from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
 from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_config, text_decoder
-from rope_ext.saving import hub
+from rope_ext.saving import gguf_source, hub
 from rope_ext.saving.drafts import write_whole
 
 _CAUSAL = "AutoModelForCausalLM"

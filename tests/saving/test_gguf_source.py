@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_ext.apply import gguf_source
 from rope_ext.cli import app
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import Rope, build_method
-from rope_ext.saving import checkpoints
+from rope_ext.saving import checkpoints, gguf_source
 from tests.helpers.models import LENGTH, tiny_llama
 
 pytest.importorskip("gguf")

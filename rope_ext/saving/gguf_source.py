@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from rope_ext.apply.gguf_header import require_sound
 from rope_ext.config.record import patch_call
 from rope_ext.errors import LoadError, RopeExtError, first_line, optional
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import unwrap
+from rope_ext.saving.gguf_header import require_sound
 
 SUFFIX = ".gguf"
 TABLE = "rope_freqs.weight"

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from rope_ext.advice.recommendation import Recommendation
 from rope_ext.apply import configuration
 from rope_ext.apply.configuration import UNPATCHED
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
-from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
+from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Record
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,

@@ -20,6 +20,7 @@ ROOMS = {
         "apply",
         "saving.gguf_header",
         "saving.gguf_source",
+        "advice.recommendation",
         "patching",
         "saving",
         "engines command",

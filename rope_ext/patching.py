@@ -84,14 +84,25 @@ class Patch(PatchTarget, Applied):
         """Trained length, tokens."""
         return self.scaled[0].rope.length
 
-    def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
-        """Frequencies in force (float64, ``[pairs]``) and scaling; if dynamic, at target length."""
+    def frequencies_of(
+        self, site: RotarySite, length: int | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Return the frequencies in force, in radians per token, and the factor of cos and sin.
+
+        Frequencies are float64, ``[pairs]``. Those of a dynamic method are for texts of ``length``
+        tokens; None: of the target length. Raises OptionError as :meth:`RotarySite.under`.
+        """
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
         under = self.frequencies
         methods = [self.method] if under in (None, self.method) else [under, self.method]
-        inv_freq = site.rope.inv_freq if under is None else site.under(under)[0]
-        return inv_freq, site.factors(*methods)[0]
+        scaling, _ = site.factors(*methods)
+        if under is None:
+            return site.rope.inv_freq, scaling
+        if length is not None:
+            return under.frequencies(site.rope, length), scaling
+        inv_freq, _ = site.under(under)
+        return inv_freq, scaling
 
 
 @_one_at_a_time()

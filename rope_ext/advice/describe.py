@@ -317,7 +317,8 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
 
 def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
-    rope, frequencies = site.rope, site.rope.inv_freq
+    rope = site.rope
+    frequencies = rope.inv_freq
     active = patch if patch is not None and site in patch.scaled else None
     before = after = torch.tensor([length], dtype=torch.float64, device="cpu")
     if site.local:
@@ -326,8 +327,8 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
         before = after = before.clamp(max=next(filter(None, windows), rope.length))
     elif active is not None:
         after = active.method.span(rope, length)
-    if active is not None and active.frequencies is not None:
-        frequencies = active.frequencies.frequencies(rope, length)
+    if active is not None:
+        frequencies, _ = active.frequencies_of(site, length)
     columns = (
         map(_wavelength, rope.inv_freq.tolist()),
         map(_wavelength, frequencies.tolist()),

@@ -20,11 +20,11 @@ from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, is_local, text_decoder
 from rope_ext.saving.checkpoints import before_patch, load_config
 from rope_ext.saving.load import (
-    frequencies_of,
     read_adapter,
     read_sidecar,
     refuse_other_fields,
     same,
+    saved_frequencies,
 )
 
 Given = PreTrainedConfig | str | Path
@@ -155,7 +155,7 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
     state = not_none(current_patch(model))
-    if not same(frequencies_of(state.sites, state, start=True), frequencies_of(sites)):
+    if not same(saved_frequencies(state.sites, state, start=True), saved_frequencies(sites)):
         return None
     note_target(model, target)  # Llama 3's factor does not determine it
     return model

@@ -378,7 +378,7 @@ class Sidecar:
             return f"was trained on {state.length} tokens, not {self.record.trained_length}"
         if not self.record.same(state.record):
             return f"is patched by {self.record.difference(state.record)}"
-        if not same(frequencies_of(state.sites, state), self.after):
+        if not same(saved_frequencies(state.sites, state), self.after):
             return "gets different frequencies from the same call in this version of rope_ext"
         return None
 
@@ -391,7 +391,7 @@ def sidecar_of(model: nn.Module) -> Sidecar:
             f"this model is not patched; call rope_ext.patch(model, ...) before training. An "
             f"adapter of an unpatched model needs no {SIDECAR}"
         )
-    return Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
+    return Sidecar(state.record, _unpatched(model), saved_frequencies(state.sites, state))
 
 
 def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
@@ -511,10 +511,10 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def frequencies_of(
+def saved_frequencies(
     sites: Sequence[RotarySite], state: Patch | None = None, start: bool = False
 ) -> Frequencies:
-    """Return the frequencies of rotary sites, as loaded or under a patch.
+    """Return the frequencies of rotary sites, as loaded or under a patch, as they are saved.
 
     If they depend on the length, those at the target length, or at the ``start`` those at the
     trained length, which a new module has.
@@ -523,9 +523,7 @@ def frequencies_of(
     for site in sites:
         inv_freq, scaling = site.loaded, site.scaling
         if state is not None:
-            inv_freq, scaling = state.frequencies_of(site)
-            if start and state.method.is_dynamic:
-                inv_freq = not_none(state.frequencies).frequencies(site.rope, site.rope.length)
+            inv_freq, scaling = state.frequencies_of(site, site.rope.length if start else None)
         name = site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
         found[name] = {"inv_freq": inv_freq.tolist(), "attention_scaling": scaling}
     return found
@@ -533,7 +531,7 @@ def frequencies_of(
 
 def _unpatched(model: nn.Module) -> Frequencies:
     state = current_patch(model)
-    return frequencies_of(find_sites(text_decoder(model)) if state is None else state.sites)
+    return saved_frequencies(find_sites(text_decoder(model)) if state is None else state.sites)
 
 
 def same(one: Frequencies, other: Frequencies) -> bool:

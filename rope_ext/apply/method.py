@@ -30,6 +30,7 @@ from rope_ext.position.layers import (
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
 from rope_ext.rotary.context import refuse_sharded, watch_generation
+from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, softmax_scales
 from rope_ext.rotary.swapping import Changes, grow_buffers, set_attribute, write_buffers
 
@@ -173,7 +174,7 @@ def apply_frequency(
         _let_grow(method, scaled, changes)
     else:
         if method.is_dynamic:
-            sequences = hooks.Sequences(place, method, changes)
+            sequences = Sequences(place, method, changes)
         _write_all(targets, saved, precise, sequences, changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
     if idle:
@@ -219,7 +220,7 @@ def _write_all(
     targets: Mapping[RotarySite, tuple[torch.Tensor, float]],
     saved: Written,
     precise: bool,
-    sequences: hooks.Sequences | None,
+    sequences: Sequences | None,
     changes: Changes,
 ) -> None:
     """Write the frequencies of every site, and add hooks where a buffer is not enough."""

@@ -24,7 +24,7 @@ from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import context, hooks
 from rope_ext.rotary.context import NOTE, ForwardContext
-from rope_ext.rotary.masks import tokens_among
+from rope_ext.rotary.masks import beginnings, goes_on, tokens_among
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
@@ -284,16 +284,15 @@ class PositionForward(ForwardContext):
 
         Masks of transformers do not separate them there, but its flash attention does.
         """
-        real, slots = self.real(), self.slots()
+        real = self.real()
         rows = max(len(positions), len(real))
-        positions, real = positions.expand(rows, -1), real.expand(rows, -1)
-        latest = torch.where(real, slots, -1).cummax(1).values
-        before = F.pad(latest[:, :-1], (1, 0), value=-1)  # slot of the previous token
-        restarts = positions <= positions.gather(1, before.clamp(min=0))
+        positions = positions.expand(rows, -1)
+        real = real.expand(rows, -1)
+        edges = None
         if self.edges is not None:
-            edges = self.edges.to(self.device).flatten()
-            restarts = restarts | torch.isin(slots, edges)
-        begins = real & (restarts | (before < 0))
+            edges = torch.isin(self.slots(), self.edges.to(self.device).flatten())
+        # Without a cache there is no tree of drafts, so that a position that goes back restarts.
+        begins = beginnings(real, ~goes_on(positions, real), edges)
         if bool((begins.sum(1) > 1).any()):
             self.documents = torch.where(real, begins.cumsum(1) - 1, -1)
 

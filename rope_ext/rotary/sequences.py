@@ -117,10 +117,8 @@ def documents(positions: Tensor, real: Tensor | None, edges: Tensor | None) -> T
     real = real.expand(len(positions), -1)
     origin = positions.gather(1, real.to(torch.uint8).argmax(1, keepdim=True))
     # If a token's position is not above the previous one, but above the first, it is a branch.
-    begins = (positions.diff(dim=1, prepend=positions[:, :1]) <= 0) & (positions <= origin)
-    if edges is not None:
-        begins = begins | edges.to(device)
-    begins = real & (begins | (real.cumsum(1) == 1))
+    restarts = ~masks.goes_on(positions, real) & (positions <= origin)
+    begins = masks.beginnings(real, restarts, None if edges is None else edges.to(device))
     start = torch.where(begins, torch.arange(positions.shape[1], device=device), 0).cummax(1).values
     first = positions.gather(1, start)
     count = torch.where(real, positions - first + 1, 0)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from rope_ext.advice.recommendation import Recommendation
-from rope_ext.apply import configuration
-from rope_ext.apply.configuration import UNPATCHED
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
+from rope_ext.config import writing
 from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Record
+from rope_ext.config.writing import UNPATCHED
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -264,7 +264,7 @@ def unpatched(model: Model) -> Iterator[Model]:
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
-    quiet = functools.partial(configuration.quieted, _logger)  # only temporary
+    quiet = functools.partial(writing.quieted, _logger)  # only temporary
     with _lock, quiet():
         decoder = text_decoder(model)
         earlier, values = current_patch(model), Earlier(decoder)
@@ -337,7 +337,7 @@ def _patch(
         changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
         config, tokenizer = text_config(decoder), options.tokenizer
-        configuration.correct(decoder, sites)
+        writing.correct(decoder, sites)
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
@@ -358,7 +358,7 @@ def _patch(
             target_length=applied.target_length,
             native=saved.native,
             plain=applied.plain,
-            config=configuration.before(config, saved.values),
+            config=writing.before(config, saved.values),
         )
         values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
         notes += [f"configuration: {text}" for text in _changed(sites)]
@@ -367,17 +367,17 @@ def _patch(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
                 "(unpatch restores the rounded values)"
             )
-        parts = (configuration.part_of(values["rope_parameters"], site) for site in scaled)
+        parts = (writing.part_of(values["rope_parameters"], site) for site in scaled)
         # A larger base alone is not reported as scaling by any rope_type.
         if not record.plain or any(part["rope_type"] == "default" for part in parts):
             values[FIELD] = record.to_json()
-        earlier = configuration.saved_record(config)
+        earlier = writing.saved_record(config)
         if earlier is not None and not earlier.native:
             notes.append(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        configuration.write(place, values, record, changes)
+        writing.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         _add_warnings(place, record, changes)
@@ -407,7 +407,7 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     rope = options.rope(place.scaled[0].rope)
     length = method.target_length(rope)
     note = "whether this family accepts it is checked when the weights are loaded"
-    saved = configuration.unsaved(place, length)
+    saved = writing.unsaved(place, length)
     return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 

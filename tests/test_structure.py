@@ -17,6 +17,7 @@ ROOMS = {
         "config attention",
         "rotary",
         "position",
+        "config.writing",
         "apply",
         "saving.gguf_header",
         "saving.gguf_source",

@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 from rope_ext.advice.describe import call_text, require_length
 from rope_ext.advice.evidence import measured_models, ranked, sentence, why
 from rope_ext.advice.recommendation import Recommendation
-from rope_ext.apply.configuration import is_scaled
 from rope_ext.config.record import method_from_json
+from rope_ext.config.writing import is_scaled
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import (
     AlreadyScaledError,

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
 from rope_ext.config.settings import METHODS, has_mscale, method_of, mscale_factor
+from rope_ext.config.writing import Written, is_scaled, unsaved, written
 from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope

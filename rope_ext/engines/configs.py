@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import part_of
 from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
+from rope_ext.config.writing import part_of
 from rope_ext.encodings import Encoding
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
@@ -241,7 +241,7 @@ def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
 def mlx(state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
-    A saved folder either runs as patched or raises an error (``apply/configuration.py``), except
+    A saved folder either runs as patched or raises an error (``config/writing.py``), except
     for families that are read ``inside``: mlx-lm computes some of their tables otherwise.
     """
     family = base.family_of(state, "mlx")

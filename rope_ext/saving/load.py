@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from rope_ext.apply import configuration
+from rope_ext.config import writing
 from rope_ext.config.bounds import MOST_BYTES, require_bounds
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.config.settings import edits
@@ -196,7 +196,7 @@ def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
     options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
     # Its rope_type may be one that plain transformers must refuse.
     with (
-        configuration.quieted(logging.getLogger("transformers")),
+        writing.quieted(logging.getLogger("transformers")),
         hub.loading("configuration", path),
     ):
         if kwargs.get("gguf_file") is not None:
@@ -267,7 +267,7 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
 
 def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure: str) -> None:
     """Patch as recorded; ``stores`` have what the patch learned."""
-    with configuration.quieted(_logger):  # hides advice already followed
+    with writing.quieted(_logger):  # hides advice already followed
         patch(model, record.method, **record.arguments)
     with hub.loading("weights", path):
         missing = copy_learned(model, *stores)
@@ -281,7 +281,7 @@ def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure
 def _expecting_learned() -> AbstractContextManager[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys, in all threads."""
     before = PreTrainedModel._keys_to_ignore_on_load_unexpected
-    return configuration.replaced(
+    return writing.replaced(
         key=_LEARNED,
         get=lambda: PreTrainedModel._keys_to_ignore_on_load_unexpected,
         put=functools.partial(setattr, PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),

@@ -16,8 +16,6 @@ from rope_ext.position.forward import SPARE, PositionForward, require_known, sho
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import context, hooks
-from rope_ext.rotary.masks import mask_of_decoder
-from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 
@@ -46,7 +44,7 @@ class Installed(context.Tracker):
                 f"config.output_attentions=True would keep transformers from saving a model under "
                 f"{name}; set it to False and pass output_attentions=True to the model or generate"
             )
-        refuse_presses(decoder.modules(), name, position_map.instead)
+        context.refuse_presses(decoder.modules(), name, position_map.instead)
         sites = list(position_map.frequencies)
         layouts = layers.find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
@@ -216,7 +214,7 @@ class Installed(context.Tracker):
     def start(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         context.refuse_sharded(name, self.map.instead)
-        refuse_presses(self._modules, name, self.map.instead)
+        context.refuse_presses(self._modules, name, self.map.instead)
         self._require_attention()
         both = direction.reads_both_ways(self._config, given, self.mapped)
         if both:
@@ -232,7 +230,7 @@ class Installed(context.Tracker):
                 raise self._not_continued()
             context.forward_context.stack.append(self._row(cache, given))
             return
-        mask = mask_of_decoder(given.get("attention_mask"))
+        mask = context.mask_of_decoder(given.get("attention_mask"))
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, Tensor) else 0

@@ -24,7 +24,6 @@ from rope_ext.position.layers import Layout
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.rotary import context
-from rope_ext.rotary.masks import mask_of_decoder
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "
@@ -49,7 +48,7 @@ def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward 
         return None
     rows, count = context.shape_of(given)
     cache, positions = context.cache_among(given), given.get("position_ids")
-    mask = mask_of_decoder(given.get("attention_mask"))
+    mask = context.mask_of_decoder(given.get("attention_mask"))
     forward = in_cache(position_map, cache, rows, count)
     if forward is None or (isinstance(mask, BatchMask) and not mask.plain):
         return None

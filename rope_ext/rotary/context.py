@@ -7,7 +7,7 @@ call belongs to a request and is stored on its cache.
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.rotary.probe import package_of
 from rope_ext.rotary.sites import text_config
 from rope_ext.rotary.swapping import Changes, wrap
 
@@ -28,6 +29,7 @@ UNKNOWN = (
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_freq themselves
 NOTE = "_rope_ext"
 """Cache attribute with metadata of its keys for the next forward; ``patch`` computed them."""
 
@@ -157,6 +159,20 @@ def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
     return rows, length
 
 
+def mask_of_decoder(mask: Any) -> Any:
+    """Return the mask from which padding is read, if there is one mask per kind of layer.
+
+    It is that of layers which attend to every token. The dict's order is that of a set, so it
+    depends on the hash seed, and masks of layers without attention cover only the new tokens.
+    """
+    if not isinstance(mask, dict):
+        return mask
+    if "full_attention" in mask:
+        return mask["full_attention"]
+    of_attention = [name for name in sorted(mask) if getattr(mask[name], "ndim", 0) == 4]
+    return mask[of_attention[0]] if of_attention else None
+
+
 def is_paged(given: Mapping[str, Any]) -> bool:
     """Whether the cache is for continuous batching, which is not a ``Cache``."""
     cache = given.get("cache")
@@ -259,3 +275,30 @@ def refuse_sharded(name: str, instead: str, *hooked: Any) -> None:
             f"context parallelism gives every device a part of each sequence, and {name} needs "
             f"its positions whole; {instead}, or use one device for each sequence (cp_size 1)"
         )
+
+
+def refuse_presses(
+    modules: Iterable[nn.Module], method: str, instead: str, rerotating: bool = False
+) -> None:
+    """Raise CacheError if a kvpress press drops keys of one of these attention modules.
+
+    With ``rerotating``, only a press that rotates keys by the frequencies in the buffer counts.
+    """
+    hooks = (hook for module in modules for hook in module._forward_hooks.values())
+    for press in (press for hook in hooks for press in _presses(getattr(hook, "__self__", hook))):
+        if press in _REROTATING_PRESSES or not rerotating:
+            raise CacheError(
+                f"{press} of kvpress drops keys or rotates them by the frequencies in the rotary "
+                f"module, and {method} needs the position of every key to rotate it; {instead}"
+            )
+
+
+def _presses(item: Any) -> Iterator[str]:
+    """Yield the name of a press whose hook this is, and of those that it wraps."""
+    if inspect.isfunction(item) and package_of(item) == "kvpress":
+        yield item.__qualname__.partition(".")[0]
+    elif any(package_of(cls) == "kvpress" for cls in type(item).__mro__):
+        yield type(item).__name__
+        for value in vars(item).values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                yield from _presses(inner)

@@ -6,19 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def mask_of_decoder(mask: Any) -> Any:
-    """Return the mask from which padding is read, if there is one mask per kind of layer.
-
-    It is that of layers which attend to every token. The dict's order is that of a set, so it
-    depends on the hash seed, and masks of layers without attention cover only the new tokens.
-    """
-    if not isinstance(mask, dict):
-        return mask
-    if "full_attention" in mask:
-        return mask["full_attention"]
-    of_attention = [name for name in sorted(mask) if getattr(mask[name], "ndim", 0) == 4]
-    return mask[of_attention[0]] if of_attention else None
+from rope_ext.rotary.context import mask_of_decoder
 
 
 def visible(mask: Tensor) -> Tensor:

@@ -11,17 +11,15 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.errors import UnsupportedModelError
 
 _OURS = ("transformers", "torch", "rope_ext")  # packages that may wrap or assign a forward
-_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_freq themselves
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def replaced(decoder: nn.Module) -> list[str]:
     modules, found = dict(decoder.named_modules()), {}
     for name, module in modules.items():
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
-            if _package(type(module)) not in (_package(type(decoder)), *_OURS):
+            if package_of(type(module)) not in (package_of(type(decoder)), *_OURS):
                 found[_path(type(module))] = "the rotary embedding"
         elif isinstance(getattr(module, "layer_idx", None), int):
             parts = name.split(".")
@@ -140,44 +138,18 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
     function = getattr(forward, "__func__", forward)
     inner = inspect.unwrap(function)
     wrapper = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-    known = (_package(owner), *_OURS)
-    if _package(inner) in known and wrapper in (*known, ""):
+    known = (package_of(owner), *_OURS)
+    if package_of(inner) in known and wrapper in (*known, ""):
         return {}
     return {_path(function if wrapper not in known else inner): f"{owner.__name__}.forward"}
-
-
-def refuse_presses(
-    modules: Iterable[nn.Module], method: str, instead: str, rerotating: bool = False
-) -> None:
-    """Raise CacheError if a kvpress press drops keys of one of these attention modules.
-
-    With ``rerotating``, only a press that rotates keys by the frequencies in the buffer counts.
-    """
-    hooks = (hook for module in modules for hook in module._forward_hooks.values())
-    for press in (press for hook in hooks for press in _presses(getattr(hook, "__self__", hook))):
-        if press in _REROTATING_PRESSES or not rerotating:
-            raise CacheError(
-                f"{press} of kvpress drops keys or rotates them by the frequencies in the rotary "
-                f"module, and {method} needs the position of every key to rotate it; {instead}"
-            )
-
-
-def _presses(item: Any) -> Iterator[str]:
-    """Yield the name of a press whose hook this is, and of those that it wraps."""
-    if inspect.isfunction(item) and _package(item) == "kvpress":
-        yield item.__qualname__.partition(".")[0]
-    elif any(_package(cls) == "kvpress" for cls in type(item).__mro__):
-        yield type(item).__name__
-        for value in vars(item).values():
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
-                yield from _presses(inner)
 
 
 def _module(item: Any) -> str:
     return getattr(item, "__module__", None) or type(item).__module__
 
 
-def _package(item: Any) -> str:
+def package_of(item: Any) -> str:
+    """Return the top-level package that defines a function or class, or an object's class."""
     return _module(item).partition(".")[0]
 
 

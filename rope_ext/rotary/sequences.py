@@ -17,7 +17,6 @@ from torch import Tensor
 from rope_ext.errors import CacheError, UnsupportedModelError
 from rope_ext.methods import FrequencyMethod
 from rope_ext.rotary import context, masks
-from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import PatchTarget, RotarySite, no_text
 from rope_ext.rotary.swapping import Changes, wrap
 
@@ -225,7 +224,7 @@ class Sequences(context.Tracker):
     def start(self, given: dict[str, Any]) -> None:
         name = self.method.name
         context.refuse_sharded(name, "use a fixed frequency method such as 'yarn'")
-        refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
+        context.refuse_presses(self.layers, name, "pass length=TOKENS, or use another press", True)
         if context.is_exporting():
             raise UnsupportedModelError(
                 f"{name} follows every sequence, which an exported graph cannot do; {self.cure}"

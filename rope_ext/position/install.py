@@ -125,48 +125,74 @@ class Installed(context.Tracker):
         changes: Changes,
     ) -> None:
         """Attach a :class:`tensors.Layer` and learned modules to every attention module."""
-        position_map, encoding = self.map, self.map.encoding
+        position_map = self.map
+        encoding = position_map.encoding
         _ = position_map.reach  # cached, since a graph could not
-        temperature = position_map.learned_temperature
         projections: dict[nn.Module, layers.KeyProjection] = {}
         if encoding.projected:
             sites = list(position_map.frequencies)
             projections = layers.find_key_projections(decoder, sites, self.mapped)
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[layers.Layout, int | None], int] = {}
         for module, layout in layouts.items():
             window = position_map.window if module in kept else None
-            if layout is None or (module in kept and window is None):
+            if layout is None or (module in kept and window is None):  # attends as trained
                 set_attribute(module, layers.LAYER, tensors.Layer(position_map), changes)
                 continue
             owner = None
-            if window is None and encoding.changes_logits():
-                # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
-                # parameters only while that layer runs.
-                own = not encoding.shared and encoding.initial(Heads(1, 1, 1))
-                owner = module if own else decoder
-                there = getattr(owner, learned.BIAS, None)
-                if there is None:
+            if window is None:  # the map changes it
+                if encoding.changes_logits():
                     keys = projections.get(module)
-                    bias = learned.DistanceBias(encoding, layout.heads, module, keys)
-                    learned.put(owner, learned.BIAS, bias, changes)
-                elif layout.heads.count != there.heads.count:
-                    raise UnsupportedModelError(
-                        f"the layers have different numbers of heads, and the bias of "
-                        f"{encoding.name} is one for all"
-                    )
-            if window is None and temperature is not None:
-                scales = learned.HeadScales(temperature, layout.heads.count, module)
-                learned.put(module, learned.TEMPERATURE, scales, changes)
-            number = numbers.setdefault((layout, window), len(numbers))
-            layer = tensors.Layer(position_map, layout, number, window, owner)
+                    owner = self._put_bias(decoder, module, layout.heads, keys, changes)
+                temperature = position_map.learned_temperature
+                if temperature is not None:
+                    scales = learned.HeadScales(temperature, layout.heads.count, module)
+                    learned.put(module, learned.TEMPERATURE, scales, changes)
+            layer = tensors.Layer(
+                map=position_map,
+                layout=layout,
+                number=numbers.setdefault((layout, window), len(numbers)),
+                window=window,
+                biased=owner,
+            )
             set_attribute(module, layers.LAYER, layer, changes)
-            device = getattr(layout.site.module, layout.site.buffer).device
-            if device.type != "meta":  # copied there now, since graphs cannot cache a copy
-                position_map.inv_freq(layout.site, device)
-                context.cached_on_device(layout.site.columns, "pair", device)
-                bands = layer.rotations + (layer.rotations_both_ways if self.both else [])
-                for rotations in (by for _, *maps in bands for by in maps):
-                    context.cached_on_device(rotations, rotations.cached, device)
+            self._copy_tables(layer, layout.site)
+
+    def _put_bias(
+        self,
+        decoder: nn.Module,
+        module: nn.Module,
+        heads: Heads,
+        keys: layers.KeyProjection | None,
+        changes: Changes,
+    ) -> nn.Module:
+        """Attach the encoding's bias of an attention module; returns the module that has it."""
+        encoding = self.map.encoding
+        # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
+        # parameters only while that layer runs.
+        own = not encoding.shared and encoding.initial(Heads(1, 1, 1))
+        owner = module if own else decoder
+        there = getattr(owner, learned.BIAS, None)
+        if there is None:
+            bias = learned.DistanceBias(encoding, heads, module, keys)
+            learned.put(owner, learned.BIAS, bias, changes)
+        elif heads.count != there.heads.count:
+            raise UnsupportedModelError(
+                f"the layers have different numbers of heads, and the bias of {encoding.name} is "
+                f"one for all"
+            )
+        return owner
+
+    def _copy_tables(self, layer: tensors.Layer, site: RotarySite) -> None:
+        """Copy the constants of a layer to its device, since graphs cannot cache a copy."""
+        device = getattr(site.module, site.buffer).device
+        if device.type == "meta":
+            return
+        self.map.inv_freq(site, device)
+        context.cached_on_device(site.columns, "pair", device)
+        bands = layer.rotations + (layer.rotations_both_ways if self.both else [])
+        for band in bands:
+            for rotation in (band.query, band.key):
+                context.cached_on_device(rotation, rotation.cached, device)
 
     def batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``model.init_continuous_batching``."""

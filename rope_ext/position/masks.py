@@ -274,13 +274,14 @@ def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
     if window is None:
         return bands
     clipped = []
-    for geometry, *rotations in bands:
+    for band in bands:
+        geometry = band.geometry
         if isinstance(geometry, Around):  # in both directions
             return None
         if not isinstance(geometry, ChunkGap) and geometry.first >= window:
-            continue
+            continue  # the window hides the whole band
         if not isinstance(geometry, Distance):
             return None
         last = window if geometry.last is None else min(window, geometry.last)
-        clipped.append((Distance(geometry.first, last), *rotations))
+        clipped.append(band._replace(geometry=Distance(geometry.first, last)))
     return clipped

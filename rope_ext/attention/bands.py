@@ -52,7 +52,8 @@ def attend(
     encoding, learned = scores or (None, {})
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    (batch, heads, queries), keys = query.shape[:3], key.shape[2]
+    batch, heads, queries = query.shape[:3]
+    keys = key.shape[2]
     width = heads if encoding is None else heads + encoding.pair_width(heads)
     rows = min(ROWS, max(8, NUMBERS // max(batch * keys * width, 1)))
     at = places or Places.following(call, query, key)
@@ -99,7 +100,8 @@ def _shown(
     for band in call.bands:
         keys = slice(0, places.key.shape[-1])
         if counted is not None:
-            count, room = rows.stop - rows.start, keys.stop
+            count = rows.stop - rows.start
+            room = keys.stop
             keys = extent(band.geometry, count, counted, call.start, room)
         seen = places.sees(band.geometry, rows, keys)
         if places.made is not None and seen.device.type == "cpu" and not is_compiling():
@@ -128,11 +130,14 @@ def _block(
 ) -> Tensor:
     """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
     query = query[:, :, rows]
-    (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
+    batch, heads, count = query.shape[:3]
+    kv_heads = key.shape[1]
     grouped = heads // kv_heads * count
     to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
-    found, block = [], None
-    encoding, given = call.scores and call.scores[0], dict(zip(names, learned, strict=True))
+    found = []
+    block = None
+    encoding = call.scores and call.scores[0]
+    given = dict(zip(names, learned, strict=True))
     shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
     parts = [x for x in shown if x[1][0].stop > x[1][0].start]
     parts.sort(key=lambda part: part[1][0].start)
@@ -171,7 +176,8 @@ def _block(
     else:
         column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
         weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)
-    outs, spans = [], [keys for _, (keys, _) in parts]
+    outs = []
+    spans = [keys for _, (keys, _) in parts]
     if value is not None and all(a.stop == b.start for a, b in pairwise(spans)):  # one product
         spans = [slice(spans[0].start, spans[-1].stop)]
     sizes = [keys.stop - keys.start for keys in spans] + [1] * (sinks is not None)

@@ -29,11 +29,10 @@ from rope_ext.methods.geometry import (
 _Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
-LONG, LEAST = 2**13, 2**11
-"""Queries of a call, and tokens of a tile, from which cuDNN is faster than flash on Hopper cards.
-
-It spends about 50 ms on a plan for each new shape.
-"""
+# From these sizes on, cuDNN is faster than flash on Hopper cards. It spends about 50 ms on a plan for
+# each new shape.
+LONG = 2**13  # queries of a call
+LEAST = 2**11  # tokens of a tile
 
 
 class Tile(NamedTuple):
@@ -106,7 +105,8 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
 
     def add(shape: int, row: int, end: int, key: int, stop: int) -> None:
         """Add a tile; rows and keys are key indices."""
-        rows, count = end - row, stop - key
+        rows = end - row
+        count = stop - key
         if rows <= 0 or count <= 0:
             return
         last = found[-1] if found else None
@@ -122,7 +122,8 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
         size = geometry.size
         for chunk in range((start + before) // size, (start + keys - 1) // size + 1):
             begin = chunk * size - start
-            row, end = max(begin, before), min(begin + size, keys)
+            row = max(begin, before)
+            end = min(begin + size, keys)
             if geometry.first <= 0:
                 add(WHOLE, row, end, max(begin, 0), row)
                 add(CAUSAL, row, end, row, end)
@@ -133,18 +134,22 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
                 add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
         return found
     # Rows are indexed by the last key that they see: row `first` sees key 0.
-    far, row, end = max(geometry.first, 0), before, keys
+    far = max(geometry.first, 0)
+    row = before
+    end = keys
     if isinstance(geometry, Queries):
         row = max(row, geometry.begin - start)
         end = end if geometry.end is None else min(end, geometry.end - start)
-    low, high = max(row - far, 0), end - far
+    low = max(row - far, 0)
+    high = end - far
     if isinstance(geometry, Distance) and geometry.last is not None:
         reach = geometry.last - far - 1  # number of keys before the nearest one
         if reach < 0:
             return []
         size = max(reach, 1)
         for begin in range(low // size * size, high, size):
-            row, end = max(low, begin), min(high, begin + size)
+            row = max(low, begin)
+            end = min(high, begin + size)
             add(WHOLE, row + far, end + far, begin, row if reach else begin)
             add(CAUSAL, row + far, end + far, row, end)
             if begin and reach:
@@ -161,7 +166,8 @@ def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[T
 
 def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card | None) -> str | None:
     """Return why the device's kernel does not support a call; None if it does."""
-    columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
+    columns = max(query.shape[-1], value.shape[-1])
+    device = query.device.type
     if call.softcap is not None:
         return "it has no soft cap"
     if call.bias is not None:
@@ -283,10 +289,12 @@ def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
     if call.sinks is not None:  # a sink acts as a key without a value
         lse = lse.maximum(call.sinks[:, None].to(lse))
-    rotate, merge = _fused(_rotate, query, value), _fused(_merge, query, value)
+    rotate = _fused(_rotate, query, value)
+    merge = _fused(_merge, query, value)
     merged = 0  # queries from here on have no output yet
     for band in call.bands:
-        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
+        q = rotate(call.pairs, query, band.query)
+        k = rotate(call.pairs, key, band.key)
         for tile in tiles(band.geometry, queries, key.shape[2], call.start):
             given = tile.queries(q), tile.among(k), tile.among(value)
             kernel = kernel_of(tile, query, value)
@@ -307,9 +315,11 @@ def differentiate(
 ) -> list[Tensor]:
     total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
     queries = query.shape[2]
-    grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
+    grad = grad.to(query.dtype)
+    rotate = _fused(_rotate, query, value)
     for band in call.bands:
-        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
+        q = rotate(call.pairs, query, band.query)
+        k = rotate(call.pairs, key, band.key)
         found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
         for tile in tiles(band.geometry, queries, key.shape[2], call.start):
             given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)

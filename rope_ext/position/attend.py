@@ -33,7 +33,8 @@ _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 
 def _mask(**arguments: Any) -> BatchMask:
     """Mask function under :data:`NAME`."""
-    given, stack = arguments.get("attention_mask"), forward_context.stack
+    given = arguments.get("attention_mask")
+    stack = forward_context.stack
     if isinstance(given, BatchMask):  # the decoder requests it a second time
         return given
     forward = next((x for x in stack[::-1] if isinstance(x, PositionForward)), None)
@@ -104,10 +105,12 @@ def _attend(
 
 @run_eagerly(WHY)
 def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
-    layer, forward = asked.layer, getattr(asked.mask, "owner", None)
+    layer = asked.layer
+    forward = getattr(asked.mask, "owner", None)
     if layer is not None and layer.layout is not None:
         mask = _batch_mask(layer.map, asked.module, asked.mask)
-        asked, forward = asked._replace(mask=mask), mask.forward
+        asked = asked._replace(mask=mask)
+        forward = mask.forward
         if layer.map.encoding.computes_positions():
             query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
@@ -115,7 +118,8 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
         return _attend_paged(asked, forward), None
     out = _by_layer(asked, forward)
     forward = forward or (None if layer is None else current(layer.map))
-    weights, look = forward is not None and forward.weights, forward_context.look
+    weights = forward is not None and forward.weights
+    look = forward_context.look
     if look is not None:
         look(asked.module, _dense(asked, forward), asked.more.get("sliding_window"))
     if not weights:
@@ -125,7 +129,8 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
 
 def _attend_paged(asked: Asked, row: PagedForward) -> Tensor:
     """Cache the keys of a row of requests in pages, and compute the attention of every request."""
-    given, number = dict(asked.more), asked.module.layer_idx
+    given = dict(asked.more)
+    number = asked.module.layer_idx
     key, value = row.pages.update(
         key_states=asked.key, value_states=asked.value, layer_idx=number, kwargs=given
     )
@@ -185,7 +190,9 @@ def _prepared(
     These are query, key and value of filled slots in one dtype, and the call, with learned parts.
     """
     forward = forward.on(asked.query.device)
-    query, key, value = asked.query, asked.key, asked.value
+    query = asked.query
+    key = asked.key
+    value = asked.value
     # Autocast does not apply to this function.
     query, key = (x if x.dtype == value.dtype else x.to(value.dtype) for x in (query, key))
     if forward.traced:
@@ -194,16 +201,19 @@ def _prepared(
     else:  # layers with our own window may keep only the last tokens
         kept = layer.window is not None
         offset = max(0, forward.room - key.shape[2]) if kept else asked.mask.offset
-        count, made = forward.room - offset, asked.mask.made
+        count = forward.room - offset
+        made = asked.mask.made
         name = "step", layer.number, offset, forward.device, whole
         if name not in made:
             made[name] = Step(forward, layer, offset, asked.mask, whole)
         step = made[name]
     if count is not None and count != key.shape[2]:  # a static cache has empty slots
-        key, value = key[:, :, :count], value[:, :, :count]
+        key = key[:, :, :count]
+        value = value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:
-        t, name = forward.tempered, ("growth", wide(query))
+        t = forward.tempered
+        name = ("growth", wide(query))
         growth = forward.shared(name, lambda: temperature.growth(t.double().clamp(min=0)))
         growth = growth[:, None, :, None].to(name[1])
         query = getattr(asked.module, learned.TEMPERATURE)(query, growth)
@@ -247,7 +257,8 @@ def _native_dense(asked: Asked, mask: Tensor | None) -> Dense:
 
 
 def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
-    layer, mask = asked.layer, asked.mask
+    layer = asked.layer
+    mask = asked.mask
     if layer is None or layer.layout is None or forward is None:
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         return _native_dense(asked, mask)

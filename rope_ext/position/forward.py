@@ -53,7 +53,8 @@ class CachedKeys:
 
 def require_known(cache: Cache, patch: PositionMap) -> None:
     """Raise CacheError unless a cache can be continued."""
-    filled, keys = int(cache.get_seq_length()), getattr(cache, NOTE, None)
+    filled = int(cache.get_seq_length())
+    keys = getattr(cache, NOTE, None)
     if not filled:
         return
     if keys is None or keys.patch != patch.key:
@@ -71,7 +72,9 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
 
 def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
     """Create a traced forward of new tokens after those in a cache, if tensors can express it."""
-    filled, room, keys = 0, tokens, getattr(cache, NOTE, None)
+    filled = 0
+    room = tokens
+    keys = getattr(cache, NOTE, None)
     if cache is not None:
         if not isinstance(cache, Cache) or cache.offloading:
             return None
@@ -109,7 +112,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         keys, values = DynamicLayer.update(self, key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         first = -(self.sliding_window - 1 + SPARE)
-        self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+        # Copies, since a view would keep the memory of the tokens that are dropped.
+        self.keys = keys[:, :, first:].clone()
+        self.values = values[:, :, first:].clone()
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -214,7 +219,8 @@ class PositionForward(ForwardContext):
         """Record the model's position ids; sets ``query`` and ``key``."""
         if self.located:
             return
-        self.located, self.device = True, positions.device
+        self.located = True
+        self.device = positions.device
         self.apart = getattr(getattr(self.cache, NOTE, None), "apart", False)
         in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
         # Reading a value on a GPU waits for it.
@@ -431,9 +437,11 @@ class PositionForward(ForwardContext):
             return self
         if device not in self.made:
             self.made[device] = moved = copy.copy(self)
-            moved.query, moved.key = self.query.to(device), self.key.to(device)
+            moved.query = self.query.to(device)
+            moved.key = self.key.to(device)
             moved.padding = None if self.padding is None else self.padding.to(device)
-            moved.device, moved.made = device, {"distances": self.distances}
+            moved.device = device
+            moved.made = {"distances": self.distances}
         return self.made[device]
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
@@ -442,12 +450,15 @@ class PositionForward(ForwardContext):
         if name in self.made:
             return self.made[name]
         t = self.query.double().clamp(min=0)
-        stored, phase = at(self.map.stored, t), self.map.encoding.phase(t)
-        inv_freq, scaling = self.map.inv_freq(site, t.device), self.map.frequencies[site][1]
+        stored = at(self.map.stored, t)
+        phase = self.map.encoding.phase(t)
+        inv_freq = self.map.inv_freq(site, t.device)
+        scaling = self.map.frequencies[site][1]
         if stored.shape[-1] == 1 and phase is None:
             stored = stored.squeeze(-1)
         else:  # pairs have different positions: fold them into the frequencies, at position 1
-            stored, inv_freq = torch.ones_like(t), stored * inv_freq
+            inv_freq = stored * inv_freq
+            stored = torch.ones_like(t)
             inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
         made = hooks.rotation(site, stored, inv_freq, scaling, self.map.precise, like)
         self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))

@@ -36,7 +36,8 @@ class Installed(context.Tracker):
         follow: bool = False,
         generates: bool = False,
     ) -> None:
-        name, encoding = position_map.method.name, position_map.encoding
+        name = position_map.method.name
+        encoding = position_map.encoding
         self.patch = self.map = position_map
         self._config = text_config(decoder)
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
@@ -69,7 +70,8 @@ class Installed(context.Tracker):
         self._put_layers(decoder, layouts, kept, changes)
         kept = [] if follow else kept
         for module in kept:
-            names, site = context.parameters(type(module)), rotated[module].site
+            names = context.parameters(type(module))
+            site = rotated[module].site
             if "position_embeddings" not in names:
                 raise UnsupportedModelError(
                     f"{type(decoder).__name__}: {type(module).__name__} takes no "
@@ -100,8 +102,10 @@ class Installed(context.Tracker):
 
     def _direction(self, decoder: nn.Module, layouts: list[layers.Layout], generates: bool) -> bool:
         """Return whether the patched layers read the text in both directions, or raise."""
-        position_map, family = self.map, type(decoder).__name__
-        named, instead = position_map.named, position_map.instead
+        position_map = self.map
+        family = type(decoder).__name__
+        named = position_map.named
+        instead = position_map.instead
         if not any(layout.ahead for layout in layouts):
             return False
         direction.refuse(family, position_map.causal_only, named, instead)
@@ -200,7 +204,8 @@ class Installed(context.Tracker):
 
     def _require_attention(self) -> None:
         """Raise if the attention implementation was changed after the patch."""
-        name, attention = self.map.method.name, self._config._attn_implementation
+        name = self.map.method.name
+        attention = self._config._attn_implementation
         if attention != NAME:
             raise UnsupportedModelError(
                 f"the attention implementation was set to {attention!r} after the patch with {name}"
@@ -208,7 +213,8 @@ class Installed(context.Tracker):
             )
 
     def _notes(self, within: list[nn.Module], windowed: int, follow: bool) -> list[str]:
-        added, mapped = self.map.encoding, self.mapped
+        added = self.map.encoding
+        mapped = self.mapped
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
         notes = [f"{what} in {len(mapped)} of {len(self._modules)} attention layers"]
@@ -301,12 +307,15 @@ class Installed(context.Tracker):
                 f"generate, generate_batch, or a DynamicCache or StaticCache"
             )
         row = paged.PagedForward(self.map, *context.shape_of(given), 0, None, False)
-        row.pages, row.ends = pages, ends
+        row.pages = pages
+        row.ends = ends
         return row
 
     def _require_both_ways(self) -> None:
         """Raise if a call in both directions is not defined for this patch."""
-        call, named, instead = "a call with is_causal=False", self.map.named, self.map.instead
+        call = "a call with is_causal=False"
+        named = self.map.named
+        instead = self.map.instead
         direction.refuse(call, self.map.causal_only, named, instead)
         if self.map.encoding.sided and not self.both:
             why = f"{named} has learned parameters for earlier keys only"
@@ -374,7 +383,9 @@ class Installed(context.Tracker):
 
 def _chosen(decoder: nn.Module, modules: list[nn.Module], patch: PositionMap) -> list[nn.Module]:
     """Return the attention modules that ``layers=`` or, by default, the encoding selects."""
-    layers, encoding, family = patch.layers, patch.encoding, type(decoder).__name__
+    layers = patch.layers
+    encoding = patch.encoding
+    family = type(decoder).__name__
     known = {number for number in map(_number, modules) if number >= 0}
     if layers is None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)

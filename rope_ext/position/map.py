@@ -34,7 +34,9 @@ class RotationTable:
     cached = "inv_freq"  # of which each device keeps a copy
 
     def __init__(self, to: Map, stored: Map, inv_freq: Tensor) -> None:
-        self.to, self.stored, self.inv_freq = to, stored, inv_freq
+        self.to = to
+        self.stored = stored
+        self.inv_freq = inv_freq
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
@@ -55,7 +57,8 @@ class RotationTable:
         if self.idle:
             return None
         if self.constant:
-            first, last = 0, 1
+            first = 0
+            last = 1
         made = self._made.get((device, dtype))
         if made is None or len(made[0]) < last:
             size = last if made is None else max(last, 2 * len(made[0]))
@@ -174,7 +177,8 @@ class PositionMap:
     @property
     def causal_only(self) -> str:
         """Why attention in both directions is not defined; empty if it is."""
-        method, encoding = self.method, self.encoding
+        method = self.method
+        encoding = self.encoding
         why = method.causal_only or encoding.causal_only
         if why:
             return why

@@ -65,14 +65,16 @@ forward_context = _ThreadState()
 @contextmanager
 def attending(decoder: nn.Module, name: str, look: Callable[..., None]) -> Iterator[None]:
     """Use another attention function in a block, with ``look`` as its observer in this thread."""
-    config, before = text_config(decoder), forward_context.look
+    config = text_config(decoder)
+    before = forward_context.look
     own = config._attn_implementation_internal
     config._attn_implementation_internal = name  # the public attribute also sets sub-configurations
     forward_context.look = look
     try:
         yield
     finally:
-        config._attn_implementation_internal, forward_context.look = own, before
+        config._attn_implementation_internal = own
+        forward_context.look = before
 
 
 def current(patch: Any) -> Any:
@@ -129,7 +131,8 @@ class Tracker:
         stack = forward_context.stack
         if stack and not torch.compiler.is_compiling():  # as _forgetting, also if an export fails
             stack[:] = [x for x in stack if not x.exported and x.patch is not self.patch]
-        given, forward = arguments(decoder, args, kwargs), None
+        given = arguments(decoder, args, kwargs)
+        forward = None
         if self.traceable() and not is_paged(given) and not _runs_layers_again(decoder):
             forward = self.trace(given)
         if forward is None:
@@ -255,7 +258,8 @@ def refuse_batching(reason: str, *args: Any, **kwargs: Any) -> None:
 
 def _forgetting(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``generate``; forget its request, and forwards whose hooks Ctrl-C kept from running."""
-    stack, count = forward_context.stack, len(forward_context.stack)
+    stack = forward_context.stack
+    count = len(forward_context.stack)
     try:
         return original(*args, **kwargs)
     finally:

@@ -60,7 +60,8 @@ def refuse_unused(decoder: nn.Module, sites: list[RotarySite]) -> None:
     try:
         used = bool(run(decoder, tokens)[0].isnan().any())
     except Exception as error:
-        used, reason = False, f"it cannot be run to see whether a patch does anything ({error})"
+        used = False
+        reason = f"it cannot be run to see whether a patch does anything ({error})"
     finally:
         for handle in handles:
             handle.remove()
@@ -85,18 +86,21 @@ def rotation(
     ``inv_freq`` is ``[pairs]`` or ``[rows, tokens or 1, pairs]``, ``scaling`` multiplies cosine and
     sine, and ``like`` is the module's own output, for its dtype.
     """
-    dtype, columns = torch.float64 if precise else torch.float32, site.columns
+    dtype = torch.float64 if precise else torch.float32
+    columns = site.columns
     inv_freq = inv_freq.to(t.device, dtype)
     pair = context.cached_on_device(columns, "pair", t.device)
     if columns.axis is not None and t.ndim == 3:
         of_column = t[columns.axis.to(t.device)].movedim(0, -1)
         angles = of_column.to(dtype) * inv_freq[..., pair]
-        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        cos = angles.cos() * scaling
+        sin = angles.sin() * scaling
     else:
         angles = t.unsqueeze(-1).to(dtype) * inv_freq
         cos, sin = ((f(angles) * scaling)[..., pair] for f in (torch.cos, torch.sin))
     if columns.complex:
         return torch.complex(cos, sin).to(like.dtype)
     if cos.ndim < like[0].ndim:  # axes kept separate, and all are equal
-        cos, sin = cos.expand(like[0].shape), sin.expand(like[0].shape)
+        cos = cos.expand(like[0].shape)
+        sin = sin.expand(like[0].shape)
     return cos.to(like[0].dtype), sin.to(like[1].dtype)

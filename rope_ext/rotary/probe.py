@@ -75,11 +75,13 @@ def _twin(module: nn.Module, layer_type: str | None, inv_freq: Tensor, scaling: 
     twin = copy.copy(module)
     for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate wraps forward
         twin.__dict__.pop(name, None)
-    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
+    twin._forward_hooks = OrderedDict()
+    twin._forward_pre_hooks = OrderedDict()
     own = {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
     twin._buffers = {k: inv_freq.float() if k in own else v for k, v in module._buffers.items()}
     twin.__dict__[f"{prefix}attention_scaling"] = scaling
-    kinds, plain = getattr(module, "rope_type", None), "default"
+    kinds = getattr(module, "rope_type", None)
+    plain = "default"
     twin.__dict__["rope_type"] = dict.fromkeys(kinds, plain) if isinstance(kinds, dict) else plain
     return twin
 
@@ -115,7 +117,8 @@ def replaced(decoder: nn.Module) -> list[str]:
 
     An entry is ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``.
     """
-    modules, found = dict(decoder.named_modules()), {}
+    modules = dict(decoder.named_modules())
+    found = {}
     for name, module in modules.items():
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
             if package_of(type(module)) not in (package_of(type(decoder)), *_OURS):

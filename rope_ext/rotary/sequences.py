@@ -71,7 +71,8 @@ class SequenceForward(context.ForwardContext):
 
     def begin(self, positions: Tensor) -> Started:
         """Find the sequences from ``positions``, the model's position ids."""
-        filled, old = self.filled, self.started
+        filled = self.filled
+        old = self.started
         positions = positions.amax(0) if positions.ndim == 3 else positions
         if positions.shape[-1] != self.tokens:  # positions of compressed keys
             positions = torch.arange(filled, filled + self.tokens, device=positions.device)
@@ -131,7 +132,10 @@ class Sequences(context.Tracker):
     """
 
     def __init__(self, place: PatchTarget, method: FrequencyMethod, changes: Changes) -> None:
-        decoder, self.method, self.warned, self.requests = place.decoder, method, False, object()
+        decoder = place.decoder
+        self.method = method
+        self.warned = False
+        self.requests = object()
         self.cure = "pass length=TOKENS to fix the frequencies"
         if not {"input_ids", "inputs_embeds"} & {*context.parameters(type(decoder))}:
             raise UnsupportedModelError(
@@ -199,7 +203,8 @@ class Sequences(context.Tracker):
         if context.is_exporting():
             return None
         rows, tokens = context.shape_of(given)
-        cache, stored = context.cache_among(given), None
+        cache = context.cache_among(given)
+        stored = None
         filled = 0 if cache is None else cache.get_seq_length()
         if isinstance(filled, Tensor) and not hasattr(cache, context.NOTE):
             torch._assert_async(filled == 0, context.UNKNOWN)
@@ -217,7 +222,8 @@ class Sequences(context.Tracker):
         elif context.current(self.requests) is not None:
             return None  # the lengths of its sequences have to be read
         forward = SequenceForward(self, rows, tokens, 0, None, True)
-        forward.started, forward.mask = stored, given.get("attention_mask")
+        forward.started = stored
+        forward.mask = given.get("attention_mask")
         return forward
 
     @context.run_eagerly()
@@ -235,11 +241,13 @@ class Sequences(context.Tracker):
         cache = context.cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(self, rows, tokens, filled, cache, False)
-        forward.mask, request = given.get("attention_mask"), context.current(self.requests)
+        forward.mask = given.get("attention_mask")
+        request = context.current(self.requests)
         if filled:
             forward.started = self._stored(cache, rows, tokens + filled)
         if request is not None:
-            due, request.due = request.due, False
+            due = request.due
+            request.due = False
             forward.request = request if due or request.guided else None
         context.forward_context.stack.append(forward)
 
@@ -290,7 +298,8 @@ class Sequences(context.Tracker):
         """Record how many tokens there will be at most, which generate has found."""
         request = context.current(self.requests)
         if request is not None and request.room is None:  # not an assistant's
-            request.room, request.guided = args[-1] + 1, config.guidance_scale not in (None, 1)
+            request.room = args[-1] + 1
+            request.guided = config.guidance_scale not in (None, 1)
         return original(config, *args)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:

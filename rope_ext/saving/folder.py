@@ -46,7 +46,8 @@ def read_saved(given: Given) -> Saved:
     """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved."""
     sidecar = None
     if isinstance(given, PreTrainedConfig):
-        config, name = given, given.name_or_path or ""
+        config = given
+        name = given.name_or_path or ""
     else:
         name = place = str(given)
         path = Path(name) / "adapter_config.json"
@@ -110,7 +111,8 @@ def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
 
 def _method(settings: RopeSettings) -> tuple[FrequencyMethod, int] | None:
     """Return the method of one rotary embedding, and its original length."""
-    factor, length = settings.factor, settings.length
+    factor = settings.factor
+    length = settings.length
     # The dynamic type has no maximum length.
     if factor is None or length is None or settings.rope_type == "dynamic":
         return None

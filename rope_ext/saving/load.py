@@ -83,8 +83,10 @@ def from_pretrained(
         LoadError, RecordError: the model or its patch cannot be read.
     """
     folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
-    path, kwargs = hub.require_place(folder), {**kwargs, **gguf}
-    where, adapter = hub.of_hub(kwargs), None
+    path = hub.require_place(folder)
+    kwargs = {**kwargs, **gguf}
+    where = hub.of_hub(kwargs)
+    adapter = None
     if kwargs.get("gguf_file") is None:
         adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
@@ -114,7 +116,8 @@ def _base_of(
     """Load the base model that ``adapter_config.json`` names, with the adapter's patch."""
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(f"{path} is an adapter; leave output_loading_info= out")
-    sidecar, where = require_sidecar(path, kwargs), hub.of_hub(kwargs)
+    sidecar = require_sidecar(path, kwargs)
+    where = hub.of_hub(kwargs)
     saved = read_adapter(adapter)
     for name in ("revision", "subfolder"):  # these locate the adapter
         kwargs.pop(name, None)
@@ -149,7 +152,8 @@ def _load(
 
     Returns the model, the record and the configuration as saved.
     """
-    config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
+    config = copy.deepcopy(kwargs.get("config"))
+    gguf_file = kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
         config = _config(config or path, path, kwargs)
@@ -232,8 +236,10 @@ def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
     ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it. Lengths are
     not compared: training on longer texts raises them.
     """
-    saved, written = config.get_text_config(decoder=True), text_config(text_decoder(model))
-    one, other = getattr(saved, "rope_parameters", None), getattr(written, "rope_parameters", None)
+    saved = config.get_text_config(decoder=True)
+    written = text_config(text_decoder(model))
+    one = getattr(saved, "rope_parameters", None)
+    other = getattr(written, "rope_parameters", None)
     if not _agree(one, other):
         raise RecordError(
             f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
@@ -325,7 +331,8 @@ def _found_in(store: _Store, wanted: Mapping[str, torch.Tensor]) -> dict[str, to
             value = value.to(wanted[name].dtype)  # may overflow, and 8 bits have no isfinite
             if not value.isfinite().all():
                 raise ValueError(f"{key} has values that are NaN or infinite")
-            found[name], keys[name] = value, key
+            found[name] = value
+            keys[name] = key
     return found
 
 
@@ -343,7 +350,8 @@ def _stored(
     before_ending = "" if variant is None else f".{variant}"
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
-    files, index = {single}, hub.find(path, index, **where)
+    files = {single}
+    index = hub.find(path, index, **where)
     if index is not None:
         shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         files |= {file for key, file in shards.items() if "rope_ext_" in key}
@@ -427,7 +435,8 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     again = "write it again from the patched model with rope_ext.save_sidecar"
     with hub.loading("record", path, RecordError, again):
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        record, parts = Record.from_json(data, path), (data["before"], data["after"])
+        record = Record.from_json(data, path)
+        parts = (data["before"], data["after"])
         if not all(same(part, part) for part in parts):
             raise ValueError("frequencies that are not numbers")
         return Sidecar(record, *parts)
@@ -521,7 +530,8 @@ def saved_frequencies(
     """
     found = {}
     for site in sites:
-        inv_freq, scaling = site.loaded, site.scaling
+        inv_freq = site.loaded
+        scaling = site.scaling
         if state is not None:
             inv_freq, scaling = state.frequencies_of(site, site.rope.length if start else None)
         name = site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"

@@ -272,16 +272,21 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
 
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
-    source, output = "MODEL.gguf", "MODEL-long.gguf"
-    file, name = gguf_source.file_of(state.model.config), state.model.config.name_or_path
+    source = "MODEL.gguf"
+    output = "MODEL-long.gguf"
+    file = gguf_source.file_of(state.model.config)
+    name = state.model.config.name_or_path
     notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {name or 'MODEL'}",)
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
     elif file is not None:
         stem = Path(file).stem
         # A Modelfile has no way to quote a line break.
-        source, output, notes = file, f"{stem if stem.isprintable() else 'MODEL'}-long.gguf", ()
-    method, site = state.record.method, state.scaled[0]
+        source = file
+        output = f"{stem if stem.isprintable() else 'MODEL'}-long.gguf"
+        notes = ()
+    method = state.record.method
+    site = state.scaled[0]
     changed = {name: value for name, value in method.changed().items() if name != "factor"}
     options = {k: x.name if isinstance(x, Method) else x for k, x in changed.items()}
     again = build_method(method.name, factor=method.factor, **options)
@@ -325,7 +330,8 @@ class GGUFFile:
             ) from error
         architecture = keys.get("general.architecture", "")
         own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
-        length, heads = own.get("context_length"), own.get("attention.head_count")
+        length = own.get("context_length")
+        heads = own.get("attention.head_count")
         width = own.get("embedding_length", 0)
         dim = own.get("rope.dimension_count") or own.get("attention.key_length")
         if dim is None and isinstance(heads, int) and heads:
@@ -338,7 +344,8 @@ class GGUFFile:
 
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
-        output, gguf = Path(output), gguf_library()
+        output = Path(output)
+        gguf = gguf_library()
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
         if not may_replace(output, _MARK):
@@ -407,8 +414,10 @@ def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path)
             "llama.cpp cannot run the patch of this model: there is none; patch it, or give the "
             "folder that a patched model saved"
         )
-    config, dim = text_config(state.decoder), state.scaled[0].rope.dim
-    family, width = ENGINES["llama.cpp"].get(config.model_type), config.hidden_size
+    config = text_config(state.decoder)
+    dim = state.scaled[0].rope.dim
+    family = ENGINES["llama.cpp"].get(config.model_type)
+    width = config.hidden_size
     architecture = family.name if family else None
     if (file.width, file.dim, file.architecture) != (width, dim, architecture):
         raise ExportError(

@@ -47,7 +47,8 @@ class Recommendation(Printed):
         )
 
     def __str__(self) -> str:
-        lines, more = self._answers(), len(self.alternatives)
+        lines = self._answers()
+        more = len(self.alternatives)
         if more:
             lines.append(f"{more} other methods: full() of this object, or recommend --all")
         return "\n".join(lines)

@@ -177,7 +177,8 @@ def patch(
     keywords = Options(**given, original_max_position_embeddings=length)
     keywords.check(method)
     decoder = text_decoder(model)
-    earlier, values = current_patch(model), Earlier(decoder)
+    earlier = current_patch(model)
+    values = Earlier(decoder)
     grown = Grown(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
@@ -200,7 +201,8 @@ def patch(
             "%s",
             *(method.name, _encoding(earlier) or earlier.method.name, len(dropped), dropped[0]),
         )
-    state, family = decoder.__dict__[_STATE], type(decoder).__name__
+    state = decoder.__dict__[_STATE]
+    family = type(decoder).__name__
     if _encoding(state) not in (None, _encoding(earlier)):
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
@@ -267,7 +269,8 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     quiet = functools.partial(writing.quieted, _logger)  # only temporary
     with _lock, quiet():
         decoder = text_decoder(model)
-        earlier, values = current_patch(model), Earlier(decoder)
+        earlier = current_patch(model)
+        values = Earlier(decoder)
         grown = Grown(decoder)
         change()
     try:
@@ -325,7 +328,9 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 def _patch(
     model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
-    given, model, decoder = model, unwrap(model), text_decoder(model)
+    given = model
+    model = unwrap(model)
+    decoder = text_decoder(model)
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
@@ -336,16 +341,19 @@ def _patch(
     try:
         changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
-        config, tokenizer = text_config(decoder), options.tokenizer
+        config = text_config(decoder)
+        tokenizer = options.tokenizer
         writing.correct(decoder, sites)
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
             guard_buffers(site, changes)
-        used, raised = method, []
+        used = method
+        raised = []
         if options.compose == "raise":
             place, used, raised = raise_factor(place, method, options, changes)
-            sites, scaled = place.sites, place.scaled
+            sites = place.sites
+            scaled = place.scaled
         if apply is None:
             apply = apply_frequency if used.kind == "frequency" else apply_position
         applied = apply(place, used, options, changes)
@@ -360,7 +368,8 @@ def _patch(
             plain=applied.plain,
             config=writing.before(config, saved.values),
         )
-        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
+        values = dict(saved.values)
+        notes = [f"saving: {saved.note}", *applied.notes, *raised]
         notes += [f"configuration: {text}" for text in _changed(sites)]
         if rounded:
             notes.append(
@@ -472,7 +481,9 @@ class _Limit:
     """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
 
     def __init__(self, method: str, trained: int, target: int) -> None:
-        self.method, self.trained, self.target = method, trained, target
+        self.method = method
+        self.trained = trained
+        self.target = target
         self.told = self.told_of_draft = False
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -485,7 +496,8 @@ class _Limit:
         filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
             return  # do not wait for a length on a device
-        tokens, positions = inputs.shape[1] + filled, given.get("position_ids")
+        tokens = inputs.shape[1] + filled
+        positions = given.get("position_ids")
         if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
             tokens = int(positions.max()) + 1  # packed and padded rows are longer
         if tokens > self.target:

@@ -352,7 +352,9 @@ def apply_position(
     standing = isinstance(given, FrequencyMethod)
     said = _standing(place, given, options) if standing else _described(given, options)
     said = _with_added(said)
-    options, named, instead = said.options, said.named, said.instead
+    options = said.options
+    named = said.named
+    instead = said.instead
     under = options.frequency
     rope = options.rope(place.scaled[0].rope)
     methods = (said.method,) if under is None else (under, said.method)
@@ -456,7 +458,8 @@ def raise_factor(
     YaRN on top of YaRN is not YaRN with a larger factor: the second ramp starts from the pairs that
     the first one left. Only the factor of ``method`` counts.
     """
-    family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
+    family = type(place.decoder).__name__
+    scaled = [site for site in place.scaled if site.scaled]
     if not scaled:
         raise UnsupportedModelError(
             f"{family} has no RoPE scaling whose factor compose='raise' could raise; leave it out"
@@ -504,8 +507,11 @@ def raise_factor(
 
 
 def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, FrequencyMethod]:
-    own, kind, settings = site.settings.parameters, site.rope_type, site.settings
-    old, length = not_none(settings.factor), not_none(settings.length)
+    own = site.settings.parameters
+    kind = site.rope_type
+    settings = site.settings
+    old = not_none(settings.factor)
+    length = not_none(settings.length)
     if factor <= old:
         raise OptionError(
             f"factor={factor!r} does not raise the checkpoint's own {old!r}; pass a larger one"
@@ -517,7 +523,8 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
         made = replace(made, attention_factor=mscale_factor(own, old))
         raised = replace(made, attention_factor=mscale_factor(own, factor))
     raised = replace(raised, factor=float(factor))
-    target, loaded = reach(factor, length), site.loaded
+    target = reach(factor, length)
+    loaded = site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
         target = reach(factor / old, not_none(settings.target))
     if kind == "dynamic":  # the buffer may have grown with a sequence

@@ -29,8 +29,8 @@ from rope_ext.methods.geometry import (
 _Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
-# From these sizes on, cuDNN is faster than flash on Hopper cards. It spends about 50 ms on a plan for
-# each new shape.
+# From these sizes on, cuDNN is faster than flash on Hopper cards. For each new shape, it spends
+# about 50 ms on a plan.
 LONG = 2**13  # queries of a call
 LEAST = 2**11  # tokens of a tile
 

@@ -216,19 +216,26 @@ class PositionForward(ForwardContext):
             self._begin(self._given)
 
     def locate(self, positions: Tensor) -> None:
-        """Record the model's position ids; sets ``query`` and ``key``."""
+        """Record the model's position ids, ``[rows or 1, tokens]``; sets ``query`` and ``key``.
+
+        Several axes in front are supported if they are equal. Does nothing the second time, since
+        every rotary module calls it.
+
+        Raises:
+            UnsupportedModelError: these ids cannot be expressed, such as fractions, or several
+                axes that differ; or, with a cache, they do not count its tokens.
+            CacheError: rows of a cache get other padding than when it was filled.
+        """
         if self.located:
             return
         self.located = True
         self.device = positions.device
         self.apart = getattr(getattr(self.cache, NOTE, None), "apart", False)
-        in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
-        # Reading a value on a GPU waits for it.
-        self.reads = not self.traced and (not in_step or self.device.type == "cpu")
+        self.reads = self._may_read()
         if self.padding is not None:
             self.padding = self.padding.to(self.device)
             if self.reads and bool(self.padding.all()):
-                self.padding = None
+                self.padding = None  # without it, all rows share positions and runs
         positions = self._checked(positions)
         if self.regular:
             self.query = self.key = torch.arange(self.tokens, device=self.device)[None]
@@ -236,11 +243,22 @@ class PositionForward(ForwardContext):
             self._begin(positions)
         else:
             self._continue(positions)
-        if self.reads and self.padding is not None:
+        if self.reads and self.padding is not None:  # kernels of decoding take positions for slots
             together = self.counted() == self.slots() - self.origin()
             self.apart = not bool((together | ~self.real()).all())
         if self.cache is not None:
             self.note(self.cache)
+
+    def _may_read(self) -> bool:
+        """Whether this forward may read values, for which every step of decoding would wait.
+
+        Steps with a custom mask or padding between tokens cannot do without.
+        """
+        if self.traced:
+            return False
+        decodes = not self.begins and self.tokens <= FEW
+        without = decodes and self.shown is None and not self.apart
+        return not without or self.device.type == "cpu"
 
     def _checked(self, positions: Tensor) -> Tensor:
         """Return position ids on one axis, int64, ``[rows or 1, tokens]``."""

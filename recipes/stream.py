@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from datasets import IterableDataset
 
-from rope_ext.apply.configuration import quieted
+from rope_ext.config.writing import quieted
 from rope_ext.errors import RopeExtError
 
 _READ = 16  # documents tokenized at once

@@ -11,7 +11,8 @@ from rope_ext.advice.describe import (
     diagnose as diagnose, methods as methods
 )
 from rope_eval.tune.fitting import fit as fit
-from rope_ext.advice.recommend import Recommendation as Recommendation, recommend as recommend
+from rope_ext.advice.recommend import recommend as recommend
+from rope_ext.advice.recommendation import Recommendation as Recommendation
 from rope_ext.encodings import (
     ALiBi as ALiBi, CoPE as CoPE, DAPE as DAPE, DeBERTa as DeBERTa, DroPE as DroPE,
     Encoding as Encoding, FIRE as FIRE, FLOATER as FLOATER, KerpleLog as KerpleLog,

@@ -83,7 +83,8 @@ def recommend(
 
     found = rope_ext.recommend(model, parse_length(length), finetune, calibration, engine)
     show(found.full() if everything else found)
-    best, served = found.method, found.serve or found.method
+    best = found.method
+    served = found.serve or found.method
     trained = found.original_max_position_embeddings
     asked = Asked(model, best.name, best.factor, None, found.compose, trained)
     calibrated = calibration is not None and not (finetune or engine)  # otherwise compare first
@@ -281,7 +282,8 @@ def show_methods() -> None:
         options = [k if v is ... else f"{k}={v}" for k, v in own.items()]
         more = escape(": ".join(filter(None, [info.paper, ", ".join(options)])))
         table.add_row(info.name, f"{escape(info.summary)}\n[dim]{more}[/dim]")
-    console, encodings = wide_console(80), all_encodings()
+    console = wide_console(80)
+    encodings = all_encodings()
     console.print(table)
     adding = [cls for cls in encodings if issubclass(cls, Encoding) and cls.adds()]
     for note in (

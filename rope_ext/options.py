@@ -61,7 +61,10 @@ class Options(Checked):
 
     def _faults(self, method: Method) -> Iterator[tuple[bool, str]]:
         """Yield conflicts with ``method``: whether each exists, and why."""
-        name, bias, layers, under = method.name, self.bias, self.layers, self.frequency
+        name = method.name
+        bias = self.bias
+        layers = self.layers
+        under = self.frequency
         yield (
             bias is not None and method.kind == "encoding",
             f"{name} takes the place of the rotation, beside which bias= is added; leave bias out, "

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from rope_ext.apply import configuration, gguf_source
-from rope_ext.apply.configuration import UNPATCHED
+from rope_ext.advice.recommendation import Recommendation
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
-from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
+from rope_ext.config import writing
+from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Record
+from rope_ext.config.writing import UNPATCHED
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -48,6 +49,7 @@ from rope_ext.rotary.swapping import (
     undo,
     wrap,
 )
+from rope_ext.saving import gguf_source
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_rope_ext"
@@ -82,14 +84,25 @@ class Patch(PatchTarget, Applied):
         """Trained length, tokens."""
         return self.scaled[0].rope.length
 
-    def frequencies_of(self, site: RotarySite) -> tuple[torch.Tensor, float]:
-        """Frequencies in force (float64, ``[pairs]``) and scaling; if dynamic, at target length."""
+    def frequencies_of(
+        self, site: RotarySite, length: int | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Return the frequencies in force, in radians per token, and the factor of cos and sin.
+
+        Frequencies are float64, ``[pairs]``. Those of a dynamic method are for texts of ``length``
+        tokens; None: of the target length. Raises OptionError as :meth:`RotarySite.under`.
+        """
         if site not in self.scaled:
             return site.rope.inv_freq, site.scaling
         under = self.frequencies
         methods = [self.method] if under in (None, self.method) else [under, self.method]
-        inv_freq = site.rope.inv_freq if under is None else site.under(under)[0]
-        return inv_freq, site.factors(*methods)[0]
+        scaling, _ = site.factors(*methods)
+        if under is None:
+            return site.rope.inv_freq, scaling
+        if length is not None:
+            return under.frequencies(site.rope, length), scaling
+        inv_freq, _ = site.under(under)
+        return inv_freq, scaling
 
 
 @_one_at_a_time()
@@ -164,7 +177,8 @@ def patch(
     keywords = Options(**given, original_max_position_embeddings=length)
     keywords.check(method)
     decoder = text_decoder(model)
-    earlier, values = current_patch(model), Earlier(decoder)
+    earlier = current_patch(model)
+    values = Earlier(decoder)
     grown = Grown(decoder)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
@@ -187,7 +201,8 @@ def patch(
             "%s",
             *(method.name, _encoding(earlier) or earlier.method.name, len(dropped), dropped[0]),
         )
-    state, family = decoder.__dict__[_STATE], type(decoder).__name__
+    state = decoder.__dict__[_STATE]
+    family = type(decoder).__name__
     if _encoding(state) not in (None, _encoding(earlier)):
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
@@ -251,10 +266,11 @@ def unpatched(model: Model) -> Iterator[Model]:
 @contextmanager
 def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
-    quiet = functools.partial(configuration.quieted, _logger)  # only temporary
+    quiet = functools.partial(writing.quieted, _logger)  # only temporary
     with _lock, quiet():
         decoder = text_decoder(model)
-        earlier, values = current_patch(model), Earlier(decoder)
+        earlier = current_patch(model)
+        values = Earlier(decoder)
         grown = Grown(decoder)
         change()
     try:
@@ -312,7 +328,9 @@ def _method(method: str | Method, options: dict[str, Any]) -> Method:
 def _patch(
     model: Any, method: Method, options: Options, apply: Callable[..., Applied] | None = None
 ) -> None:
-    given, model, decoder = model, unwrap(model), text_decoder(model)
+    given = model
+    model = unwrap(model)
+    decoder = text_decoder(model)
     gguf_source.adopt(model)
     sites = find_sites(decoder, options.original_max_position_embeddings)
     scaled = chosen_sites(decoder, sites, options.sliding_layers)
@@ -323,16 +341,19 @@ def _patch(
     try:
         changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
-        config, tokenizer = text_config(decoder), options.tokenizer
-        configuration.correct(decoder, sites)
+        config = text_config(decoder)
+        tokenizer = options.tokenizer
+        writing.correct(decoder, sites)
         place = PatchTarget(model, decoder, sites, scaled)
         rounded = [site for site in sites if site.rounded]
         for site in sites:
             guard_buffers(site, changes)
-        used, raised = method, []
+        used = method
+        raised = []
         if options.compose == "raise":
             place, used, raised = raise_factor(place, method, options, changes)
-            sites, scaled = place.sites, place.scaled
+            sites = place.sites
+            scaled = place.scaled
         if apply is None:
             apply = apply_frequency if used.kind == "frequency" else apply_position
         applied = apply(place, used, options, changes)
@@ -345,26 +366,27 @@ def _patch(
             target_length=applied.target_length,
             native=saved.native,
             plain=applied.plain,
-            config=configuration.before(config, saved.values),
+            config=writing.before(config, saved.values),
         )
-        values, notes = dict(saved.values), [f"saving: {saved.note}", *applied.notes, *raised]
+        values = dict(saved.values)
+        notes = [f"saving: {saved.note}", *applied.notes, *raised]
         notes += [f"configuration: {text}" for text in _changed(sites)]
         if rounded:
             notes.append(
                 "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
                 "(unpatch restores the rounded values)"
             )
-        parts = (configuration.part_of(values["rope_parameters"], site) for site in scaled)
+        parts = (writing.part_of(values["rope_parameters"], site) for site in scaled)
         # A larger base alone is not reported as scaling by any rope_type.
         if not record.plain or any(part["rope_type"] == "default" for part in parts):
             values[FIELD] = record.to_json()
-        earlier = configuration.saved_record(config)
+        earlier = writing.saved_record(config)
         if earlier is not None and not earlier.native:
             notes.append(
                 f"the configuration was saved under another patch ({earlier}), whose record gives "
                 f"the trained length"
             )
-        configuration.write(place, values, record, changes)
+        writing.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
         _add_warnings(place, record, changes)
@@ -394,7 +416,7 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     rope = options.rope(place.scaled[0].rope)
     length = method.target_length(rope)
     note = "whether this family accepts it is checked when the weights are loaded"
-    saved = configuration.unsaved(place, length)
+    saved = writing.unsaved(place, length)
     return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
 
 
@@ -459,7 +481,9 @@ class _Limit:
     """Decoder pre-hook that warns once if a forward has more tokens than the patch reaches."""
 
     def __init__(self, method: str, trained: int, target: int) -> None:
-        self.method, self.trained, self.target = method, trained, target
+        self.method = method
+        self.trained = trained
+        self.target = target
         self.told = self.told_of_draft = False
 
     def __call__(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -472,7 +496,8 @@ class _Limit:
         filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         if not isinstance(inputs, torch.Tensor) or not isinstance(filled, int):
             return  # do not wait for a length on a device
-        tokens, positions = inputs.shape[1] + filled, given.get("position_ids")
+        tokens = inputs.shape[1] + filled
+        positions = given.get("position_ids")
         if tokens > self.target and isinstance(positions, torch.Tensor) and not positions.is_meta:
             tokens = int(positions.max()) + 1  # packed and padded rows are longer
         if tokens > self.target:

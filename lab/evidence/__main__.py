@@ -25,8 +25,8 @@ from checkpoints.pretrained import gemma3, smollm2
 from lab.evidence import pages, questions
 from lab.evidence.measure import Measurement
 from rope_eval.sliding import in_blocks
-from rope_ext.apply import gguf_source
 from rope_ext.methods import all_methods
+from rope_ext.saving import gguf_source
 
 
 class Checkpoint(NamedTuple):

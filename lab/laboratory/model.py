@@ -19,7 +19,7 @@ import rope_ext
 from lab.laboratory.linear import LINEAR, register
 from lab.laboratory.scratch.base import attach
 from lab.laboratory.scratch.names import SCRATCH
-from rope_ext.apply.configuration import quieted
+from rope_ext.config.writing import quieted
 from rope_ext.errors import OptionError, nearest
 from rope_ext.methods import Method, all_encodings, build_method
 

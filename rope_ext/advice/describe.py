@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_ext.apply import gguf_source
 from rope_ext.config.record import option_texts, record_of
 from rope_ext.config.settings import unread
 from rope_ext.engines import serving_commands
@@ -24,6 +23,7 @@ from rope_ext.patching import Patch, configuration_notes, current_patch
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only
 from rope_ext.quoting import Printed, command_line, in_markdown, inert_markdown, printable_lines
 from rope_ext.rotary.sites import RotarySite, find_sites, text_config, text_decoder
+from rope_ext.saving import gguf_source
 from rope_ext.saving.drafts import write_whole
 from rope_ext.saving.folder import configured, read_saved
 from rope_ext.version import __version__
@@ -72,7 +72,8 @@ class SiteDescription:
         if self.inv_freq_after != self.inv_freq_before:
             lines.append("    pair    wavelength before    after (tokens)    theta / new theta")
             for i in sorted(_spread(pairs)):
-                before, after = self.inv_freq_before[i], self.inv_freq_after[i]
+                before = self.inv_freq_before[i]
+                after = self.inv_freq_after[i]
                 ratio = before / after if after else (1.0 if before == after else math.inf)
                 old, new = (_text(_wavelength(f)) for f in (before, after))
                 lines.append(f"    {i:>4} {old:>20} {new:>17} {ratio:>20.4g}")
@@ -148,13 +149,17 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)
-    decoder, patch = text_decoder(model), current_patch(model)
-    name, sites = type(decoder).__name__, find_sites(decoder) if patch is None else patch.sites
+    decoder = text_decoder(model)
+    patch = current_patch(model)
+    name = type(decoder).__name__
+    sites = find_sites(decoder) if patch is None else patch.sites
     shown = tuple(_site(site, patch) for site in sites)
     if patch is not None:
-        method, lengths = patch.method, (patch.length, patch.target_length)
+        method = patch.method
+        lengths = (patch.length, patch.target_length)
         return Description(name, method.name, method.options(), *lengths, shown, patch.notes)
-    notes, target = tuple(_unpatched_notes(decoder, sites)), sites[0].rope.length
+    notes = tuple(_unpatched_notes(decoder, sites))
+    target = sites[0].rope.length
     changed = any(site.changed for site in sites)
     found = None if changed else configured(text_config(decoder))
     length, scaling = (target, None) if found is None else (found[1], call_text(found[0]))
@@ -183,7 +188,9 @@ def call_text(method: Method) -> str:
 
 
 def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
-    after, scaling, status = site.rope.inv_freq, site.scaling, "unchanged"
+    after = site.rope.inv_freq
+    scaling = site.scaling
+    status = "unchanged"
     if patch is not None and site in patch.scaled:
         after, scaling = patch.frequencies_of(site)
         status = "positions changed" if patch.method.replaces_attention else "extended"
@@ -192,8 +199,10 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
         if patch.method.is_dynamic:
             shown = patch.method.target_length(site.rope)
             status = f"extended per sequence, shown at {shown} tokens"
-    before, after = tuple(site.rope.inv_freq.tolist()), tuple(after.tolist())
-    name, layers = site.name or "rotary", site.layer_type or "all layers"
+    before = tuple(site.rope.inv_freq.tolist())
+    after = tuple(after.tolist())
+    name = site.name or "rotary"
+    layers = site.layer_type or "all layers"
     return SiteDescription(name, layers, site.rope.base, before, after, scaling, status)
 
 
@@ -272,11 +281,14 @@ class Diagnosis(Printed):
         return "\n".join([line, *tables, *(f"  {note}" for note in self.notes)])
 
     def _table(self, site: SiteDiagnosis) -> list[str]:
-        pairs, count, patched = site.pairs, len(site.pairs), self.method is not None
+        pairs = site.pairs
+        count = len(site.pairs)
+        patched = self.method is not None
         states = [(pair.before, pair.after if patched else "") for pair in pairs]
         new = [sum(state[i].startswith("out") for state in states) for i in (0, 1)]
         title = f"    pair {'wavelength':>12} {'rotations':>9} {'trained angle':>14} {'angle':>10}"
-        said, title = f"at {site.distances_before:g} distances", f"{title}  status"
+        said = f"at {site.distances_before:g} distances"
+        title = f"{title}  status"
         if patched:
             said += f" before the patch, {new[1]} at {site.distances_after:g} after"
             title += f"{'':>13} {'patched':>12} {'angle':>10}  status"
@@ -309,7 +321,9 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     require_length("length", length)
     if not isinstance(model, nn.Module):
         model = read_saved(model).model
-    decoder, patch, described = text_decoder(model), current_patch(model), describe(model)
+    decoder = text_decoder(model)
+    patch = current_patch(model)
+    described = describe(model)
     method = None if patch is None else call_text(patch.method)
     sites = find_sites(decoder) if patch is None else patch.sites
     shown = tuple(_diagnosed(text_config(decoder), site, patch, length) for site in sites)
@@ -317,7 +331,8 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
 
 
 def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
-    rope, frequencies = site.rope, site.rope.inv_freq
+    rope = site.rope
+    frequencies = rope.inv_freq
     active = patch if patch is not None and site in patch.scaled else None
     before = after = torch.tensor([length], dtype=torch.float64, device="cpu")
     if site.local:
@@ -326,8 +341,8 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
         before = after = before.clamp(max=next(filter(None, windows), rope.length))
     elif active is not None:
         after = active.method.span(rope, length)
-    if active is not None and active.frequencies is not None:
-        frequencies = active.frequencies.frequencies(rope, length)
+    if active is not None:
+        frequencies, _ = active.frequencies_of(site, length)
     columns = (
         map(_wavelength, rope.inv_freq.tolist()),
         map(_wavelength, frequencies.tolist()),
@@ -336,7 +351,8 @@ def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) 
         (before * rope.inv_freq).tolist(),
         (after * frequencies).tolist(),
     )
-    name, layers = site.name or "rotary", site.layer_type or "all layers"
+    name = site.name or "rotary"
+    layers = site.layer_type or "all layers"
     critical = 2 * int((rope.rotations >= 1).sum())
     pairs = tuple(
         PairDiagnosis(*numbers, *(_status(numbers[2], numbers[3], angle) for angle in numbers[4:]))
@@ -362,7 +378,8 @@ def write_card(
     eval``, has a ``table.md`` to include.
     """
     saved = read_saved(folder)
-    state, found = current_patch(saved.model), describe(saved.model)
+    state = current_patch(saved.model)
+    found = describe(saved.model)
     if state is None:
         raise ExportError(
             f"{folder} holds no extended model to write a card about; save a patched one there"
@@ -371,9 +388,11 @@ def write_card(
     lines = ["---", "library_name: transformers", "tags:", "- rope_ext", "- long-context"]
     if base and not Path(base).exists():  # a local path is useless to readers
         lines.append(f"base_model: {json.dumps(base)}")
-    loader, package = "rope_ext", "import rope_ext"
+    loader = "rope_ext"
+    package = "import rope_ext"
     if saved.source == "rope_parameters" or state.record.plain:
-        loader, package = "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM"
+        loader = "AutoModelForCausalLM"
+        package = "from transformers import AutoModelForCausalLM"
     call = f"model = {loader}.from_pretrained({json.dumps(name)})"
     lines += [
         *("---", "", f"# {in_markdown(name)}", ""),
@@ -392,7 +411,8 @@ def write_card(
                 f"{report} has no table.md; give the output folder of rope-ext compare or eval"
             ) from None
         lines += ["", "## Evaluation", "", inert_markdown(table)]
-    path, text = Path(folder) / "README.md", "\n".join(lines) + "\n"
+    path = Path(folder) / "README.md"
+    text = "\n".join(lines) + "\n"
     if path.exists():
         before, mark, end = path.read_text(encoding="utf-8", errors="replace").rpartition(_MARK)
         if not mark or _end(before) != mark + end:

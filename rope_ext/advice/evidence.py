@@ -73,7 +73,8 @@ def sentence(
 
 
 def _at(numbers: Mapping[str, Any], unpatched: Mapping[str, Any], factor: str) -> list[str]:
-    said, where = [], f"at {_TIMES[factor]} its length"
+    said = []
+    where = f"at {_TIMES[factor]} its length"
     if "perplexity" in numbers:
         said.append(
             f"perplexity {three_digits(numbers['perplexity'])} {where} (unpatched "
@@ -95,7 +96,9 @@ def ranked(factor: float = 2, models: Sequence[Mapping[str, Any]] | None = None)
     judged = _MODELS if models is None else models
 
     def key(name: str) -> tuple[float, int, float]:
-        keys, perplexities, missing = 0, 0.0, 0
+        keys = 0
+        perplexities = 0.0
+        missing = 0
         for model in judged:
             at = str(factor_measured(model, factor))
             numbers = model["methods"].get(name, {}).get("at", {}).get(at, {})

@@ -14,9 +14,8 @@ from rope_ext.errors import OptionError
 from rope_ext.quoting import Printed
 from rope_ext.saving.folder import Given, read_saved
 
-GROUP, RESIDUAL = 64, 128
-"""transformers' quantized caches: the number of values that share a scale and a zero point, and of
-recent tokens that stay unquantized."""
+GROUP = 64  # values of transformers' quantized caches that share a scale and a zero point
+RESIDUAL = 128  # recent tokens of these caches that stay unquantized
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ def memory(
     if cache_bits not in (16, 8, 4, 2):
         raise OptionError(f"cache_bits={cache_bits} is not valid; it must be 16, 8, 4 or 2")
     model: Any = read_saved(given).model.eval().to(dtype)
-    live, cache = Live(), cast("Any", None)
+    live = Live()
+    cache = cast("Any", None)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model.to_empty(device="cpu").tie_weights()
         ids = torch.zeros(batch, length, dtype=torch.long)
@@ -121,7 +121,8 @@ def memory(
         stored *= recent + (1 - recent) * packed
         prefill += max(sizes)  # layers are dequantized one at a time
     text = model.config.get_text_config()
-    queries, keys = text.num_attention_heads, text.num_key_value_heads
+    queries = text.num_attention_heads
+    keys = text.num_key_value_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // queries
     in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())

@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig
 
 from rope_ext.advice.describe import call_text, require_length
 from rope_ext.advice.evidence import measured_models, ranked, sentence, why
-from rope_ext.apply import gguf_source
-from rope_ext.apply.configuration import is_scaled
-from rope_ext.config.record import Recommendation, method_from_json
+from rope_ext.advice.recommendation import Recommendation
+from rope_ext.config.record import method_from_json
+from rope_ext.config.writing import is_scaled
 from rope_ext.engines import check_engine, engines_for, export, serving_commands
 from rope_ext.errors import (
     AlreadyScaledError,
@@ -38,9 +38,12 @@ from rope_ext.patching import configuration_notes, current_patch, first_site, pa
 from rope_ext.position.direction import generates_from
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
+from rope_ext.saving import gguf_source
 from rope_ext.saving.folder import model_of, read_saved
 
-NAME, FORMAT = "calibration", 2  # name and format of the file that rope_eval writes
+# name and format of the file that rope_eval writes
+NAME = "calibration"
+FORMAT = 2
 
 
 _VENDORS = json.loads(Path(__file__).with_name("vendors.json").read_text(encoding="utf-8"))
@@ -147,12 +150,15 @@ def recommend(
     decoder = text_decoder(model)
     if rotates_windows_only(decoder, find_sites(decoder)):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {WINDOWS_ONLY}")
-    name, trained = type(text_decoder(model)).__name__, case.rope.length
-    candidates, calibrated = [*_candidates(case)], False
+    name = type(text_decoder(model)).__name__
+    trained = case.rope.length
+    candidates = [*_candidates(case)]
+    calibrated = False
     if found is not None and not finetune:
         same = (found.model, found.trained_length) == (name, trained)
         if same and found.target_length >= target_length:
-            calibrated, reason = True, f"calibrated on a text: {found.sentence}"
+            calibrated = True
+            reason = f"calibrated on a text: {found.sentence}"
             candidates.insert(int(case.recipe is not None), (found.method, reason))
         elif calibration is not None:
             raise OptionError(
@@ -233,16 +239,22 @@ def _without_patch(
 
 
 def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> _Case:
-    decoder, site = text_decoder(model), first_site(model)
-    configured, kind = site.rope.length, text_config(decoder).model_type
-    scaled, length, recipe, raised = is_scaled(decoder, site), None, None, None
+    decoder = text_decoder(model)
+    site = first_site(model)
+    configured = site.rope.length
+    kind = text_config(decoder).model_type
+    scaled = is_scaled(decoder, site)
+    length = None
+    recipe = None
+    raised = None
     if target <= configured:
         how = "was trained on" if scaled is None else f"has by its own scaling ({scaled})"
         raise OptionError(
             f"target_length={target} is within the {configured} tokens that "
             f"{type(decoder).__name__} {how}; use it unpatched, or give a longer target"
         )
-    unscaled, shipped = None, False
+    unscaled = None
+    shipped = False
     if scaled is not None:
         unscaled = site.settings.length
         for one in _VENDORS["shipped"]:
@@ -275,7 +287,9 @@ def _case(model: nn.Module, target: int, finetune: bool, engine: str | None) -> 
 
 def _candidates(case: _Case) -> Iterator[tuple[Method, str]]:
     """Yield methods, the best first, and the reason to choose each."""
-    factor, recipe, elsewhere = case.factor, case.recipe, case.finetune or case.engine is not None
+    factor = case.factor
+    recipe = case.recipe
+    elsewhere = case.finetune or case.engine is not None
     raised = [] if case.raised is None else [(case.raised, _RAISED)]
     if elsewhere:
         yield from raised
@@ -371,7 +385,9 @@ def _warnings(case: _Case, chosen: _Trial) -> Iterator[str]:
     beyond what was published or measured is said, and a base too small for the target, except of
     methods that keep distances within the trained range.
     """
-    method, factor, raises = chosen.method, case.factor, chosen.method == case.raised
+    method = chosen.method
+    factor = case.factor
+    raises = chosen.method == case.raised
     if case.finetune and factor > _TRAINED_FACTOR:
         yield (
             f"factor {factor:g} is beyond the published {_TRAINED_FACTOR}: use two steps, or "

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rope_ext.apply.configuration import Written, is_scaled, unsaved, written
 from rope_ext.config.settings import METHODS, has_mscale, method_of, mscale_factor
+from rope_ext.config.writing import Written, is_scaled, unsaved, written
 from rope_ext.encodings import Encoding, NoPE, RoPE
 from rope_ext.errors import AlreadyScaledError, OptionError, UnsupportedModelError
 from rope_ext.methods import Band, FrequencyMethod, Method, PositionMethod, Rope
@@ -30,6 +30,7 @@ from rope_ext.position.layers import (
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import hooks
 from rope_ext.rotary.context import refuse_sharded, watch_generation
+from rope_ext.rotary.sequences import Sequences
 from rope_ext.rotary.sites import ROUNDING, PatchTarget, RotarySite, softmax_scales
 from rope_ext.rotary.swapping import Changes, grow_buffers, set_attribute, write_buffers
 
@@ -173,7 +174,7 @@ def apply_frequency(
         _let_grow(method, scaled, changes)
     else:
         if method.is_dynamic:
-            sequences = hooks.Sequences(place, method, changes)
+            sequences = Sequences(place, method, changes)
         _write_all(targets, saved, precise, sequences, changes)
     notes = _notes(place, precise, per_sequence=sequences is not None and saved.native)
     if idle:
@@ -219,7 +220,7 @@ def _write_all(
     targets: Mapping[RotarySite, tuple[torch.Tensor, float]],
     saved: Written,
     precise: bool,
-    sequences: hooks.Sequences | None,
+    sequences: Sequences | None,
     changes: Changes,
 ) -> None:
     """Write the frequencies of every site, and add hooks where a buffer is not enough."""
@@ -351,7 +352,9 @@ def apply_position(
     standing = isinstance(given, FrequencyMethod)
     said = _standing(place, given, options) if standing else _described(given, options)
     said = _with_added(said)
-    options, named, instead = said.options, said.named, said.instead
+    options = said.options
+    named = said.named
+    instead = said.instead
     under = options.frequency
     rope = options.rope(place.scaled[0].rope)
     methods = (said.method,) if under is None else (under, said.method)
@@ -455,7 +458,8 @@ def raise_factor(
     YaRN on top of YaRN is not YaRN with a larger factor: the second ramp starts from the pairs that
     the first one left. Only the factor of ``method`` counts.
     """
-    family, scaled = type(place.decoder).__name__, [site for site in place.scaled if site.scaled]
+    family = type(place.decoder).__name__
+    scaled = [site for site in place.scaled if site.scaled]
     if not scaled:
         raise UnsupportedModelError(
             f"{family} has no RoPE scaling whose factor compose='raise' could raise; leave it out"
@@ -503,8 +507,11 @@ def raise_factor(
 
 
 def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, FrequencyMethod]:
-    own, kind, settings = site.settings.parameters, site.rope_type, site.settings
-    old, length = not_none(settings.factor), not_none(settings.length)
+    own = site.settings.parameters
+    kind = site.rope_type
+    settings = site.settings
+    old = not_none(settings.factor)
+    length = not_none(settings.length)
     if factor <= old:
         raise OptionError(
             f"factor={factor!r} does not raise the checkpoint's own {old!r}; pass a larger one"
@@ -516,7 +523,8 @@ def _raised(family: str, site: RotarySite, factor: float) -> tuple[RotarySite, F
         made = replace(made, attention_factor=mscale_factor(own, old))
         raised = replace(made, attention_factor=mscale_factor(own, factor))
     raised = replace(raised, factor=float(factor))
-    target, loaded = reach(factor, length), site.loaded
+    target = reach(factor, length)
+    loaded = site.loaded
     if kind == "llama3":  # its context does not grow by exactly the factor
         target = reach(factor / old, not_none(settings.target))
     if kind == "dynamic":  # the buffer may have grown with a sequence

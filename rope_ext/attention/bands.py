@@ -9,6 +9,7 @@ import contextlib
 import functools
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,22 +49,24 @@ def attend(
         rows = [_of_row(call, places, row) for row in range(len(query))]
         values = [None if value is None else value[n : n + 1] for n in range(len(query))]
         each = zip(query.split(1), key.split(1), values, rows, strict=True)
-        return torch.cat([attend(q, k, v, *of_row) for q, k, v, of_row in each])
+        return torch.cat([attend(q, k, v, of_row, at) for q, k, v, (of_row, at) in each])
     encoding, learned = scores or (None, {})
     tensors = (query, key, value, call.sinks, call.bias, *learned.values())
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    (batch, heads, queries), keys = query.shape[:3], key.shape[2]
+    batch, heads, queries = query.shape[:3]
+    keys = key.shape[2]
     width = heads if encoding is None else heads + encoding.pair_width(heads)
     rows = min(ROWS, max(8, NUMBERS // max(batch * keys * width, 1)))
     at = places or Places.following(call, query, key)
+    # A graph has its own way to recompute, and would trace into the checkpoint.
+    recomputes = trains and not is_compiling()
     outs = []
     with _without_autocast(query):
         for first in range(0, queries, rows):
             block = slice(first, min(first + rows, queries))
             counted = None if places else keys - queries + block.stop
             given = (call, at, block, counted, tuple(learned), *tensors)
-            kept = not trains or is_compiling()
-            outs.append(_block(*given) if kept else _recomputed(_block, *given))
+            outs.append(_recomputed(_block, *given) if recomputes else _block(*given))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -85,29 +88,35 @@ def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
     return replace(call, bands=bands), at
 
 
-def _shown(
-    call: Call, places: Places, rows: slice, counted: int | None
-) -> list[tuple[slice, Tensor | None]]:
-    """For each band, the keys that any query in ``rows`` sees, and a mask; None: all are visible.
+class _Visible(NamedTuple):
+    """The keys of a band that a block of queries sees."""
+
+    keys: slice  # from the first to the last key that any of the queries sees
+    seen: Tensor | None  # bool, broadcast to their logits; None: every query sees all of them
+
+
+def _visible(call: Call, places: Places, rows: slice, counted: int | None) -> list[_Visible]:
+    """Return, for each band, what the queries in ``rows`` see.
 
     ``counted``: number of keys up to the last query, if positions are consecutive.
     """
     name = rows.start, rows.stop, *(band.geometry for band in call.bands)
     if places.made is not None and name in places.made:
         return places.made[name]
-    found: list[tuple[slice, Tensor | None]] = []
+    found = []
     for band in call.bands:
         keys = slice(0, places.key.shape[-1])
         if counted is not None:
-            count, room = rows.stop - rows.start, keys.stop
+            count = rows.stop - rows.start
+            room = keys.stop
             keys = extent(band.geometry, count, counted, call.start, room)
-        seen = places.sees(band.geometry, rows, keys)
+        seen: Tensor | None = places.sees(band.geometry, rows, keys)
         if places.made is not None and seen.device.type == "cpu" and not is_compiling():
             index = seen.flatten(0, -2).any(0).nonzero()  # read once for all layers
             keys = slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0)
             seen = seen[..., keys]
             seen = None if bool(seen.all()) else seen
-        found.append((keys, seen))
+        found.append(_Visible(keys, seen))
     if places.made is not None:
         places.made[name] = found
     return found
@@ -126,34 +135,37 @@ def _block(
     bias: Tensor | None,
     *learned: Tensor,
 ) -> Tensor:
-    """Compute the output of the queries ``rows``; for ``counted`` see :func:`_shown`."""
+    """Compute the output of the queries ``rows``; for ``counted`` see :func:`_visible`.
+
+    Every tensor is an argument, also those in ``call``, so that a checkpoint sees them. ``names``
+    are those of ``learned``, the parameters of an encoding that makes the logits.
+    """
     query = query[:, :, rows]
-    (batch, heads, count), kv_heads = query.shape[:3], key.shape[1]
-    grouped = heads // kv_heads * count
-    to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
-    found, block = [], None
-    encoding, given = call.scores and call.scores[0], dict(zip(names, learned, strict=True))
-    shown = zip(call.bands, _shown(call, places, rows, counted), strict=True)
-    parts = [x for x in shown if x[1][0].stop > x[1][0].start]
-    parts.sort(key=lambda part: part[1][0].start)
+    batch, heads, count = query.shape[:3]
+    visible = _visible(call, places, rows, counted)
+    every = zip(call.bands, visible, strict=True)
+    parts = [(band, part) for band, part in every if part.keys.stop > part.keys.start]
+    parts.sort(key=lambda part: part[1].keys.start)  # neighbors make one product with the values
     if not parts:
         columns = key.shape[2] if value is None else value.shape[-1]
-        return query.new_zeros(
-            batch, heads, count, columns, dtype=(key if value is None else value).dtype
-        )
+        dtype = key.dtype if value is None else value.dtype
+        return query.new_zeros(batch, heads, count, columns, dtype=dtype)
+    encoding = None if call.scores is None else call.scores[0]
+    given = dict(zip(names, learned, strict=True))
+    block = None
+    found = []
     for band, (keys, seen) in parts:
-        q = call.pairs.rotate(query, part_of(band.query, rows), to)
-        k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
-        q = q.reshape(batch, kv_heads, grouped, q.shape[-1])  # no key is read twice
-        # Not always contiguous: on a GPU, products are computed transposed.
-        logits = _logits(q, k).reshape(batch, heads, count, k.shape[2]) * call.scale
-        if call.softcap is not None:
-            logits = call.softcap * torch.tanh(logits / call.softcap)
+        logits = _of_band(call, band, rows, keys, query, key)
         if encoding is not None:  # with one band
-            every = key[:, :, keys].to(wide(key)).repeat_interleave(heads // kv_heads, 1)
-            at = places.query[rows], places.key[keys]
-            visible = logits.new_ones((), dtype=torch.bool) if seen is None else seen
-            block = Block(query.to(wide(query)), every, logits, *at, visible, call.scale)
+            block = Block(
+                query=query.to(wide(query)),
+                key=key[:, :, keys].to(wide(key)).repeat_interleave(heads // key.shape[1], 1),
+                content=logits,
+                query_at=places.query[rows],
+                key_at=places.key[keys],
+                visible=logits.new_ones((), dtype=torch.bool) if seen is None else seen,
+                scale=call.scale,
+            )
             logits = encoding.logits(block, given)
         if bias is not None:
             if counted is None:
@@ -162,33 +174,75 @@ def _block(
                 size = keys.stop - keys.start
                 first = counted - count - keys.start + call.ahead
                 logits = logits + by_distance(bias, first, count, size)
-        # The lowest finite number, not -inf, so that a row without keys gets no NaN.
-        lowest = torch.finfo(logits.dtype).min
-        found.append(logits if seen is None else logits.masked_fill(~seen, lowest))
-    logits = found[0] if len(found) == 1 else torch.cat(found, -1)
-    if sinks is None:
-        weights = logits.softmax(dim=-1)
-    else:
-        column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
-        weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)
-    outs, spans = [], [keys for _, (keys, _) in parts]
-    if value is not None and all(a.stop == b.start for a, b in pairwise(spans)):  # one product
-        spans = [slice(spans[0].start, spans[-1].stop)]
-    sizes = [keys.stop - keys.start for keys in spans] + [1] * (sinks is not None)
-    for keys, own in zip(spans, weights.split(sizes, -1), strict=False):
-        if value is None:
-            outs.append(F.pad(own, (keys.start, key.shape[2] - keys.stop)))
-            continue
-        own = own.to(value.dtype).reshape(batch, kv_heads, grouped, own.shape[-1])
-        outs.append(_product(own, value[:, :, keys]).reshape(batch, heads, count, value.shape[-1]))
-    out = functools.reduce(torch.add, outs)
+        if seen is not None:
+            # The lowest finite number, not -inf, so that a row without keys gets no NaN.
+            logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+        found.append(logits)
+    weights = _softmax(found, sinks)
+    spans = [part.keys for _, part in parts]
+    out = _spread(weights, spans, key.shape[2]) if value is None else _sum(weights, spans, value)
     if encoding is not None and block is not None and value is not None:
         more = encoding.more(weights[..., : block.key.shape[2]], block, given)
         out = out if more is None else out + more.to(out.dtype)
-    if all(seen is not None for _, (_, seen) in parts):  # some query may see no key
-        some = [seen.any(-1, keepdim=True) for _, (_, seen) in parts if seen is not None]
+    some = [part.seen.any(-1, keepdim=True) for _, part in parts if part.seen is not None]
+    if len(some) == len(parts):  # else a band shows something to every query
         out = out * torch.stack(torch.broadcast_tensors(*some)).any(0)
     return out
+
+
+def _of_band(
+    call: Call, band: RotatedBand, rows: slice, keys: slice, query: Tensor, key: Tensor
+) -> Tensor:
+    """Return the logits of a band, rotated, scaled and capped, ``[batch, heads, rows, keys]``.
+
+    ``query`` are those in ``rows``, and ``key`` are all keys.
+    """
+    batch, heads, count = query.shape[:3]
+    kv_heads = key.shape[1]
+    to = wide(query) if query.device.type == "cpu" else query.dtype  # saves a cast
+    q = call.pairs.rotate(query, part_of(band.query, rows), to)
+    k = call.pairs.rotate(key[:, :, keys], part_of(band.key, keys), to)
+    q = q.reshape(batch, kv_heads, heads // kv_heads * count, q.shape[-1])  # no key is read twice
+    # Not always contiguous: on a GPU, products are computed transposed.
+    logits = _logits(q, k).reshape(batch, heads, count, k.shape[2]) * call.scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    return logits
+
+
+def _softmax(found: list[Tensor], sinks: Tensor | None) -> Tensor:
+    """Return the weights over the keys of all bands; a sink takes its share and has no value."""
+    logits = found[0] if len(found) == 1 else torch.cat(found, -1)
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    column = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
+    return torch.cat((logits, column), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _split(weights: Tensor, spans: list[slice]) -> tuple[Tensor, ...]:
+    """Split weights by ``spans`` of keys."""
+    return weights.split([keys.stop - keys.start for keys in spans], -1)
+
+
+def _spread(weights: Tensor, spans: list[slice], keys: int) -> Tensor:
+    """Return the weights of all ``keys``, zero for those that no band shows."""
+    parts = zip(spans, _split(weights, spans), strict=True)
+    return functools.reduce(
+        torch.add, [F.pad(own, (span.start, keys - span.stop)) for span, own in parts]
+    )
+
+
+def _sum(weights: Tensor, spans: list[slice], value: Tensor) -> Tensor:
+    """Return the weighted sum of values, ``[batch, heads, queries, columns]``."""
+    batch, heads, count, _ = weights.shape
+    kv_heads, columns = value.shape[1::2]
+    if all(a.stop == b.start for a, b in pairwise(spans)):  # one product
+        spans = [slice(spans[0].start, spans[-1].stop)]
+    outs = []
+    for span, own in zip(spans, _split(weights, spans), strict=True):
+        own = own.to(value.dtype).reshape(batch, kv_heads, heads // kv_heads * count, own.shape[-1])
+        outs.append(_product(own, value[:, :, span]).reshape(batch, heads, count, columns))
+    return functools.reduce(torch.add, outs)
 
 
 def _logits(query: Tensor, key: Tensor) -> Tensor:

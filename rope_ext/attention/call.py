@@ -64,8 +64,10 @@ class Pairs:
             return x
         cos, sin = rotation
         to = x.dtype if dtype is None else dtype
-        first, second = self.first, self.second
-        a, b = x[..., first], x[..., second]
+        first = self.first
+        second = self.second
+        a = x[..., first]
+        b = x[..., second]
         turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
         if (
             isinstance(first, slice)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-AMPERE, HOPPER = (8, 0), (9, 0)
-"""The lowest compute capability with PyTorch's flash kernel and bfloat16, and the H100's."""
-A100, H100, SLACK = 163 * 2**10, 227 * 2**10, 2**10
-"""Bytes of shared memory per block, and the margin left by estimates."""
+AMPERE = (8, 0)  # the lowest compute capability with PyTorch's flash kernel and bfloat16
+HOPPER = (9, 0)  # that of an H100
+A100 = 163 * 2**10  # bytes of shared memory per block
+H100 = 227 * 2**10
+SLACK = 2**10  # bytes of it that estimates leave
 
 
 class Card(NamedTuple):
@@ -95,7 +96,8 @@ def options(card: Card, heads: Heads, gradients: bool = False) -> dict[str, int 
     # The separate kernel for fewer than 128 queries refuses 65 of them with two heads per key head,
     # and reads all keys of a band in one thread block.
     made: dict[str, int | bool] = {"FORCE_USE_FLEX_ATTENTION": True}
-    room, half = card.shared - SLACK, heads.size == 2
+    room = card.shared - SLACK
+    half = heads.size == 2
     # Default block sizes are faster where they fit, but they were chosen without a bias in mind.
     if card.shared >= H100 and not (heads.bias and half and heads.columns == 64):
         return made

@@ -60,13 +60,16 @@ def ranges_of(
     """
     # Bands that rotate keys come first; otherwise their order does not matter.
     bands = sorted(bands, key=lambda band: band.key is None)
-    low, high = [], []
+    low = []
+    high = []
     for band in bands:
         first, end = band.geometry.ends(t)
-        first, end = first.clamp(min=0) + origin[:, None], end + origin[:, None]
+        first = first.clamp(min=0) + origin[:, None]
+        end = end + origin[:, None]
         if t.shape[1] > 1:  # a query without keys must not widen ranges
             seen = end > first
-            first, end = torch.where(seen, first, NOTHING), torch.where(seen, end, 0)
+            first = torch.where(seen, first, NOTHING)
+            end = torch.where(seen, end, 0)
         low.append(first)
         high.append(end)
     return Ranges(
@@ -118,7 +121,8 @@ def runs_on(device: torch.device) -> bool:
 
 def _columns(pairs: Pairs, columns: int) -> tuple[int, int, int, int, int, int] | None:
     """Start of first and second columns of pairs, step and count; start and count of the rest."""
-    first, second = pairs.first, pairs.second
+    first = pairs.first
+    second = pairs.second
     if not (isinstance(first, slice) and isinstance(second, slice)):
         return None
     step = first.step or 1
@@ -193,7 +197,8 @@ def _launcher(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Call
     kernels = importlib.import_module("rope_ext.attention.decode_kernel")  # it imports triton
     low, high, origin, filled, query_rotation, key_rotation, temperature, sinks = settings[:8]
     bias, columns, query_rotated, scale, softcap = settings[8:]
-    (batch, heads, tokens, _), (kv_heads, value_columns) = query.shape, value.shape[1::2]
+    batch, heads, tokens, _ = query.shape
+    _, kv_heads, _, value_columns = value.shape
     groups = heads // kv_heads
     first, second, step, pairs, rest_at, rest = columns
     padded = [max(_power(x), 16) for x in (pairs, rest, value_columns)]
@@ -251,7 +256,9 @@ class _Launch:
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], **settings: Any) -> None:
-        self.kernel, self.grid, self.settings = kernel, grid, settings
+        self.kernel = kernel
+        self.grid = grid
+        self.settings = settings
         self.compiled: Callable[..., object] | None = None
 
     def __call__(self, *tensors: Any) -> None:

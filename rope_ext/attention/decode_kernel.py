@@ -13,7 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def rotate(a, b, cos, sin, dtype: tl.constexpr):
-    a, b = a.to(tl.float32), b.to(tl.float32)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
 
@@ -27,9 +28,12 @@ def attend_band(
     DV: tl.constexpr, DV2: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pair, rest, column = tl.arange(0, PAIRS2), tl.arange(0, REST2), tl.arange(0, DV2)
+    pair = tl.arange(0, PAIRS2)
+    rest = tl.arange(0, REST2)
+    column = tl.arange(0, DV2)
     # A row that sees no key of the band has low = 2**30 and high = 0 and widens nothing.
-    first, last = tl.min(low), tl.max(high)
+    first = tl.min(low)
+    last = tl.max(high)
     blocks = tl.cdiv(tl.maximum(last - first, 0), SIZE)
     each = tl.cdiv(blocks, SPLITS)
     for block in range(split * each, tl.minimum((split + 1) * each, blocks)):
@@ -43,7 +47,8 @@ def attend_band(
             b = tl.load(at + (SECOND + pair * STEP)[None, :], shown, 0.0)
             if ROTATED:
                 of = (n - origin)[:, None] * PAIRS + pair[None, :]
-                cos, sin = tl.load(KC + of, shown, 0.0), tl.load(KS + of, shown, 0.0)
+                cos = tl.load(KC + of, shown, 0.0)
+                sin = tl.load(KS + of, shown, 0.0)
                 a, b = rotate(a, b, cos, sin, qa.dtype)
             s = tl.dot(qa, tl.trans(a), s, input_precision=PRECISION)
             s = tl.dot(qb, tl.trans(b), s, input_precision=PRECISION)
@@ -81,12 +86,17 @@ def split_kernel(
     ROWS: tl.constexpr, SIZE: tl.constexpr, SIZE_ROTATED: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    split, of_key = tl.program_id(0), tl.program_id(1)
-    b, h = (of_key // KV).to(tl.int64), of_key % KV
+    split = tl.program_id(0)
+    of_key = tl.program_id(1)
+    b = (of_key // KV).to(tl.int64)
+    h = of_key % KV
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    pair, rest, column = tl.arange(0, PAIRS2), tl.arange(0, REST2), tl.arange(0, DV2)
+    pair = tl.arange(0, PAIRS2)
+    rest = tl.arange(0, REST2)
+    column = tl.arange(0, DV2)
     real = rows < GROUPS * TOKENS
-    head, token = tl.where(real, h * GROUPS + rows // TOKENS, 0), tl.where(real, rows % TOKENS, 0)
+    head = tl.where(real, h * GROUPS + rows // TOKENS, 0)
+    token = tl.where(real, rows % TOKENS, 0)
     origin, filled = (
         tl.load(ORIGIN + b * origin_row),
         tl.load(FILLED),
@@ -102,14 +112,18 @@ def split_kernel(
     a = tl.load(qrow + (FIRST + pair * STEP)[None, :], shown, 0.0)
     c = tl.load(qrow + (SECOND + pair * STEP)[None, :], shown, 0.0)
     qr = tl.load(qrow + (REST_AT + rest)[None, :], real[:, None] & (rest < REST)[None, :], 0.0)
-    krow, vrow = K + b * kb + h * kh, V + b * vb + h * vh
+    krow = K + b * kb + h * kh
+    vrow = V + b * vb + h * vh
     for band in tl.static_range(BANDS):
         seen = band * range_band + b * range_row + token
-        low, high = tl.load(LOW + seen, real, 1 << 30), tl.load(HIGH + seen, real, 0)
-        qa, qc = a, c
+        low = tl.load(LOW + seen, real, 1 << 30)
+        high = tl.load(HIGH + seen, real, 0)
+        qa = a
+        qc = c
         if (QUERY_ROTATED >> band) & 1:
             of = band * query_band + b * query_row + (token * PAIRS)[:, None] + pair[None, :]
-            cos, sin = tl.load(QC + of, shown, 1.0), tl.load(QS + of, shown, 0.0)
+            cos = tl.load(QC + of, shown, 1.0)
+            sin = tl.load(QS + of, shown, 0.0)
             qa, qc = rotate(a, c, cos, sin, a.dtype)
         if band < KEY_ROTATED:  # they come first
             m, l, acc = attend_band(
@@ -152,9 +166,12 @@ def merge_kernel(
     OUT, LSE, SINKS, Y, KV: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr,
     HAS_SINKS: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    of_key, row = tl.program_id(0), tl.program_id(1)
-    b, head = of_key // KV, (of_key % KV) * GROUPS + row // TOKENS
-    part, column = tl.arange(0, SPLITS), tl.arange(0, DV2)
+    of_key = tl.program_id(0)
+    row = tl.program_id(1)
+    b = of_key // KV
+    head = (of_key % KV) * GROUPS + row // TOKENS
+    part = tl.arange(0, SPLITS)
+    column = tl.arange(0, DV2)
     at = (of_key * SPLITS + part) * (GROUPS * TOKENS) + row
     sink = -float("inf")
     if HAS_SINKS:

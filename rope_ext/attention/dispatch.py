@@ -36,14 +36,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
     Raises:
         OptionError: the kernel is unknown or does not support the call.
     """
-    device, asked = query.device.type, kernel
+    device = query.device.type
+    asked = kernel
     if kernel not in KERNELS:
         raise OptionError(
             f"no attention kernel {kernel!r}{nearest(kernel, KERNELS)}; use one of {KERNELS}"
         )
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     card = cards.card(query.device) if device == "cuda" and kernel != "reference" else None
     if kernel == "auto":
         kernel, why = chosen(query, value, call, card)
@@ -62,14 +65,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, kernel: str = 
                     f"kernel='flex' was not compiled for this GPU ({error}); use kernel='auto'"
                 ) from error
             log_once(f"attention on {query.device} {_PLAIN}: it was not compiled ({error})")
-    fused, tensors = kernel == "flash", (query, key, value)
-    columns, value_columns = query.shape[-1], value.shape[-1]
-    if fused:  # it needs equally many columns of query, key and value
-        most = max(columns, value_columns)
-        query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in tensors)
+    fused = kernel == "flash"
+    value_columns = value.shape[-1]
     grads = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tensors, call.sinks)
+        x is not None and x.requires_grad for x in (query, key, value, call.sinks)
     )
+    if fused:  # it needs equally many columns of query, key and value
+        most = max(query.shape[-1], value_columns)
+        query = F.pad(query, (0, most - query.shape[-1]))
+        key = F.pad(key, (0, most - key.shape[-1]))
+        value = F.pad(value, (0, most - value.shape[-1]))
+    # Plain operations differentiate themselves; encodings that make the logits are traced into.
     if (fused and grads) or (torch.compiler.is_compiling() and call.scores is None):
         out = attend_encoded(query, key, value, call, None, "flash" if fused else "reference")
     else:  # the operator would add overhead to each step of decoding
@@ -124,9 +130,13 @@ def attend_runs(
     out = query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1])
     for run, call in found:
         rows = slice(None) if run.rows is None else run.rows
-        k, v = (x[rows][:, :, run.keys] for x in (key, value))
-        call = replace(call, start=run.start)
-        part = attend(query[rows][:, :, run.queries], k, v, call, kernel)
+        part = attend(
+            query=query[rows][:, :, run.queries],
+            key=key[rows][:, :, run.keys],
+            value=value[rows][:, :, run.keys],
+            call=replace(call, start=run.start),
+            kernel=kernel,
+        )
         if run.rows is None and part.shape[2] == query.shape[2]:
             return part  # all of them
         out = out.to(part.dtype)
@@ -155,11 +165,39 @@ def attend_encoded(
     ``at``: places and sequences, as for :func:`runs`, and the slot of the first query. Rotations
     are then ``[rows or 1, tokens, pairs]``, and there are no gradients. None: consecutive tokens.
     """
-    plan, tables = [call.ahead, len(call.bands)], []
+    plan, tables = _encoded(call)
+    made = operator(
+        query,
+        key,
+        value,
+        call.sinks,
+        call.bias,
+        tables,
+        at,
+        plan,
+        call.start,
+        call.scale,
+        call.softcap,
+        kernel,
+    )
+    return made[0]  # the log-sum-exp is for the backward pass
+
+
+def _encoded(call: Call) -> tuple[list[int], list[Tensor]]:
+    """Return the integers and the tensors of bands and pairs, in the order :class:`_Decoder` reads.
+
+    Each band is its kind and numbers, then for queries and keys whether they are rotated. Each side
+    of the pairs is a 1 and its slice, or a 0 where a tensor has the columns.
+    """
+    plan: list[int] = [call.ahead, len(call.bands)]
+    tables: list[Tensor] = []
+    kinds = list(_GEOMETRIES)
     for band in call.bands:
         kind = type(band.geometry)
-        values = [getattr(band.geometry, name) for name in _GEOMETRIES[kind]]
-        plan += [list(_GEOMETRIES).index(kind), *(_OPEN if x is None else x for x in values)]
+        plan.append(kinds.index(kind))
+        for name in _GEOMETRIES[kind]:
+            number = getattr(band.geometry, name)
+            plan.append(_OPEN if number is None else number)
         for rotation in (band.query, band.key):
             plan.append(int(rotation is not None))
             tables += rotation or ()
@@ -169,11 +207,49 @@ def attend_encoded(
             plan += (side.start, side.stop, side.step or 1)
         else:
             tables.append(side)
-    numbers = call.start, call.scale, call.softcap
-    return operator(query, key, value, call.sinks, call.bias, tables, at, plan, *numbers, kernel)[0]
+    return plan, tables
 
 
-def _unpacked(
+class _Decoder:
+    """Reads what :func:`_encoded` wrote, in its order."""
+
+    def __init__(self, plan: list[int], tables: list[Tensor]) -> None:
+        self._numbers = iter(plan)
+        self._tables = iter(tables)
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def band(self) -> RotatedBand:
+        kind = list(_GEOMETRIES)[self.number()]
+        numbers = [self.number() for _ in _GEOMETRIES[kind]]
+        geometry = kind(*(None if x == _OPEN else x for x in numbers))
+        query = self._rotation()
+        key = self._rotation()
+        return RotatedBand(geometry, query, key)
+
+    def _rotation(self) -> Rotation:
+        if not self.number():
+            return None
+        cos = next(self._tables)
+        sin = next(self._tables)
+        return cos, sin
+
+    def pairs(self) -> Pairs:
+        first = self._columns()
+        second = self._columns()
+        return Pairs(first, second)
+
+    def _columns(self) -> slice | Tensor:
+        if not self.number():
+            return next(self._tables)
+        start = self.number()
+        stop = self.number()
+        step = self.number()
+        return slice(start, stop, step)
+
+
+def _decoded(
     sinks: Tensor | None,
     bias: Tensor | None,
     tables: list[Tensor],
@@ -182,20 +258,21 @@ def _unpacked(
     scale: float,
     softcap: float | None,
 ) -> Call:
-    numbers, tensors, found = iter(plan), iter(tables), []
-    ahead = next(numbers)
-    for _ in range(next(numbers)):
-        kind, names = list(_GEOMETRIES.items())[next(numbers)]
-        values = [None if x == _OPEN else x for _, x in zip(names, numbers, strict=False)]
-        query, key = (
-            (next(tensors), next(tensors)) if next(numbers) else None for _ in ("query", "key")
-        )
-        found.append(RotatedBand(kind(*values), query, key))
-    first, second = (
-        slice(next(numbers), next(numbers), next(numbers)) if next(numbers) else next(tensors)
-        for _ in ("first", "second")
+    """Return the call from which :func:`_encoded` made ``plan`` and ``tables``."""
+    decoder = _Decoder(plan, tables)
+    ahead = decoder.number()
+    count = decoder.number()
+    found = [decoder.band() for _ in range(count)]
+    return Call(
+        bands=found,
+        pairs=decoder.pairs(),
+        scale=scale,
+        start=start,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        ahead=ahead,
     )
-    return Call(found, Pairs(first, second), scale, start, softcap, sinks, bias, ahead)
 
 
 def _compute(
@@ -204,9 +281,12 @@ def _compute(
     """Output and log-sum-exp; the latter is empty without a fused kernel."""
     if not fused:
         return bands.attend(query, key, value, call), query.new_empty(0, dtype=wide(query))
-    # Kernels assume contiguous columns without checking.
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    return flash.compute(query, key, value, call)
+    return flash.compute(_by_columns(query), _by_columns(key), _by_columns(value), call)
+
+
+def _by_columns(x: Tensor) -> Tensor:
+    """Make columns contiguous, which kernels assume without checking."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 _CALL = "Tensor[] tables, {}SymInt[] plan, SymInt start, float scale, float? softcap"
@@ -221,55 +301,106 @@ _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias"
     schema=f"({_TENSORS}, {_CALL.format('Tensor[]? at, ')}, str kernel) -> (Tensor, Tensor)",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-def operator(query, key, value, sinks, bias, tables, at, plan, *rest):  # noqa: ANN001, ANN002, ANN201
+def operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    tables: list[Tensor],
+    at: list[Tensor] | None,
+    plan: list[int],
+    start: int,
+    scale: float,
+    softcap: float | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp; ``at`` is None if tokens are consecutive."""
-    *numbers, kernel = rest
-    call = _unpacked(sinks, bias, tables, plan, *numbers)
-    if not at:
+    call = _decoded(sinks, bias, tables, plan, start, scale, softcap)
+    if at:
+        places, sequences, first = at
+        out = _at_places(query, key, value, call, places, sequences, int(first), kernel)
+        lse = query.new_empty(0, dtype=wide(query))
+    else:
         with torch.no_grad():
             out, lse = _compute(query, key, value, call, kernel == "flash")
-        return _empty(query, value).copy_(out), lse
-    places, sequences, first = at[0], at[1], int(at[2])
+    return _empty(query, value).copy_(out), lse
+
+
+def _at_places(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    places: Tensor,
+    sequences: Tensor,
+    first: int,
+    kernel: str,
+) -> Tensor:
+    """Compute attention in runs of consecutive tokens, else by the positions of single tokens.
+
+    ``places``, ``sequences`` and ``first`` as for :func:`runs`; rotations are
+    ``[rows or 1, tokens, pairs]``.
+    """
     found = runs(places, sequences, len(query), first)
     if found is not None:
         calls = [(run, replace(call, bands=_of_run(call, run))) for run in found]
-        out = attend_runs(query, key, value, calls, kernel)
-    elif bool(goes_back(places, sequences >= 0)):
+        return attend_runs(query, key, value, calls, kernel)
+    real = sequences >= 0
+    if bool(goes_back(places, real)):  # a later token would pass for a near one
         raise UnsupportedModelError(BACK)
-    else:
-        new = places[:, first : first + query.shape[2]]
-        there = Places.in_slots(new, places, sequences >= 0, first)
-        of_all = [
-            RotatedBand(band.geometry, *(each_table(x, lambda table: table[:, None]) for x in both))
-            for band in call.bands
-            for both in [(band.query, band.key)]
-        ]
-        out = bands.attend(query, key, value, replace(call, bands=of_all), there)
-    return _empty(query, value).copy_(out), query.new_empty(0, dtype=wide(query))
+    new = places[:, first : first + query.shape[2]]
+    by_head = [
+        RotatedBand(
+            geometry=band.geometry,
+            query=each_table(band.query, lambda table: table[:, None]),
+            key=each_table(band.key, lambda table: table[:, None]),
+        )
+        for band in call.bands
+    ]
+    there = Places.in_slots(query=new, key=places, real=real, filled=first)
+    return bands.attend(query, key, value, replace(call, bands=by_head), there)
 
 
 def _of_run(call: Call, run: Run) -> list[RotatedBand]:
     """Return the bands of a run, from tables by row."""
-    row = 0 if run.rows is None else run.rows[0]
+    row = 0 if run.rows is None else run.rows[0]  # a run's rows have the same positions
 
     def part(rotation: Rotation, there: slice) -> Rotation:
         return each_table(rotation, lambda x: x[row if len(x) > 1 else 0][there])
 
     return [
-        RotatedBand(band.geometry, part(band.query, run.queries), part(band.key, run.keys))
+        RotatedBand(
+            geometry=band.geometry,
+            query=part(band.query, run.queries),
+            key=part(band.key, run.keys),
+        )
         for band in call.bands
     ]
 
 
 @operator.register_fake
-def _(query, key, value, sinks, bias, tables, at, *rest):  # noqa: ANN001, ANN002, ANN202
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    tables: list[Tensor],
+    at: list[Tensor] | None,
+    plan: list[int],
+    start: int,
+    scale: float,
+    softcap: float | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
     if torch.onnx.is_in_onnx_export():  # checked here, since it is False in traced functions
         raise UnsupportedModelError(
             "ONNX has no operator for the attention of position methods, encodings, bias= and "
             "layers=; patch with a frequency method such as 'yarn' alone (a dynamic one with "
             "length=TOKENS), or use torch.export instead (docs/saving.md)"
         )
-    lse = query.shape[:3] if rest[-1] == "flash" and not at else (0,)
+    lse = query.shape[:3] if kernel == "flash" and not at else (0,)
     return _empty(query, value), query.new_empty(lse, dtype=wide(query))
 
 
@@ -285,25 +416,68 @@ def _empty(query: Tensor, value: Tensor) -> Tensor:
     schema=f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, bool[] learns, {_CALL.format('')})"
     " -> Tensor[]",
 )
-def _backward(grad, query, key, value, sinks, bias, out, lse, learns, *packed):  # noqa: ANN001, ANN002, ANN202
-    """Return gradients of query, key and value, then of sinks and bias if they are trained."""
-    call = _unpacked(sinks, bias, *packed)
-    if lse.dim() > 1:
-        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, query, key, value, out))
-        found = flash.differentiate(*rows, lse=lse, call=call)
-        if sinks is not None and learns[0]:
-            by_row = (grad.to(lse.dtype) * out).sum(-1)
-            of_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * by_row).sum((0, 2))
-            found.append(of_sinks.to(sinks.dtype))
-        return found
-    given = zip((query, key, value, sinks, bias), (True, True, True, *learns), strict=True)
-    leaves: Any = [x if x is None else x.detach().requires_grad_(learned) for x, learned in given]
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    learns: list[bool],
+    tables: list[Tensor],
+    plan: list[int],
+    start: int,
+    scale: float,
+    softcap: float | None,
+) -> list[Tensor]:
+    """Return gradients of query, key and value, then of sinks and bias if they are trained.
+
+    ``learns``: whether sinks, and whether the bias is.
+    """
+    call = _decoded(sinks, bias, tables, plan, start, scale, softcap)
+    if lse.dim() > 1:  # of a fused kernel
+        return _fused_gradients(grad, query, key, value, out, lse, call, learns[0])
+    leaves: Any = [x.detach().requires_grad_() for x in (query, key, value)]
+    for x, learned in zip((sinks, bias), learns, strict=True):
+        leaves.append(x if x is None else x.detach().requires_grad_(learned))
     with _recorded():
-        made = bands.attend(*leaves[:3], call=replace(call, sinks=leaves[3], bias=leaves[4]))
-        leaves = [x for x in leaves if x is not None and x.requires_grad]
-        grads = torch.autograd.grad(made, leaves, grad)  # recomputes blocks, also recorded
+        again = replace(call, sinks=leaves[3], bias=leaves[4])
+        made = bands.attend(*leaves[:3], call=again)
+        trained = [x for x in leaves if x is not None and x.requires_grad]
+        grads = torch.autograd.grad(made, trained, grad)  # recomputes blocks, also recorded
     # Match the strides of the inputs, as in the fake implementation.
-    return [torch.empty_like(x).copy_(made) for x, made in zip(leaves, grads, strict=True)]
+    return [torch.empty_like(x).copy_(made) for x, made in zip(trained, grads, strict=True)]
+
+
+def _fused_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    learns_sinks: bool,
+) -> list[Tensor]:
+    """Return gradients of query, key and value, and of sinks if they are trained."""
+    found = flash.differentiate(
+        grad=_by_columns(grad),
+        query=_by_columns(query),
+        key=_by_columns(key),
+        value=_by_columns(value),
+        out=_by_columns(out),
+        lse=lse,
+        call=call,
+    )
+    sinks = call.sinks
+    if sinks is not None and learns_sinks:
+        # A sink has a weight and no value, so only the softmax passes a gradient to it.
+        by_row = (grad.to(lse.dtype) * out).sum(-1)
+        weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+        found.append(-(weights * by_row).sum((0, 2)).to(sinks.dtype))
+    return found
 
 
 @contextmanager
@@ -320,26 +494,62 @@ def _recorded() -> Iterator[None]:
 
 
 @_backward.register_fake
-def _(grad, query, key, value, sinks, bias, out, lse, learns, *_rest):  # noqa: ANN001, ANN002, ANN202
-    more = [x for x, learned in zip((sinks, bias), learns, strict=True) if learned]
-    return [torch.empty_like(x) for x in (query, key, value, *more)]
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    learns: list[bool],
+    tables: list[Tensor],
+    plan: list[int],
+    start: int,
+    scale: float,
+    softcap: float | None,
+) -> list[Tensor]:
+    trained = [x for x, learned in zip((sinks, bias), learns, strict=True) if learned]
+    return [torch.empty_like(x) for x in (query, key, value, *trained) if x is not None]
 
 
-def _setup(ctx, inputs, output):  # noqa: ANN001, ANN202
-    *tensors, tables, at, ctx.plan, ctx.start, ctx.scale, ctx.softcap, _ = inputs
+def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, sinks, bias, tables, at, plan, start, scale, softcap, _ = inputs
+    out, lse = output
+    ctx.plan = plan
+    ctx.start = start
+    ctx.scale = scale
+    ctx.softcap = softcap
     ctx.of_at = None if at is None else [None] * len(at)
-    ctx.save_for_backward(*tensors, *output, *tables)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, key, value, sinks, bias, out, lse, *tables)
+    ctx.mark_non_differentiable(lse)
 
 
-def _differentiate(ctx, grad, _grad_lse):  # noqa: ANN001, ANN202
-    saved = ctx.saved_tensors  # read once: checkpointing forbids a second read
-    tables, learns = list(saved[7:]), [*ctx.needs_input_grad[3:5]]
-    numbers = ctx.plan, ctx.start, ctx.scale, ctx.softcap
-    grads = _backward(grad, *saved[:7], learns, tables, *numbers)
+def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple:
+    # Saved tensors are read once: checkpointing forbids a second read.
+    query, key, value, sinks, bias, out, lse, *tables = ctx.saved_tensors
+    learns = list(ctx.needs_input_grad[3:5])
+    grads = _backward(
+        grad,
+        query,
+        key,
+        value,
+        sinks,
+        bias,
+        out,
+        lse,
+        learns,
+        tables,
+        ctx.plan,
+        ctx.start,
+        ctx.scale,
+        ctx.softcap,
+    )
     more = iter(grads[3:])
-    of_learned = [next(more) if learned else None for learned in learns]
-    return *grads[:3], *of_learned, [None] * len(tables), ctx.of_at, *[None] * 5
+    of_sinks, of_bias = (next(more) if learned else None for learned in learns)
+    of_numbers = [None] * 5  # plan, start, scale, softcap and kernel
+    return *grads[:3], of_sinks, of_bias, [None] * len(tables), ctx.of_at, *of_numbers
 
 
 operator.register_autograd(_differentiate, setup_context=_setup)

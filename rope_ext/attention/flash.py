@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext.attention import cards
-from rope_ext.attention.call import Call, Pairs, each_table, wide
+from rope_ext.attention.call import Call, Pairs, Rotation, each_table, wide
 from rope_ext.methods.geometry import (
     Ahead,
     Around,
@@ -29,21 +29,20 @@ from rope_ext.methods.geometry import (
 _Tensors = Sequence[Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 WHOLE, CAUSAL, REVERSED = range(3)
-LONG, LEAST = 2**13, 2**11
-"""Queries of a call, and tokens of a tile, from which cuDNN is faster than flash on Hopper cards.
-
-It spends about 50 ms on a plan for each new shape.
-"""
+# From these sizes on, cuDNN is faster than flash on Hopper cards. For each new shape, it spends
+# about 50 ms on a plan.
+LONG = 2**13  # queries of a call
+LEAST = 2**11  # tokens of a tile
 
 
 class Tile(NamedTuple):
     """Ranges of queries and keys, in ``blocks`` of ``rows`` and ``keys`` that follow each other."""
 
-    shape: int
-    row: int
-    rows: int
-    key: int
-    keys: int
+    shape: int  # WHOLE: all pairs; CAUSAL: a square; REVERSED: one of tokens in reversed order
+    row: int  # its first query
+    rows: int  # queries of a block
+    key: int  # its first key
+    keys: int  # keys of a block
     blocks: int = 1
 
     def queries(self, x: Tensor) -> Tensor:
@@ -101,67 +100,98 @@ def _around(geometry: Around, queries: int, keys: int) -> list[Tile]:
 
 def _causal(geometry: Causal, queries: int, keys: int, start: int = 0) -> list[Tile]:
     """Split a part of the causal triangle."""
-    found: list[Tile] = []
-    before = keys - queries
-
-    def add(shape: int, row: int, end: int, key: int, stop: int) -> None:
-        """Add a tile; rows and keys are key indices."""
-        rows, count = end - row, stop - key
-        if rows <= 0 or count <= 0:
-            return
-        last = found[-1] if found else None
-        for index, old in enumerate(found):  # extend an equal tile by a block
-            last = old.row + before + old.blocks * old.rows, old.key + old.blocks * old.keys
-            same = (shape, rows, rows, row, key) == (old.shape, count, old.rows, *last)
-            if same and rows == old.keys:
-                found[index] = old._replace(blocks=old.blocks + 1)
-                return
-        found.append(Tile(shape, row - before, rows, key, count))
-
+    split = _Split(keys - queries)
     if isinstance(geometry, ChunkGap):
-        size = geometry.size
-        for chunk in range((start + before) // size, (start + keys - 1) // size + 1):
-            begin = chunk * size - start
-            row, end = max(begin, before), min(begin + size, keys)
-            if geometry.first <= 0:
-                add(WHOLE, row, end, max(begin, 0), row)
-                add(CAUSAL, row, end, row, end)
-            first = max(geometry.first, 1)
-            if geometry.last is None:
-                add(WHOLE, row, end, 0, begin - (first - 1) * size)
-            for gap in range(first, (geometry.last or 0) + 1):
-                add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
-        return found
-    # Rows are indexed by the last key that they see: row `first` sees key 0.
-    far, row, end = max(geometry.first, 0), before, keys
+        _split_chunks(split, geometry, keys, start)
+        return split.found
+    # Rows are indexed by the last key that they see: row `far` sees key 0.
+    far = max(geometry.first, 0)
+    row = split.before
+    end = keys
     if isinstance(geometry, Queries):
         row = max(row, geometry.begin - start)
         end = end if geometry.end is None else min(end, geometry.end - start)
-    low, high = max(row - far, 0), end - far
+    low = max(row - far, 0)
+    high = end - far
     if isinstance(geometry, Distance) and geometry.last is not None:
-        reach = geometry.last - far - 1  # number of keys before the nearest one
-        if reach < 0:
-            return []
-        size = max(reach, 1)
-        for begin in range(low // size * size, high, size):
-            row, end = max(low, begin), min(high, begin + size)
-            add(WHOLE, row + far, end + far, begin, row if reach else begin)
-            add(CAUSAL, row + far, end + far, row, end)
-            if begin and reach:
-                add(REVERSED, row + far, end + far, row - size, end - size)
-                add(WHOLE, row + far, end + far, end - size, begin)
-        return found
+        _split_window(split, far, low, high, reach=geometry.last - far - 1)
+        return split.found
     count = min(geometry.count - start, keys) if isinstance(geometry, Sinks) else keys
     growing = min(high, count)
-    add(WHOLE, low + far, growing + far, 0, low)
-    add(CAUSAL, low + far, growing + far, low, growing)
-    add(WHOLE, max(low, count) + far, high + far, 0, count)
-    return found
+    split.add(WHOLE, low + far, growing + far, 0, low)
+    split.add(CAUSAL, low + far, growing + far, low, growing)
+    split.add(WHOLE, max(low, count) + far, high + far, 0, count)
+    return split.found
+
+
+class _Split:
+    """The tiles found so far; ``before`` is the number of keys before the first query."""
+
+    def __init__(self, before: int) -> None:
+        self.before = before
+        self.found: list[Tile] = []
+
+    def add(self, shape: int, row: int, end: int, key: int, stop: int) -> None:
+        """Add a tile of the queries ``row`` to ``end`` and the keys ``key`` to ``stop``.
+
+        All are key indices. Squares that follow each other diagonally become one tile of several
+        blocks, which is a single call of the kernel.
+        """
+        rows = end - row
+        count = stop - key
+        if rows <= 0 or count <= 0:
+            return
+        for index, old in enumerate(self.found):
+            next_row = old.row + self.before + old.blocks * old.rows
+            next_key = old.key + old.blocks * old.keys
+            follows = row == next_row and key == next_key
+            alike = shape == old.shape and rows == old.rows and count == old.keys
+            if follows and alike and rows == count:
+                self.found[index] = old._replace(blocks=old.blocks + 1)
+                return
+        self.found.append(Tile(shape=shape, row=row - self.before, rows=rows, key=key, keys=count))
+
+
+def _split_chunks(split: _Split, geometry: ChunkGap, keys: int, start: int) -> None:
+    """Split keys that are a number of chunks of ``size`` tokens before the query's chunk."""
+    size = geometry.size
+    for chunk in range((start + split.before) // size, (start + keys - 1) // size + 1):
+        begin = chunk * size - start
+        row = max(begin, split.before)
+        end = min(begin + size, keys)
+        if geometry.first <= 0:  # the query's own chunk
+            split.add(WHOLE, row, end, max(begin, 0), row)
+            split.add(CAUSAL, row, end, row, end)
+        first = max(geometry.first, 1)
+        if geometry.last is None:
+            split.add(WHOLE, row, end, 0, begin - (first - 1) * size)
+        for gap in range(first, (geometry.last or 0) + 1):
+            split.add(WHOLE, row, end, max(begin - gap * size, 0), begin - (gap - 1) * size)
+
+
+def _split_window(split: _Split, far: int, low: int, high: int, reach: int) -> None:
+    """Split a window of the keys from ``far`` to ``far + reach`` tokens before a query.
+
+    ``low`` and ``high`` bound the nearest key of the queries. Within ``reach`` rows, a window is a
+    causal square at its right edge and a reversed one at its left edge.
+    """
+    if reach < 0:
+        return
+    size = max(reach, 1)
+    for begin in range(low // size * size, high, size):
+        row = max(low, begin)
+        end = min(high, begin + size)
+        split.add(WHOLE, row + far, end + far, begin, row if reach else begin)
+        split.add(CAUSAL, row + far, end + far, row, end)
+        if begin and reach:
+            split.add(REVERSED, row + far, end + far, row - size, end - size)
+            split.add(WHOLE, row + far, end + far, end - size, begin)
 
 
 def refusal(query: Tensor, value: Tensor, call: Call, card: cards.Card | None) -> str | None:
     """Return why the device's kernel does not support a call; None if it does."""
-    columns, device = max(query.shape[-1], value.shape[-1]), query.device.type
+    columns = max(query.shape[-1], value.shape[-1])
+    device = query.device.type
     if call.softcap is not None:
         return "it has no soft cap"
     if call.bias is not None:
@@ -253,13 +283,15 @@ def backward(kernel: str, given: _Tensors, causal: bool, scale: float) -> _Tenso
     return [x.transpose(1, 2) for x in made]
 
 
-def _rotate(pairs: Pairs, x: Tensor, rotation: Any) -> Tensor:
+def _rotate(pairs: Pairs, x: Tensor, rotation: Rotation) -> Tensor:
     # Heads are next to each other in memory; the result of a compiled rotation keeps that.
     of_tokens = each_table(rotation, lambda table: table.unsqueeze(-2))
     return pairs.rotate(x.transpose(1, 2), of_tokens).transpose(1, 2)
 
 
 def _merge(total: Tensor, lse: Tensor, out: Tensor, new: Tensor) -> None:
+    """Merge the output of a tile and its log-sum-exp ``new`` into those of the tiles before."""
+    # The share of the tile: exp(new) / (exp(lse) + exp(new)).
     weight = torch.sigmoid(new - lse).transpose(1, 2)[..., None]
     total.transpose(1, 2).lerp_(out.transpose(1, 2).to(total.dtype), weight)
     lse.copy_(torch.logaddexp(lse, new))
@@ -278,48 +310,84 @@ def _fused(function: _Function, query: Tensor, value: Tensor) -> _Function:
 
 
 def compute(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output of :class:`Call`, and its log-sum-exp, ``[batch, heads, queries]``.
+
+    Tensors are ``[batch, heads, tokens, columns]`` with contiguous columns, as many of value as of
+    query and key. The log-sum-exp is float32 or better, and -inf for a query that sees no key.
+    """
     batch, heads, queries, columns = query.shape
     total = query.new_zeros(batch, queries, heads, columns, dtype=wide(query)).transpose(1, 2)
     lse = query.new_full((batch, heads, queries), -torch.inf, dtype=wide(query))
     if call.sinks is not None:  # a sink acts as a key without a value
         lse = lse.maximum(call.sinks[:, None].to(lse))
-    rotate, merge = _fused(_rotate, query, value), _fused(_merge, query, value)
+    rotate = _fused(_rotate, query, value)
+    merge = _fused(_merge, query, value)
     merged = 0  # queries from here on have no output yet
     for band in call.bands:
-        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
+        q = rotate(call.pairs, query, band.query)
+        k = rotate(call.pairs, key, band.key)
         for tile in tiles(band.geometry, queries, key.shape[2], call.start):
             given = tile.queries(q), tile.among(k), tile.among(value)
             kernel = kernel_of(tile, query, value)
-            made = forward(kernel, given, tile.shape != WHOLE, call.scale)
-            out, new = map(tile.back, made)
-            there, old = (x.narrow(2, tile.row, new.shape[2]) for x in (total, lse))
+            made, new = forward(kernel, given, causal=tile.shape != WHOLE, scale=call.scale)
+            made = tile.back(made)
+            new = tile.back(new)
+            count = new.shape[2]
+            there = total.narrow(2, tile.row, count)
+            old = lse.narrow(2, tile.row, count)
             if tile.row < merged or call.sinks is not None:
-                merge(there, old, out, new)
+                merge(there, old, made, new)
             else:  # the first tile of its queries
-                there.copy_(out)
+                there.copy_(made)
                 old.copy_(new)
-            merged = max(merged, tile.row + new.shape[2])
+            merged = max(merged, tile.row + count)
     return total.to(query.dtype), lse
 
 
 def differentiate(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> list[Tensor]:
-    total = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+    """Return gradients of query, key and value, from what :func:`compute` returned.
+
+    Every tile gets the output and the log-sum-exp of the whole row: with those of its own, it would
+    leave out the gradient that flows through the weights of other tiles.
+    """
+    of_query = torch.zeros_like(query, dtype=lse.dtype)
+    of_key = torch.zeros_like(key, dtype=lse.dtype)
+    of_value = torch.zeros_like(value, dtype=lse.dtype)
     queries = query.shape[2]
-    grad, rotate = grad.to(query.dtype), _fused(_rotate, query, value)
+    grad = grad.to(query.dtype)
+    rotate = _fused(_rotate, query, value)
     for band in call.bands:
-        q, k = rotate(call.pairs, query, band.query), rotate(call.pairs, key, band.key)
-        found = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key)]
+        q = rotate(call.pairs, query, band.query)
+        k = rotate(call.pairs, key, band.key)
+        of_q = torch.zeros_like(query, dtype=lse.dtype)
+        of_k = torch.zeros_like(key, dtype=lse.dtype)
         for tile in tiles(band.geometry, queries, key.shape[2], call.start):
-            given = tile.queries(grad), tile.queries(q), tile.among(k), tile.among(value)
-            more = tile.queries(out), tile.queries(lse).contiguous()
+            given = (
+                tile.queries(grad),
+                tile.queries(q),
+                tile.among(k),
+                tile.among(value),
+                tile.queries(out),
+                tile.queries(lse).contiguous(),
+            )
             kernel = kernel_of(tile, query, value)
-            made = backward(kernel, (*given, *more), tile.shape != WHOLE, call.scale)
-            firsts = tile.row, tile.key, tile.key
-            for into, first, x in zip((*found, total[2]), firsts, made, strict=True):
-                x = tile.back(x)
-                into.narrow(2, first, x.shape[2]).add_(x)
-        for into, x, by in zip(total[:2], found, (band.query, band.key), strict=True):
-            into += rotate(call.pairs, x, by and (by[0], -by[1]))
-    return [x.to(y.dtype) for x, y in zip(total, (query, key, value), strict=True)]
+            made = backward(kernel, given, causal=tile.shape != WHOLE, scale=call.scale)
+            _add(of_q, tile.row, tile.back(made[0]))
+            _add(of_k, tile.key, tile.back(made[1]))
+            _add(of_value, tile.key, tile.back(made[2]))
+        # The gradient of a rotation is the rotation back.
+        of_query += rotate(call.pairs, of_q, _inverse(band.query))
+        of_key += rotate(call.pairs, of_k, _inverse(band.key))
+    return [of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)]
+
+
+def _add(total: Tensor, first: int, part: Tensor) -> None:
+    """Add a tile's gradient to those of the tokens from ``first`` on."""
+    total.narrow(2, first, part.shape[2]).add_(part)
+
+
+def _inverse(rotation: Rotation) -> Rotation:
+    """Return the rotation by the opposite angles."""
+    return None if rotation is None else (rotation[0], -rotation[1])

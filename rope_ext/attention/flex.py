@@ -58,7 +58,8 @@ def _options(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
     parts = []
     for band in call.bands:
         at = extent(band.geometry, queries, keys, call.start)
@@ -71,7 +72,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         if call.bias is not None:
             first = keys - queries - at.start + call.ahead
             apart = torch.full((), first, device=query.device)
-        k, v = key.narrow(2, at.start, count), value.narrow(2, at.start, count)
+        k = key.narrow(2, at.start, count)
+        v = value.narrow(2, at.start, count)
         parts.append((k, v, band.query, part_of(band.key, at), mask, apart))
     if not parts:
         return value.new_zeros(batch, heads, queries, value.shape[-1])
@@ -109,7 +111,9 @@ def _attend(
     second: Any,
 ) -> Tensor:
     """Merge the outputs of bands, whose keys are disjoint, by their log-sum-exps."""
-    pairs, outs, logs = Pairs(first, second), [], []
+    pairs = Pairs(first, second)
+    outs = []
+    logs = []
     kernel_options: Any = {x: int(y) for x, y in (one.split("=") for one in options.split())}
     for key, value, of_query, of_key, mask, apart in parts:
 
@@ -179,7 +183,8 @@ def block_mask_of(
         # Its numbers are in tensors, so that one kernel serves them all.
         numbers = [number(getattr(geometry, field.name)) for field in fields(geometry)]
         of_tensors: Any = type(geometry)(*numbers)  # type: ignore[arg-type]
-        first_query, first_key = number(query), number(key)
+        first_query = number(query)
+        first_key = number(key)
 
         def seen(_batch: Any, _head: Any, row: Tensor, column: Tensor) -> Tensor:
             return of_tensors.sees(row + first_query, column + first_key)

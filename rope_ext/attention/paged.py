@@ -103,7 +103,8 @@ class Tables:
 def rotate_keys(key: Tensor, positions: Tensor, stored: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate keys ``[tokens, heads, columns]`` to what is cached; see :class:`Tables`."""
     row = stored[positions.clamp(max=len(stored) - 1)]
-    cos, sin = cos[row][:, None], sin[row][:, None]
+    cos = cos[row][:, None]
+    sin = sin[row][:, None]
     first, second = key.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(key.dtype)
@@ -191,10 +192,13 @@ def attend(
     kernels = importlib.import_module("rope_ext.attention.paged_kernel")  # it imports triton
     tokens, heads, columns = query.shape
     kv_heads, slots = key_cache.shape[1:3]
-    pairs, value_columns = columns // 2, value_cache.shape[-1]
-    groups, requests = heads // kv_heads, len(batch.lengths)
+    pairs = columns // 2
+    value_columns = value_cache.shape[-1]
+    groups = heads // kv_heads
+    requests = len(batch.lengths)
     shape = tile(batch.max_queries, groups, max(columns, value_columns), splits)
-    parts, lse = out, out
+    parts = out
+    lse = out
     if shape["SPLITS"] > 1:
         every = (tokens, heads, shape["SPLITS"])
         parts = query.new_empty(*every, value_columns, dtype=torch.float32)

@@ -25,7 +25,8 @@ def request_of(STARTS, block, requests, BLOCK_Q: tl.constexpr):
 
     Requests may have more blocks there than queries to fill them.
     """
-    low, high = 0, requests
+    low = 0
+    high = requests
     while low < high:
         middle = (low + high) // 2
         if tl.load(STARTS + middle) // BLOCK_Q + middle <= block:
@@ -43,8 +44,10 @@ def attend_band(
     SIZE: tl.constexpr, SPLITS: tl.constexpr, PAIRS: tl.constexpr, PAIRS2: tl.constexpr,
     DV: tl.constexpr, DV2: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pair, column = tl.arange(0, PAIRS2), tl.arange(0, DV2)
-    first, last = tl.min(low), tl.max(high)
+    pair = tl.arange(0, PAIRS2)
+    column = tl.arange(0, DV2)
+    first = tl.min(low)
+    last = tl.max(high)
     first = (first // SIZE) * SIZE  # tiles never cross blocks, whose first key is their reference
     tiles = tl.cdiv(tl.maximum(last - first, 0), SIZE)
     each = tl.cdiv(tiles, SPLITS)
@@ -57,7 +60,8 @@ def attend_band(
         shown = there[:, None] & (pair < PAIRS)[None, :]
         a = tl.load(at[:, None] + pair[None, :], shown, 0.0)
         b = tl.load(at[:, None] + (PAIRS + pair)[None, :], shown, 0.0)
-        ta, tb = qa, qb
+        ta = qa
+        tb = qb
         if ROTATED:
             if RELATIVE:
                 # Keys by their distance from the first of their block, which a small table covers;
@@ -71,7 +75,8 @@ def attend_band(
             else:
                 row = tl.load(KEY + n, there, 0)
             of = row[:, None] * PAIRS + pair[None, :]
-            cos, sin = tl.load(COS + of, shown, 1.0), tl.load(SIN + of, shown, 0.0)
+            cos = tl.load(COS + of, shown, 1.0)
+            sin = tl.load(SIN + of, shown, 0.0)
             a, b = rotate(a, b, cos, sin, tl.float32)
         s = tl.dot(ta.to(dtype), tl.trans(a.to(dtype)), input_precision=PRECISION)
         s = tl.dot(tb.to(dtype), tl.trans(b.to(dtype)), s, input_precision=PRECISION)
@@ -105,15 +110,20 @@ def paged_kernel(
     HAS_TEMPERATURE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
     request = block if ONE_BLOCK else request_of(STARTS, block, requests, BLOCK_Q)
-    start, stop = tl.load(STARTS + request), tl.load(STARTS + request + 1)
+    start = tl.load(STARTS + request)
+    stop = tl.load(STARTS + request + 1)
     begin = 0 if ONE_BLOCK else (block - start // BLOCK_Q - request) * BLOCK_Q
     if begin >= stop - start:
         return
     r = tl.arange(0, ROWS)
-    pair, column = tl.arange(0, PAIRS2), tl.arange(0, DV2)
-    token, group = begin + r // GROUPS, head * GROUPS + r % GROUPS
+    pair = tl.arange(0, PAIRS2)
+    column = tl.arange(0, DV2)
+    token = begin + r // GROUPS
+    group = head * GROUPS + r % GROUPS
     real = (r < BLOCK_Q * GROUPS) & (token < stop - start)
     t = tl.load(LENGTHS + request) - (stop - start) + token
     # Drafts may go a few tokens beyond the longest context; nobody reads them.
@@ -141,12 +151,15 @@ def paged_kernel(
         if WINDOW > 0:
             low = tl.maximum(low, t - WINDOW + 1)
         sees = low < high
-        low, high = tl.where(sees, low, NONE), tl.where(sees, high, 0)
+        low = tl.where(sees, low, NONE)
+        high = tl.where(sees, high, 0)
         of = tl.load(QUERY + band * positions + t)[:, None] * PAIRS + pair[None, :]
-        cos, sin = tl.load(COS + of, shown, 1.0), tl.load(SIN + of, shown, 0.0)
+        cos = tl.load(COS + of, shown, 1.0)
+        sin = tl.load(SIN + of, shown, 0.0)
         qa, qb = rotate(a, b, cos, sin, tl.float32)
         if SPLITS == 1:  # otherwise registers are spilled
-            qa, qb = qa.to(a.dtype), qb.to(a.dtype)
+            qa = qa.to(a.dtype)
+            qb = qb.to(a.dtype)
         m, l, acc = attend_band(
             qa, qb, m, l, acc, low, high, pages, keys, values, k_page, k_slot, v_page, v_slot, COS,
             SIN, KEY + band * positions, KEY_STEP + band * positions, split, factor, softcap,
@@ -170,10 +183,12 @@ def merge_kernel(
     OUT, PARTS, LSE, SINKS, STARTS, requests, o_token, o_head, HEADS: tl.constexpr,
     SPLITS: tl.constexpr, DV: tl.constexpr, DV2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     if token >= tl.load(STARTS + requests):  # padding of a CUDA graph, for which nothing is written
         return
-    part, column = tl.arange(0, SPLITS), tl.arange(0, DV2)
+    part = tl.arange(0, SPLITS)
+    column = tl.arange(0, DV2)
     at = (token * HEADS + head) * SPLITS + part
     sink = -float("inf")
     if HAS_SINKS:

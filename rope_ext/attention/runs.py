@@ -41,7 +41,8 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
         rows: batch size.
         first: slot of the first query.
     """
-    places, sequences = places.cpu(), sequences.cpu()
+    places = places.cpu()
+    sequences = sequences.cpu()
     alike = len(places) == len(sequences) == 1
     found: dict[tuple[int, int, int], list[int]] = {}
     for row in range(1 if alike else rows):
@@ -52,7 +53,8 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
             return None
         stop = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            begin, stop = stop, stop + count
+            begin = stop
+            stop = stop + count
             if number < 0 or stop <= first:
                 continue
             if bool((at[begin:stop].diff() != 1).any()):
@@ -72,7 +74,8 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
 def within(found: list[Run], reach: int | None) -> Iterator[Run]:
     """Split runs so that each has at most ``reach`` queries."""
     for run in found:
-        begin, end = run.queries.start, run.queries.stop
+        begin = run.queries.start
+        end = run.queries.stop
         for first in range(begin, end, reach or end - begin):
             last = min(first + (reach or end - begin), end)
             keys = slice(run.keys.start, run.keys.stop - (end - last))

@@ -100,7 +100,9 @@ def check_early(given: Mapping[str, Any]) -> None:
 
 def take(option: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words of a command into others, and the values of ``OPTION[=]VALUE``."""
-    others, values, rest = [], [], iter(words)
+    others = []
+    values = []
+    rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
         if name != option:
@@ -124,7 +126,8 @@ def parse_options(
             options.setdefault(place, {}).update(_file(value))
             continue
         if not dot and len(methods) == 1 and place != methods[0]:
-            method, name = methods[0], place
+            method = methods[0]
+            name = place
         if not (equals and method and name):
             raise OptionError(
                 f"--option {text!r} is not valid; use METHOD.NAME=VALUE, such as "

@@ -29,7 +29,8 @@ def checked_methods(
     ``names`` and ``options`` may use aliases; ``adapter`` in ``names`` is the patch that an adapter
     was trained with. ``force``: also accept other methods with the adapter.
     """
-    mistakes, names = Mistakes(), method_names(names)
+    mistakes = Mistakes()
+    names = method_names(names)
     if factor is not None and not factor > 1:
         mistakes.add(
             f"factor={factor:g} would not extend anything; set --factor to a number above 1"
@@ -48,7 +49,8 @@ def checked_methods(
     if ADAPTER in names and not wrong:
         methods |= mistakes.check(_of_adapter, adapter, record, default={})
     for cls in filter(None, map(known.get, names)):
-        name, twice = cls.name, cls.name in methods
+        name = cls.name
+        twice = cls.name in methods
         values = {**({} if factor is None else {"factor": factor}), **given.get(name, {})}
         if factor is None or factor > 1:
             mistakes.check(_check, name, values, adapter, record, force and not twice)

@@ -36,7 +36,8 @@ def require_bounds(values: Mapping[str, Any], where: str) -> None:
 
 def _sizes(values: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
     """Yield the name, value and bound of every size; nested ones, too."""
-    heads, columns = 0, 0
+    heads = 0
+    columns = 0
     for name, value in values.items():
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, Mapping):

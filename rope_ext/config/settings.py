@@ -15,7 +15,8 @@ from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
 from rope_ext.methods.rope import plain_number, reach, whole_number
 from rope_ext.methods.temperature import yarn_factor
 
-ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
+LONGEST = "max_position_embeddings"
 TRAINED = "max_trained_positions"
 """Trained length of checkpoints whose ``max_position_embeddings`` includes their scaling."""
 METHODS: Mapping[str, str] = {
@@ -148,7 +149,8 @@ def method_of(entry: Mapping[str, Any], factor: float) -> FrequencyMethod | None
     same = (name for name in _SAME_NAMES if name in cls.__dataclass_fields__)
     options: dict[str, Any] = {name: entry[name] for name in same if entry.get(name) is not None}
     if cls is LongRoPE:
-        long, short = tuple(entry["long_factor"]), tuple(entry["short_factor"])
+        long = tuple(entry["long_factor"])
+        short = tuple(entry["short_factor"])
         # Equal tables apply at every length.
         options |= {"long_factor": long, "short_factor": None if short == long else short}
     given = entry.get("attention_factor")
@@ -182,7 +184,8 @@ def unread(config: Any) -> Iterator[str]:
                 f"rope_parameters{of} give {named!r} as type, which transformers does not read: "
                 f"rope_type {settings.rope_type!r} counts; write rope_type to scale it"
             )
-    longest, trained = getattr(config, LONGEST, None), trained_length(config)
+    longest = getattr(config, LONGEST, None)
+    trained = trained_length(config)
     if trained is not None and trained == getattr(config, TRAINED, None) and trained != longest:
         yield f"{TRAINED}={trained} is its trained length, not {LONGEST}={longest}"
 
@@ -208,7 +211,8 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         if others and counts is not None and not ours:
             told = " and ".join(f"{value!r} ({place})" for place, value in others.items())
             yield f"{fact} is given as {told}, but transformers uses {counts!r}"
-    longest, target = getattr(config.get_text_config(decoder=True), LONGEST, None), settings.target
+    longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
+    target = settings.target
     if settings.rope_type == "yarn" and target not in (None, longest):
         told = f"{ORIGINAL}={settings.length}"
         if not any(ORIGINAL in part for part in (saved, *entries.values())):
@@ -227,7 +231,8 @@ def edits(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     """
     for name in path_to_text(config):
         saved = saved.get(name) or {}
-    parameters, scaling = saved.get("rope_parameters"), saved.get("rope_scaling")
+    parameters = saved.get("rope_parameters")
+    scaling = saved.get("rope_scaling")
     if not isinstance(parameters, dict):
         return
     twice = False
@@ -235,9 +240,11 @@ def edits(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         twice = True
         names = {*parameters, *scaling} - ({*_ADDED} - {*parameters})
         for name in sorted(names):
-            one, other = parameters.get(name), scaling.get(name)
+            one = parameters.get(name)
+            other = scaling.get(name)
             if one != other:
                 yield f"{name} is {one!r} in rope_parameters, but {other!r} in rope_scaling"
-    base, theta = saved.get("rope_theta"), parameters.get("rope_theta")
+    base = saved.get("rope_theta")
+    theta = parameters.get("rope_theta")
     if (twice or FIELD in saved) and not isinstance(base, (str, type(None))) and base != theta:
         yield f"rope_theta is {theta!r} in rope_parameters, but {base!r} at the top level"

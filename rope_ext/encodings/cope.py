@@ -36,12 +36,14 @@ class CoPE(Encoding):
         return 8 * heads  # gates, positions, two indices of int64, two logits
 
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
-        content, table = block.content, learned["table"]
+        content = block.content
+        table = learned["table"]
         gates = torch.sigmoid(content) * block.visible  # hidden keys do not count
         counted = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=len(table) - 1)
         of_whole = block.query @ table.to(block.query).mT
         below = counted.detach().floor().long()
         above = (below + 1).clamp(max=len(table) - 1)
         part = counted - below
-        low, high = of_whole.gather(-1, below), of_whole.gather(-1, above)
+        low = of_whole.gather(-1, below)
+        high = of_whole.gather(-1, above)
         return content + low + part * (high - low)

@@ -82,7 +82,8 @@ class DAPE(Encoding):
         if isinstance(bias, FIRE):
             own = {k.removeprefix(_FIRE): x for k, x in learned.items() if k.startswith(_FIRE)}
             return bias.by_place(block, own)
-        distance, heads = block.distance, block.content.shape[1]
+        distance = block.distance
+        heads = block.content.shape[1]
         if torch.compiler.is_compiling():  # a graph does not know the largest distance
             found = not_none(bias.bias(distance.flatten(), heads, learned))
             return found.unflatten(1, distance.shape)

@@ -47,11 +47,13 @@ class FIRE(Encoding):
     def by_place(self, block: Block, learned: Learned) -> torch.Tensor:
         """The bias, ``[heads, rows, keys]``."""
         learned = {name: value.to(block.content) for name, value in learned.items()}
-        c, place = learned["c"].abs(), block.query_at.to(block.content)
+        c = learned["c"].abs()
+        place = block.query_at.to(block.content)
         reach = learned["multiplier"].abs() * self.threshold
         far = torch.log1p(c * torch.maximum(place, reach)) + 1e-6  # as in the authors' code
         numbers = torch.log1p(c * block.distance) / far[:, None]
-        weight, bias = learned["first_weight"], learned["first_bias"][:, None]
+        weight = learned["first_weight"]
+        bias = learned["first_bias"][:, None]
         inner = torch.addcmul(bias, weight, numbers.flatten()).relu()
         biases = learned["second_bias"][:, None]
         found = torch.addmm(biases, learned["second_weight"], inner)

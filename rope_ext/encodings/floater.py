@@ -52,7 +52,8 @@ class FLOATER(Sized):
         return self.flow == "discrete"
 
     def initial_inputs(self, columns: int, size: float, rope: Rope) -> dict[str, torch.Tensor]:
-        hidden, of_tau = self.hidden or columns, 0 if self._discrete else 1
+        hidden = self.hidden or columns
+        of_tau = 0 if self._discrete else 1
         sizes = {
             "start": (columns,),
             "first_weight": (hidden, columns + of_tau),
@@ -72,7 +73,8 @@ class FLOATER(Sized):
 
         def f(tau: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             for layer, bend in (("first", bent), ("second", None)):
-                weight, bias = values[f"{layer}_weight"], values[f"{layer}_bias"]
+                weight = values[f"{layer}_weight"]
+                bias = values[f"{layer}_bias"]
                 p = linear(p if self._discrete else torch.cat((p, tau)), weight, bias)
                 p = p if bend is None else bend(p)
             return p

@@ -64,10 +64,12 @@ class LearnedPositions(InputEncoding):
 
         if self.extend == "interpolate":
             t = t * min(1.0, length / self.target_length(rope))
-            low, high = rows(t), rows((t + 1).clamp(max=length - 1))
+            low = rows(t)
+            high = rows((t + 1).clamp(max=length - 1))
             return torch.lerp(low, high, t.frac().unsqueeze(-1).to(low))
         if self.extend == "hierarchical":
-            coarse, fine = rows(t // length), rows(t % length)
+            coarse = rows(t // length)
+            fine = rows(t % length)
             # a u_i + (1 - a) u_j, which is p_j if i is 0
             return fine + _SHARE / (1 - _SHARE) * (coarse - rows(torch.zeros_like(t)))
         return super().p(t, columns, rope, learned)

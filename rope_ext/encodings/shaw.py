@@ -93,7 +93,8 @@ class Shaw(Encoding):
 
     def _table(self, name: str, learned: Learned) -> tuple[torch.Tensor, int]:
         """A table with a row for each distance, and the number of rows for later keys."""
-        earlier, later = learned[name], learned.get(f"{name}_ahead")
+        earlier = learned[name]
+        later = learned.get(f"{name}_ahead")
         if self.p_min:
             earlier = torch.cat((earlier[:1].expand(self.p_min, -1), earlier))
         if later is not None and self.p_min > 1:

@@ -54,7 +54,8 @@ class TransformerXL(Encoding):
     def logits(self, block: Block, learned: Learned) -> torch.Tensor:
         # As a rotation: the product of a query with ``r`` (``[heads, columns, width]``), rotated by
         # the query's position, is multiplied with the sinusoid of the key's position.
-        query, key = block.query, block.key
+        query = block.query
+        key = block.key
         r = learned["key_projection" if self.projected else "r"].to(query)
         (sine, cosine), of_key = (self._sinusoid(at, r) for at in (block.query_at, block.key_at))
         of_sine, of_cosine = ((query + learned["v"].to(query)[:, None]) @ r).chunk(2, -1)

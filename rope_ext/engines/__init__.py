@@ -34,7 +34,8 @@ engine loads the unpatched model."""
 def check_engine(name: str, **options: Any) -> None:
     """Raise ExportError unless there is an engine of this name that has these options."""
     if not isinstance(name, str) or name not in _ENGINES:
-        known, near = ", ".join(map(repr, _ENGINES)), nearest(str(name), _ENGINES)
+        known = ", ".join(map(repr, _ENGINES))
+        near = nearest(str(name), _ENGINES)
         raise ExportError(f"engine={name!r} is not known; choose one of {known}{near}")
     known = [*inspect.signature(_ENGINES[name]).parameters][2:]
     for option in options.keys() - known:
@@ -74,7 +75,8 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
     notes: tuple[str, ...] = ()
     if saved is not None and saved.source == "adapter":
         merge = command_line(["python", "recipes/merge.py", saved.name, "--output", "MERGED"])
-        saved, notes = None, (f"for the base model; merge the adapter: {merge}",)
+        saved = None
+        notes = (f"for the base model; merge the adapter: {merge}",)
     try:
         made = _ENGINES[engine](state, saved, **options)
     except Refusal as refusal:

@@ -122,7 +122,8 @@ def _replaceable(path: Path, text: str) -> bool:
         there = path.read_text(encoding="utf-8")
         if path.name != "config.json":
             return there == text or bool(_MODELFILE.fullmatch(there))
-        before, after = json.loads(there), json.loads(text)
+        before = json.loads(there)
+        after = json.loads(text)
         names = "model_type vocab_size num_hidden_layers hidden_size intermediate_size"
         return all(before.get(name) == after.get(name) for name in names.split())
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -185,7 +186,8 @@ def refuse_unproven(state: Patch, sliding_base: float | None = None) -> None:
 
 def refuse_positions(state: Patch, dynamic: bool = False) -> None:
     """Raise if ``state`` changes more than frequencies, or if it is dynamic, unless ``dynamic``."""
-    method, options = state.method, state.options
+    method = state.method
+    options = state.options
     if getattr(method, "start_tokens", 0):
         raise Refusal("it rotates all tokens with the same frequencies; patch with start_tokens=0")
     if method.replaces_attention:
@@ -216,7 +218,8 @@ def family_of(state: Patch, engine: str, shipped: bool = False) -> Family:
     ``shipped``: see :func:`is_shipped`.
     """
     refuse_positions(state, dynamic=shipped)
-    kind, families = text_config(state.decoder).model_type, ENGINES[engine]
+    kind = text_config(state.decoder).model_type
+    families = ENGINES[engine]
     if kind not in families:
         raise Refusal(
             f"the family {kind!r} has not been tested with this engine; tested families: "

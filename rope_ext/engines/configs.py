@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from rope_ext.apply.configuration import part_of
 from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
+from rope_ext.config.writing import part_of
 from rope_ext.encodings import Encoding
 from rope_ext.engines import base
 from rope_ext.engines.base import Export, Family, Refusal
@@ -77,7 +77,8 @@ def sglang(state: Patch, saved: Saved | None) -> Export:
 
 def plugin_refusal(state: Patch) -> str | None:
     """Return why vLLM's plugin does not serve a patch of position methods; None if it does."""
-    kind, method = text_config(state.decoder).model_type, state.method
+    kind = text_config(state.decoder).model_type
+    method = state.method
     others = (state.options.bias, state.options.layers)
     learned = isinstance(method.chosen_temperature, SSMax)
     if isinstance(method, Encoding) or any(others) or learned:
@@ -124,11 +125,14 @@ def _by_plugin(state: Patch, saved: Saved | None) -> Export:
 
 
 def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
-    fields, notes = overrides(state, server.name), base.precise_note(state)
+    fields = overrides(state, server.name)
+    notes = base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
-    name, config = state.model.config.name_or_path or "MODEL", text_config(state.decoder)
+    name = state.model.config.name_or_path or "MODEL"
+    config = text_config(state.decoder)
     if saved is not None and base.in_folder(fields, saved.config.to_dict()):
-        notes, name = [*notes, "config.json says the rest"], base.folder_of(saved)
+        notes = [*notes, "config.json says the rest"]
+        name = base.folder_of(saved)
         needed = server is _SGLANG or _multiplies_length(config.rope_parameters)
         settings = {server.length: state.target_length} if needed else {}
     else:
@@ -145,7 +149,8 @@ def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
 
 def overrides(state: Patch, engine: str) -> dict[str, Any]:
     """Return configuration fields, with the names that vLLM and SGLang add to transformers' own."""
-    config, family = text_config(state.decoder), base.family_of(state, engine)
+    config = text_config(state.decoder)
+    family = base.family_of(state, engine)
     if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
         raise Refusal("models with several rotary embeddings have not been tested")
     parameters = dict(config.rope_parameters)
@@ -173,7 +178,8 @@ def overrides(state: Patch, engine: str) -> dict[str, Any]:
 def _named(parameters: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return ``rope_parameters`` of one rotary embedding, with the engines' names."""
     parameters = dict(parameters)
-    kind, factor = parameters["rope_type"], cast(Any, parameters.get("attention_factor"))
+    kind = parameters["rope_type"]
+    factor = cast(Any, parameters.get("attention_factor"))
     base.refuse_kind(family, kind)
     if kind == "longrope":
         # Otherwise both use sqrt(1 + ln(s) / ln(length)) and ignore attention_factor.
@@ -220,7 +226,8 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     if saved is not None and whole and not (legacy and settings):
         return as_it_is(saved, settings)
     config = state.model.config
-    written, parameters = config.to_json_string(), settings["rope_parameters"]
+    written = config.to_json_string()
+    parameters = settings["rope_parameters"]
     if legacy:
         if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
             raise Refusal("older readers know one rope_scaling, of the whole configuration")
@@ -228,7 +235,8 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
         written = _with_fields(written, settings)
     note = "put it beside the weights; model.save_pretrained(FOLDER) writes both"
     others = [note for note in state.notes if not note.startswith("saving: ")]
-    files, command = {"config.json": written}, "hf upload USER/NAME config.json"
+    files = {"config.json": written}
+    command = "hf upload USER/NAME config.json"
     return Export("transformers", settings, command, files, (note, *others))
 
 
@@ -241,7 +249,7 @@ def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
 def mlx(state: Patch, saved: Saved | None) -> Export:
     """Return a ``config.json`` for mlx-lm 0.32.2, with field names from before transformers 5.
 
-    A saved folder either runs as patched or raises an error (``apply/configuration.py``), except
+    A saved folder either runs as patched or raises an error (``config/writing.py``), except
     for families that are read ``inside``: mlx-lm computes some of their tables otherwise.
     """
     family = base.family_of(state, "mlx")
@@ -286,7 +294,8 @@ def _refuse_untested_whole(family: Family, config: Any) -> None:
 
 def _parameters(parameters: Mapping[str, Any], scaling: base.Scaling) -> dict[str, Any]:
     """Return ``rope_parameters`` that mlx-lm and transformers interpret equally."""
-    kind, own = parameters["rope_type"], bool(parameters.get("mscale_all_dim"))
+    kind = parameters["rope_type"]
+    own = bool(parameters.get("mscale_all_dim"))
     if kind == "yarn" and parameters.get("truncate", True) and not own:  # not DeepSeek's
         # attention_factor is ignored; this is (0.1 mscale ln(s) + 1) / 1.
         grown = yarn_factor(parameters["factor"]) - 1

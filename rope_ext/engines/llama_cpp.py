@@ -1,13 +1,11 @@
 """Exports patches to llama.cpp and Ollama: flags, and GGUF metadata with a frequency tensor.
 
 Follows the source at commit 0c1e57098, tested with llama.cpp in xllamacpp 2026.10.11549; details of
-each family follow its ``conversion/*.py`` and ``src/models/*.cpp``. Writing files, patched or of
-small models, needs ``gguf``; names of their fields and tensors are in ``gguf.json``.
+each family follow its ``conversion/*.py`` and ``src/models/*.cpp``. Writing files needs ``gguf``.
 """
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +16,9 @@ from torch import nn
 from transformers import LlamaConfig
 from typing_extensions import Self
 
-from rope_ext.apply import gguf_source
-from rope_ext.apply.gguf_source import LONG, SHORT, TABLE
 from rope_ext.command.arguments import command_words
 from rope_ext.engines import base
-from rope_ext.engines.base import ENGINES, Export, Family, Refusal
+from rope_ext.engines.base import ENGINES, Export, Refusal
 from rope_ext.errors import ExportError, LoadError, optional
 from rope_ext.methods import Method, YaRN, build_method
 from rope_ext.methods.checked import not_none
@@ -30,13 +26,13 @@ from rope_ext.methods.temperature import yarn_factor
 from rope_ext.patching import Patch, current_patch
 from rope_ext.quoting import shell_join
 from rope_ext.rotary.sites import softmax_scales, text_config, unwrap
+from rope_ext.saving import gguf_source
 from rope_ext.saving.drafts import draft_of, may_replace
 from rope_ext.saving.folder import Saved, built_on_meta, patch_without_weights, read_saved
+from rope_ext.saving.gguf_source import LONG, SHORT, TABLE
 
 _MARK = "rope_ext.gguf"
 """Key that marks files written by this module, which may be overwritten."""
-_TABLES = json.loads(Path(__file__).with_name("gguf.json").read_text(encoding="utf-8"))
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TABLED = (family.name for family in ENGINES["llama.cpp"].values() if "longrope" in family.kinds)
 READS_TABLE = tuple(dict.fromkeys(_TABLED))
 """Architectures that read this tensor."""
@@ -276,16 +272,21 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
 
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:
     """Return the unpatched and patched GGUF file, the command that writes it, and a note."""
-    source, output = "MODEL.gguf", "MODEL-long.gguf"
-    file, name = gguf_source.file_of(state.model.config), state.model.config.name_or_path
+    source = "MODEL.gguf"
+    output = "MODEL-long.gguf"
+    file = gguf_source.file_of(state.model.config)
+    name = state.model.config.name_or_path
     notes = (f"{source}: convert_hf_to_gguf.py applied to the unpatched {name or 'MODEL'}",)
     if saved is not None:  # the patch is written after conversion
         notes = (f"{source} is what convert_hf_to_gguf.py makes of {base.folder_of(saved)}",)
     elif file is not None:
         stem = Path(file).stem
         # A Modelfile has no way to quote a line break.
-        source, output, notes = file, f"{stem if stem.isprintable() else 'MODEL'}-long.gguf", ()
-    method, site = state.record.method, state.scaled[0]
+        source = file
+        output = f"{stem if stem.isprintable() else 'MODEL'}-long.gguf"
+        notes = ()
+    method = state.record.method
+    site = state.scaled[0]
     changed = {name: value for name, value in method.changed().items() if name != "factor"}
     options = {k: x.name if isinstance(x, Method) else x for k, x in changed.items()}
     again = build_method(method.name, factor=method.factor, **options)
@@ -299,7 +300,8 @@ def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[st
     return source, output, shell_join(words), notes
 
 
-def _gguf() -> Any:
+def gguf_library() -> Any:
+    """Import ``gguf``; raises ExportError if it is not installed."""
     return optional("gguf", "GGUF files need", "rope-ext[eval]", ExportError)
 
 
@@ -319,7 +321,7 @@ class GGUFFile:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a file's header, without the weights."""
-        _gguf()  # without the library, nothing is wrong with the file
+        gguf_library()  # without the library, nothing is wrong with the file
         try:
             reader, keys, tables = gguf_source.read(path)
         except LoadError as error:
@@ -328,7 +330,8 @@ class GGUFFile:
             ) from error
         architecture = keys.get("general.architecture", "")
         own = {k.removeprefix(f"{architecture}."): value for k, value in keys.items()}
-        length, heads = own.get("context_length"), own.get("attention.head_count")
+        length = own.get("context_length")
+        heads = own.get("attention.head_count")
         width = own.get("embedding_length", 0)
         dim = own.get("rope.dimension_count") or own.get("attention.key_length")
         if dim is None and isinstance(heads, int) and heads:
@@ -341,7 +344,8 @@ class GGUFFile:
 
     def write(self, output: str | Path, made: Plan) -> None:
         """Write a copy with new keys for the rotary embedding, and optionally a frequency table."""
-        output, gguf = Path(output), _gguf()
+        output = Path(output)
+        gguf = gguf_library()
         if output.exists() and output.samefile(self.path):
             raise ExportError(f"{output} is the input file; give --output another name")
         if not may_replace(output, _MARK):
@@ -366,7 +370,7 @@ class GGUFFile:
                         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
                 if made.table is not None:
                     writer.add_tensor(TABLE, numpy.array(made.table, dtype=numpy.float32))
-                _write_out(writer)
+                write_out(writer)
         except OSError as error:
             raise ExportError(f"cannot write {output} ({error.strerror or error})") from error
 
@@ -410,8 +414,10 @@ def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path)
             "llama.cpp cannot run the patch of this model: there is none; patch it, or give the "
             "folder that a patched model saved"
         )
-    config, dim = text_config(state.decoder), state.scaled[0].rope.dim
-    family, width = ENGINES["llama.cpp"].get(config.model_type), config.hidden_size
+    config = text_config(state.decoder)
+    dim = state.scaled[0].rope.dim
+    family = ENGINES["llama.cpp"].get(config.model_type)
+    width = config.hidden_size
     architecture = family.name if family else None
     if (file.width, file.dim, file.architecture) != (width, dim, architecture):
         raise ExportError(
@@ -427,137 +433,9 @@ def following(model: nn.Module, path: str | Path | GGUFFile, output: str | Path)
     return made
 
 
-def _write_out(writer: Any) -> None:
+def write_out(writer: Any) -> None:
+    """Write everything added to a ``gguf.GGUFWriter`` to its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def write_model(model: nn.Module, path: str | Path) -> None:
-    """Write a small model as a GGUF file in float32, with the keys of llama.cpp's converter.
-
-    Tables of frequencies are left out.
-    The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
-    """
-    gguf, model = _gguf(), unwrap(model)
-    config = text_config(model)
-    family = ENGINES["llama.cpp"][config.model_type]
-    writer = gguf.GGUFWriter(path, family.name)
-    _write_values(writer, config)
-    for key, value in family.keys.items():
-        value = getattr(config, value) if isinstance(value, str) else value
-        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
-        add(f"{family.name}.{key}", value)
-    kinds, size = gguf.TokenType, config.vocab_size
-    special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*special, "<0x0A>", *(f"t{i}" for i in range(4, size))])
-    writer.add_token_types([*special.values(), kinds.BYTE] + [kinds.NORMAL] * (size - 4))
-    writer.add_token_scores([0.0] * size)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.name)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        for part, piece in _parts(name, tensor.detach().float().cpu(), config, family):
-            if part == "lm_head.weight" and config.tie_word_embeddings:
-                continue
-            written = names.get_name(part, (".weight", ".bias"))
-            if written is None:
-                raise ExportError(f"the gguf library has no name for {part} of {family.name}")
-            writer.add_tensor(written, piece.contiguous().numpy())
-    _write_out(writer)
-
-
-def _write_values(writer: Any, config: Any) -> None:
-    for name, method in _TABLES["values"].items():
-        if getattr(config, name, None) is not None:
-            getattr(writer, method)(getattr(config, name))
-    width = getattr(config, "intermediate_size", 0)
-    writer.add_feed_forward_length(width)
-    experts = next((count for n in _EXPERTS if (count := getattr(config, n, None))), None)
-    if experts is not None:
-        writer.add_expert_count(experts)
-        if getattr(config, "moe_intermediate_size", None) is None:
-            writer.add_expert_feed_forward_length(width)
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    parameters, kinds = config.rope_parameters, getattr(config, "layer_types", None) or ()
-    rotary = int(dim * parameters.get("partial_rotary_factor", 1.0))
-    keys, values = dim, dim
-    if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
-        keys, values, shared = config.kv_lora_rank + dim, config.kv_lora_rank, 1
-    if "conv" in kinds:
-        shared = [0 if kind == "conv" else shared for kind in kinds]
-    if "linear_attention" in kinds:
-        linear = [kind == "linear_attention" for kind in kinds]
-        writer.add_array(f"{writer.arch}.attention.recurrent_layers", linear)
-        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        # Sections of the three position axes; text has the same position on each.
-        axes = [(rotary // 2 + more) // 3 for more in (2, 1, 0)]
-        writer.add_rope_dimension_sections([*parameters.get("mrope_section", axes), 0])
-    if "llama_4_scaling_beta" in parameters:
-        writer.add_attn_temperature_scale(parameters["llama_4_scaling_beta"])
-    writer.add_head_count_kv(shared)
-    writer.add_key_length(keys)
-    writer.add_value_length(values)
-    writer.add_rope_dimension_count(rotary)
-    writer.add_rope_freq_base(parameters["rope_theta"])
-    _write_scaling(writer, parameters, mla=ENGINES["llama.cpp"][config.model_type].mla)
-
-
-def _write_scaling(writer: Any, parameters: Mapping[str, Any], mla: bool) -> None:
-    """Write the scaling keys that the converter writes for ``rope_parameters``."""
-    kind = parameters.get("rope_type")
-    if kind not in ("linear", "yarn"):
-        return
-    writer.add_rope_scaling_type(_gguf().RopeScalingType(kind))
-    writer.add_rope_scaling_factor(parameters["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
-    if parameters.get("mscale_all_dim"):
-        unit = 0.1 if mla else 1.0
-        writer.add_rope_scaling_yarn_log_mul(unit * parameters["mscale_all_dim"])
-
-
-def _parts(
-    name: str, values: torch.Tensor, config: Any, family: Family
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Convert a transformers tensor to GGUF tensors, with names that the gguf library knows."""
-    for part, known in _TABLES["names"].items():
-        name = name.replace(part, known)
-    if config.model_type == "gpt_oss" and ".experts." in name:  # split interleaved gates
-        values = values.transpose(-1, -2) if values.ndim == 3 else values
-        if ".gate_up_proj" in name:
-            values = torch.cat((values[:, ::2], values[:, 1::2]), 1)
-    if ".experts." in name and not name.endswith(".bias"):
-        name += ".weight"
-    if ".experts.gate_up_proj" in name:
-        gate, up = values.chunk(2, 1)
-        yield name.replace("gate_up_proj", "gate_proj"), gate
-        yield name.replace("gate_up_proj", "up_proj"), up
-    elif "kv_b_proj" in name:
-        heads = values.unflatten(0, (config.num_attention_heads, -1))
-        nope, value = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
-        yield name.replace("kv_b_proj", "k_b_proj"), nope.transpose(1, 2)
-        yield name.replace("kv_b_proj", "v_b_proj"), value
-    elif "in_proj_qkvz" in name:
-        heads = values.unflatten(0, (config.linear_num_key_heads, -1))
-        key = config.linear_key_head_dim
-        *rest, gate = heads.split((key, key, *[(heads.shape[1] - 2 * key) // 2] * 2), 1)
-        yield name.replace("qkvz", "qkv"), torch.cat([part.flatten(0, 1) for part in rest])
-        yield name.replace("qkvz", "z"), gate.flatten(0, 1)
-    elif name.endswith(".A_log"):
-        yield name, -values.exp()
-    elif ".conv" in name and values.ndim == 3:
-        yield name, values.squeeze(1)
-    elif family.centered and name.endswith("norm.weight") and "linear_attn" not in name:
-        yield name, values + 1
-    else:
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        rows = next((n for part, n in heads.items() if f".{part}." in name), None)
-        if family.interleaved and rows:
-            values = values.unflatten(0, (rows, 2, -1)).transpose(1, 2).flatten(0, 2)
-        yield name, values

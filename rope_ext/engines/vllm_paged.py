@@ -28,7 +28,8 @@ def _tables(served: Served, positions: int, device: str) -> paged.Tables:
     """Compute the tables of a model, which all of its layers share."""
     places = torch.arange(positions, dtype=torch.float64, device="cpu")
     temperature = served.method.query_scaling(places, served.rope)
-    bands, inv_freq = served.method.bands(), served.inv_freq
+    bands = served.method.bands()
+    inv_freq = served.inv_freq
     return paged.Tables.from_bands(bands, inv_freq, positions, temperature, device)
 
 

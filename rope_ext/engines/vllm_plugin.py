@@ -101,8 +101,11 @@ class Served:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Compute attention, ``[1, heads, queries, columns]``; the queries are the last keys."""
-        last, half, at = key.shape[2], self.columns // 2, (key.device, torch.float32)
-        first, pairs = last - query.shape[2], Pairs(slice(0, half), slice(half, self.columns))
+        last = key.shape[2]
+        half = self.columns // 2
+        at = (key.device, torch.float32)
+        first = last - query.shape[2]
+        pairs = Pairs(slice(0, half), slice(half, self.columns))
         query = pairs.rotate(query, self.stored.between(first, last, *at))
         key = pairs.rotate(key, self.stored.between(0, last, *at))
         bands = [
@@ -140,7 +143,8 @@ def _read(config: str) -> Served | None:
     (site,) = state.scaled
     inv_freq, number = state.frequencies_of(site)
     made = inv_freq.to(torch.float64 if state.precise else torch.float32)
-    stored, rope = method.bands()[-1].key, state.options.rope(site.rope)
+    stored = method.bands()[-1].key
+    rope = state.options.rope(site.rope)
     bands = [
         (x.geometry, RotationTable(x.query, stored, made), RotationTable(x.key, stored, made))
         for x in method.bands()
@@ -192,7 +196,8 @@ class Banded(CPUAttentionBackendImpl):
     ) -> None:
         """Cache unrotated keys and values side by side."""
         there = slot_mapping >= 0  # negative: padding
-        slots, block = slot_mapping[there], kv_cache.shape[2]
+        slots = slot_mapping[there]
+        block = kv_cache.shape[2]
         both = torch.cat((key[: len(there)][there], value[: len(there)][there]), -1)
         kv_cache[slots // block, :, slots % block] = both
 

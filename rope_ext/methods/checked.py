@@ -84,9 +84,11 @@ class Checked:
             self._check(field.name, hints.get(field.name))
 
     def _check(self, option: str, hint: Any) -> None:
-        value, optional = getattr(self, option), False
+        value = getattr(self, option)
+        optional = False
         if typing.get_origin(hint) in (Union, UnionType) and NoneType in typing.get_args(hint):
-            optional, kinds = True, [kind for kind in typing.get_args(hint) if kind is not NoneType]
+            optional = True
+            kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType]
             if value is None or len(kinds) > 1:
                 return
             hint = kinds[0]
@@ -123,7 +125,8 @@ class Checked:
         return text
 
     def _require_number(self, option: str, valid: Number) -> None:
-        value, above = plain_number(getattr(self, option)), valid.above
+        value = plain_number(getattr(self, option))
+        above = valid.above
         if isinstance(above, str):  # where it is not valid itself, its own error says so
             other = plain_number(getattr(self, above))
             above = other if other is not None and abs(other) <= LARGEST else None
@@ -131,9 +134,11 @@ class Checked:
         holds = isinstance(number, int) or math.isfinite(number)  # isfinite overflows on big ints
         text = "a finite number"
         if valid.minimum is not None:
-            text, holds = f"{text} of at least {valid.minimum}", holds and number >= valid.minimum
+            text = f"{text} of at least {valid.minimum}"
+            holds = holds and number >= valid.minimum
         if above is not None:
-            text, holds = f"{text} greater than {above}", holds and number > above
+            text = f"{text} greater than {above}"
+            holds = holds and number > above
         self.require(option, holds, self.valid_text(option, text))
         self.require(option, number <= valid.maximum, f"at most {valid.maximum}")
         self.require(option, not 0 < number < 1 / LARGEST, f"at least {1 / LARGEST}")
@@ -154,7 +159,8 @@ class Checked:
             self.require(option, value < most, f"less than {valid.below}={most}")
 
     def require_list(self, option: str, valid: Numbers) -> None:
-        value, convert = getattr(self, option), whole_number if valid.whole else plain_number
+        value = getattr(self, option)
+        convert = whole_number if valid.whole else plain_number
         listed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
         numbers = tuple(map(convert, value)) if listed else (None,)
         holds = all(x is not None and valid.least <= x <= valid.most for x in numbers)

@@ -62,7 +62,8 @@ class DPE(Tempered):
             self.require("scales", alike, f"a list of {len(self.groups)}, one for each of groups")
 
     def resolved(self, rope: Rope) -> Self:
-        pairs, groups = rope.dim // 2, self.groups
+        pairs = rope.dim // 2
+        groups = self.groups
         if groups is None:
             count = 8 if self.scales is None else len(self.scales)
             if self.scales is not None:
@@ -82,7 +83,9 @@ class DPE(Tempered):
         return full
 
     def bands(self) -> tuple[Band, ...]:
-        w, scales, groups = not_none(self.window), not_none(self.scales), not_none(self.groups)
+        w = not_none(self.window)
+        scales = not_none(self.scales)
+        groups = not_none(self.groups)
         of_pair = [s for s, n in zip(scales, groups, strict=True) for _ in range(n)]
 
         def grouped(t: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ class JetLong(PositionMethod):
         return replace(self, window=window, step=self.step or rope.length, kept=kept)
 
     def bands(self) -> tuple[Band, ...]:
-        far, step = not_none(self.window) + 1, not_none(self.step)
+        far = not_none(self.window) + 1
+        step = not_none(self.step)
         groups = math.ceil(self.factor)
 
         def band(group: int) -> Band:

@@ -281,9 +281,12 @@ class PositionMethod(Method):
         within the trained length, or never rotates.
         """
         super().check(rope.length)
-        length, target = rope.length, self.target_length(rope)
+        length = rope.length
+        target = self.target_length(rope)
         bands = self.resolved(rope).bands()
-        reached, beyond, middle = length, target + 1, target
+        reached = length
+        beyond = target + 1
+        middle = target
         while beyond - reached > 1:  # distances only grow with the length
             # Published caps use distances up to the trained length, one beyond the largest.
             known = spans(bands, middle) <= length + 1 + 1e-6  # divisions round

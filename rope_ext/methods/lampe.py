@@ -11,7 +11,10 @@ from rope_ext.methods.temperature import yarn_factor
 
 # Fitted by the authors to Llama-3-8B (8192 tokens): M(l) = c / (1 + exp(-(a l + b))), here in
 # trained lengths, and the constant that they use within the trained length.
-_SLOPE, _SHIFT, _MOST, _WITHIN = 0.8596, -2.4666, 0.7574, 1536 / 8192
+_SLOPE = 0.8596
+_SHIFT = -2.4666
+_MOST = 0.7574
+_WITHIN = 1536 / 8192
 
 
 @register
@@ -65,8 +68,11 @@ class LaMPE(PositionMethod):
         return yarn_factor(2)
 
     def bands(self) -> tuple[Band, ...]:
-        head, length = not_none(self.head), not_none(self.length)
-        count, tail, last = not_none(self.mapped), not_none(self.tail), length - 1
+        head = not_none(self.head)
+        length = not_none(self.length)
+        count = not_none(self.mapped)
+        tail = not_none(self.tail)
+        last = length - 1
 
         def mapped(t: torch.Tensor) -> torch.Tensor:
             return (t * count / last).floor()

@@ -37,5 +37,6 @@ class LeakyReRoPE(LogScaled):
         return replace(self, window=window, k=float(k))
 
     def bands(self) -> tuple[Band, ...]:
-        w, k = not_none(self.window), not_none(self.k)
+        w = not_none(self.window)
+        k = not_none(self.k)
         return after(w, lambda m: m / k + w - w / k, lambda n: n / k)

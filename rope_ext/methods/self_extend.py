@@ -45,5 +45,6 @@ class SelfExtend(Tempered):
         return replace(self, window=window, group=group)
 
     def bands(self) -> tuple[Band, ...]:
-        w, g = not_none(self.window), not_none(self.group)
+        w = not_none(self.window)
+        g = not_none(self.group)
         return after(w, lambda m: m // g + w - w // g, lambda n: n // g)

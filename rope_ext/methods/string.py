@@ -33,7 +33,8 @@ class STRING(PositionMethod):
     window: Tokens | None = None
 
     def resolved(self, rope: Rope) -> Self:
-        length, target = rope.length, self.target_length(rope)
+        length = rope.length
+        target = self.target_length(rope)
         window = self.window or max(1, min(128, length // 16))
         shift = self.shift or max(math.ceil(length / 3), target - length + window)
         full = replace(self, shift=shift, window=window)
@@ -48,5 +49,6 @@ class STRING(PositionMethod):
         return yarn_factor(2)
 
     def bands(self) -> tuple[Band, ...]:
-        s, w = not_none(self.shift), not_none(self.window)
+        s = not_none(self.shift)
+        w = not_none(self.window)
         return after(s, lambda m: m - s + w, identity)

@@ -47,9 +47,11 @@ class YaRN(FrequencyMethod):
         low = self._index(rope, self.beta_fast)
         high = self._index(rope, self.beta_slow)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
+            low = math.floor(low)
+            high = math.ceil(high)
         # As in transformers, with its bounds and its 0.001: a ramp without width becomes a step.
-        low, high = max(low, 0), min(high, rope.dim - 1)
+        low = max(low, 0)
+        high = min(high, rope.dim - 1)
         if low == high:
             high += 0.001
         index = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")

@@ -33,7 +33,8 @@ _NO_PAIRS = Pairs(slice(0, 0), slice(0, 0))
 
 def _mask(**arguments: Any) -> BatchMask:
     """Mask function under :data:`NAME`."""
-    given, stack = arguments.get("attention_mask"), forward_context.stack
+    given = arguments.get("attention_mask")
+    stack = forward_context.stack
     if isinstance(given, BatchMask):  # the decoder requests it a second time
         return given
     forward = next((x for x in stack[::-1] if isinstance(x, PositionForward)), None)
@@ -85,16 +86,31 @@ def _attend(
 
     Returns ``[rows, queries, heads, columns of value]``, and weights, ``[rows, heads, queries,
     keys]``, if the forward returns them.
+
+    Raises:
+        OptionError: the layer asks for dropout.
+        UnsupportedModelError: the call or its mask cannot be expressed under this patch.
+        CacheError: the keys are not those of a cache that the patch can continue.
     """
     layer: Layer | None = getattr(module, LAYER, None)
     layout = None if layer is None or layer.window is not None else layer.layout
     pairs = _NO_PAIRS if layout is None else layout.pairs
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call((), pairs, scale, softcap=softcap, sinks=s_aux)
-    asked = Asked(module, layer, query, key, value, call, attention_mask, dropout, kwargs)
+    asked = Asked(
+        module=module,
+        layer=layer,
+        query=query,
+        key=key,
+        value=value,
+        call=Call(bands=(), pairs=pairs, scale=scale, softcap=softcap, sinks=s_aux),
+        mask=attention_mask,
+        dropout=dropout,
+        more=kwargs,
+    )
     forward = None if layer is None else current(layer.map)
     if layer is not None and layer.layout is not None:
-        of_mask = getattr(attention_mask, "owner", None)  # without a forward, if it is rerun
+        # Gradient checkpointing reruns layers when no forward is in progress.
+        of_mask = getattr(attention_mask, "owner", None)
         if not getattr(forward or of_mask, "both", False):
             _require_causal(asked, layer)
     if forward is not None and forward.traced:
@@ -104,10 +120,12 @@ def _attend(
 
 @run_eagerly(WHY)
 def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
-    layer, forward = asked.layer, getattr(asked.mask, "owner", None)
+    layer = asked.layer
+    forward = getattr(asked.mask, "owner", None)
     if layer is not None and layer.layout is not None:
         mask = _batch_mask(layer.map, asked.module, asked.mask)
-        asked, forward = asked._replace(mask=mask), mask.forward
+        asked = asked._replace(mask=mask)
+        forward = mask.forward
         if layer.map.encoding.computes_positions():
             query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
             asked = asked._replace(query=query, key=key)
@@ -115,7 +133,8 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
         return _attend_paged(asked, forward), None
     out = _by_layer(asked, forward)
     forward = forward or (None if layer is None else current(layer.map))
-    weights, look = forward is not None and forward.weights, forward_context.look
+    weights = forward is not None and forward.weights
+    look = forward_context.look
     if look is not None:
         look(asked.module, _dense(asked, forward), asked.more.get("sliding_window"))
     if not weights:
@@ -125,7 +144,8 @@ def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
 
 def _attend_paged(asked: Asked, row: PagedForward) -> Tensor:
     """Cache the keys of a row of requests in pages, and compute the attention of every request."""
-    given, number = dict(asked.more), asked.module.layer_idx
+    given = dict(asked.more)
+    number = asked.module.layer_idx
     key, value = row.pages.update(
         key_states=asked.key, value_states=asked.value, layer_idx=number, kwargs=given
     )
@@ -173,42 +193,59 @@ def _by_layer(asked: Asked, forward: Any) -> Tensor:
             f"{type(asked.module).__name__} asks for {asked.dropout}; set "
             f"config.attention_dropout = 0 before the model is built"
         )
-    step, query, key, value, call = _prepared(asked, layer, forward)
-    return step.attend(query, key, value, call).transpose(1, 2).contiguous()
+    found = _prepared(asked, layer, forward)
+    out = found.step.attend(found.query, found.key, found.value, found.call)
+    return out.transpose(1, 2).contiguous()
+
+
+class _Prepared(NamedTuple):
+    """What layers of one layout share, and the arguments of its methods for one of them."""
+
+    step: Step
+    query: Tensor  # in the dtype of value, as key
+    key: Tensor  # of filled slots, as value
+    value: Tensor
+    call: Call  # with the layer's learned parts
 
 
 def _prepared(
     asked: Asked, layer: Layer, forward: PositionForward, whole: bool = False
-) -> tuple[Step, Tensor, Tensor, Tensor, Call]:
-    """Return what layers of this layout share, and the arguments of its methods.
+) -> _Prepared:
+    """Return the step of a layer, made in the first one of its layout, and its own arguments.
 
-    These are query, key and value of filled slots in one dtype, and the call, with learned parts.
+    ``whole``: the attention weights of all queries are needed.
     """
     forward = forward.on(asked.query.device)
-    query, key, value = asked.query, asked.key, asked.value
-    # Autocast does not apply to this function.
-    query, key = (x if x.dtype == value.dtype else x.to(value.dtype) for x in (query, key))
+    value = asked.value
+    # Under autocast they may differ, and autocast does not apply to this function.
+    query = asked.query.to(value.dtype)
+    key = asked.key.to(value.dtype)
     if forward.traced:
         count = forward.tokens if forward.regular else None
         step = forward.shared(("step", layer.number), lambda: Step(forward, layer))
     else:  # layers with our own window may keep only the last tokens
         kept = layer.window is not None
         offset = max(0, forward.room - key.shape[2]) if kept else asked.mask.offset
-        count, made = forward.room - offset, asked.mask.made
+        count = forward.room - offset
+        made = asked.mask.made
         name = "step", layer.number, offset, forward.device, whole
         if name not in made:
             made[name] = Step(forward, layer, offset, asked.mask, whole)
         step = made[name]
-    if count is not None and count != key.shape[2]:  # a static cache has empty slots
-        key, value = key[:, :, :count], value[:, :, :count]
+    if count is not None and count != key.shape[2]:  # a static cache has empty slots after these
+        key = key[:, :, :count]
+        value = value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:
-        t, name = forward.tempered, ("growth", wide(query))
-        growth = forward.shared(name, lambda: temperature.growth(t.double().clamp(min=0)))
-        growth = growth[:, None, :, None].to(name[1])
+        t = forward.tempered
+        dtype = wide(query)
+        growth = forward.shared(
+            ("growth", dtype), lambda: temperature.growth(t.double().clamp(min=0))
+        )
+        growth = growth[:, None, :, None].to(dtype)
         query = getattr(asked.module, learned.TEMPERATURE)(query, growth)
     call = layer.adding(asked.call, forward.distances, query, forward.both)
-    return step, query, key, value, call
+    return _Prepared(step=step, query=query, key=key, value=value, call=call)
 
 
 def _natively(asked: Asked, forward: Any) -> Tensor:
@@ -223,10 +260,10 @@ def _natively(asked: Asked, forward: Any) -> Tensor:
             arguments = {**(mask.arguments or {}), "q_offset": forward.filled}
             mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
     if asked.call.softcap is None and asked.call.sinks is None:
-        tensors = asked.query, asked.key, asked.value
         given = {"dropout": asked.dropout, "scaling": asked.call.scale, **asked.more}
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](asked.module, *tensors, mask, **given)[0]
-    dense = _native_dense(asked, mask)
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(asked.module, asked.query, asked.key, asked.value, mask, **given)[0]
+    dense = _native_dense(asked, mask)  # sdpa has no soft cap and no sinks
     out = plain.attend(dense.query, dense.key, asked.value, dense.call, dense.places)
     return out.transpose(1, 2).contiguous()
 
@@ -243,16 +280,18 @@ def _native_dense(asked: Asked, mask: Tensor | None) -> Dense:
     queries = keys[:count] if causal else keys[-1:].expand(count)
     places = Places(queries, keys, None if mask is None else shown(mask))
     bands = [RotatedBand(Distance(0, None), None, None)]
-    return Dense(asked.query, asked.key, replace(asked.call, bands=bands), places)
+    call = replace(asked.call, bands=bands)
+    return Dense(query=asked.query, key=asked.key, call=call, places=places)
 
 
 def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
-    layer, mask = asked.layer, asked.mask
+    layer = asked.layer
+    mask = asked.mask
     if layer is None or layer.layout is None or forward is None:
         mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
         return _native_dense(asked, mask)
-    step, query, key, _, call = _prepared(asked, layer, forward, whole=True)
-    return step.dense(query, key, call)
+    found = _prepared(asked, layer, forward, whole=True)
+    return found.step.dense(found.query, found.key, found.call)
 
 
 def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> BatchMask:

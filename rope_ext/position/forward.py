@@ -24,7 +24,7 @@ from rope_ext.methods.kinds import at
 from rope_ext.position.map import PositionMap
 from rope_ext.rotary import context, hooks
 from rope_ext.rotary.context import NOTE, ForwardContext
-from rope_ext.rotary.masks import tokens_among
+from rope_ext.rotary.masks import beginnings, goes_on, tokens_among
 from rope_ext.rotary.sites import RotarySite
 
 FEW = 16
@@ -53,7 +53,8 @@ class CachedKeys:
 
 def require_known(cache: Cache, patch: PositionMap) -> None:
     """Raise CacheError unless a cache can be continued."""
-    filled, keys = int(cache.get_seq_length()), getattr(cache, NOTE, None)
+    filled = int(cache.get_seq_length())
+    keys = getattr(cache, NOTE, None)
     if not filled:
         return
     if keys is None or keys.patch != patch.key:
@@ -71,7 +72,9 @@ def require_known(cache: Cache, patch: PositionMap) -> None:
 
 def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
     """Create a traced forward of new tokens after those in a cache, if tensors can express it."""
-    filled, room, keys = 0, tokens, getattr(cache, NOTE, None)
+    filled = 0
+    room = tokens
+    keys = getattr(cache, NOTE, None)
     if cache is not None:
         if not isinstance(cache, Cache) or cache.offloading:
             return None
@@ -109,7 +112,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
         keys, values = DynamicLayer.update(self, key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         first = -(self.sliding_window - 1 + SPARE)
-        self.keys, self.values = keys[:, :, first:].clone(), values[:, :, first:].clone()
+        # Copies, since a view would keep the memory of the tokens that are dropped.
+        self.keys = keys[:, :, first:].clone()
+        self.values = values[:, :, first:].clone()
         return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -211,18 +216,26 @@ class PositionForward(ForwardContext):
             self._begin(self._given)
 
     def locate(self, positions: Tensor) -> None:
-        """Record the model's position ids; sets ``query`` and ``key``."""
+        """Record the model's position ids, ``[rows or 1, tokens]``; sets ``query`` and ``key``.
+
+        Several axes in front are supported if they are equal. Does nothing the second time, since
+        every rotary module calls it.
+
+        Raises:
+            UnsupportedModelError: these ids cannot be expressed, such as fractions, or several
+                axes that differ; or, with a cache, they do not count its tokens.
+            CacheError: rows of a cache get other padding than when it was filled.
+        """
         if self.located:
             return
-        self.located, self.device = True, positions.device
+        self.located = True
+        self.device = positions.device
         self.apart = getattr(getattr(self.cache, NOTE, None), "apart", False)
-        in_step = not self.begins and self.tokens <= FEW and self.shown is None and not self.apart
-        # Reading a value on a GPU waits for it.
-        self.reads = not self.traced and (not in_step or self.device.type == "cpu")
+        self.reads = self._may_read()
         if self.padding is not None:
             self.padding = self.padding.to(self.device)
             if self.reads and bool(self.padding.all()):
-                self.padding = None
+                self.padding = None  # without it, all rows share positions and runs
         positions = self._checked(positions)
         if self.regular:
             self.query = self.key = torch.arange(self.tokens, device=self.device)[None]
@@ -230,11 +243,22 @@ class PositionForward(ForwardContext):
             self._begin(positions)
         else:
             self._continue(positions)
-        if self.reads and self.padding is not None:
+        if self.reads and self.padding is not None:  # kernels of decoding take positions for slots
             together = self.counted() == self.slots() - self.origin()
             self.apart = not bool((together | ~self.real()).all())
         if self.cache is not None:
             self.note(self.cache)
+
+    def _may_read(self) -> bool:
+        """Whether this forward may read values, for which every step of decoding would wait.
+
+        Steps with a custom mask or padding between tokens cannot do without.
+        """
+        if self.traced:
+            return False
+        decodes = not self.begins and self.tokens <= FEW
+        without = decodes and self.shown is None and not self.apart
+        return not without or self.device.type == "cpu"
 
     def _checked(self, positions: Tensor) -> Tensor:
         """Return position ids on one axis, int64, ``[rows or 1, tokens]``."""
@@ -284,16 +308,15 @@ class PositionForward(ForwardContext):
 
         Masks of transformers do not separate them there, but its flash attention does.
         """
-        real, slots = self.real(), self.slots()
+        real = self.real()
         rows = max(len(positions), len(real))
-        positions, real = positions.expand(rows, -1), real.expand(rows, -1)
-        latest = torch.where(real, slots, -1).cummax(1).values
-        before = F.pad(latest[:, :-1], (1, 0), value=-1)  # slot of the previous token
-        restarts = positions <= positions.gather(1, before.clamp(min=0))
+        positions = positions.expand(rows, -1)
+        real = real.expand(rows, -1)
+        edges = None
         if self.edges is not None:
-            edges = self.edges.to(self.device).flatten()
-            restarts = restarts | torch.isin(slots, edges)
-        begins = real & (restarts | (before < 0))
+            edges = torch.isin(self.slots(), self.edges.to(self.device).flatten())
+        # Without a cache there is no tree of drafts, so that a position that goes back restarts.
+        begins = beginnings(real, ~goes_on(positions, real), edges)
         if bool((begins.sum(1) > 1).any()):
             self.documents = torch.where(real, begins.cumsum(1) - 1, -1)
 
@@ -432,9 +455,11 @@ class PositionForward(ForwardContext):
             return self
         if device not in self.made:
             self.made[device] = moved = copy.copy(self)
-            moved.query, moved.key = self.query.to(device), self.key.to(device)
+            moved.query = self.query.to(device)
+            moved.key = self.key.to(device)
             moved.padding = None if self.padding is None else self.padding.to(device)
-            moved.device, moved.made = device, {"distances": self.distances}
+            moved.device = device
+            moved.made = {"distances": self.distances}
         return self.made[device]
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
@@ -443,12 +468,15 @@ class PositionForward(ForwardContext):
         if name in self.made:
             return self.made[name]
         t = self.query.double().clamp(min=0)
-        stored, phase = at(self.map.stored, t), self.map.encoding.phase(t)
-        inv_freq, scaling = self.map.inv_freq(site, t.device), self.map.frequencies[site][1]
+        stored = at(self.map.stored, t)
+        phase = self.map.encoding.phase(t)
+        inv_freq = self.map.inv_freq(site, t.device)
+        scaling = self.map.frequencies[site][1]
         if stored.shape[-1] == 1 and phase is None:
             stored = stored.squeeze(-1)
         else:  # pairs have different positions: fold them into the frequencies, at position 1
-            stored, inv_freq = torch.ones_like(t), stored * inv_freq
+            inv_freq = stored * inv_freq
+            stored = torch.ones_like(t)
             inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
         made = hooks.rotation(site, stored, inv_freq, scaling, self.map.precise, like)
         self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))

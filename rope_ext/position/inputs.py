@@ -31,18 +31,22 @@ from rope_ext.rotary.swapping import Changes
 
 def enter(decoder: nn.Module, patch: PositionMap, changes: Changes) -> str:
     """Install an input encoding on ``decoder``; returns a sentence for ``describe``."""
-    encoding, layers = cast("InputEncoding", patch.encoding), _layers(decoder)
+    encoding = cast("InputEncoding", patch.encoding)
+    layers = _layers(decoder)
     where = encoding.entered
     if isinstance(where, int) and where > len(layers):
         raise OptionError(
             f"{encoding.name} changes the input of the last {where} layers, and the model has "
             f"{len(layers)}; choose fewer"
         )
-    entered, what = layers[:1], "the first layer"
+    entered = layers[:1]
+    what = "the first layer"
     if where == "every":
-        entered, what = layers, "every layer"
+        entered = layers
+        what = "every layer"
     elif isinstance(where, int):
-        entered, what = [layers[-where]], f"the first of the last {where} layers"
+        entered = [layers[-where]]
+        what = f"the first of the last {where} layers"
     columns, size = _measured(decoder, layers[0], patch)
     module = InputPositions(encoding, columns, size, patch.rope, layers[0])
     put(decoder, INPUT, module, changes)
@@ -60,7 +64,8 @@ def _enter(
     """Pre-hook of a decoder layer that changes its hidden states."""
     forward = forward_of(patch, layer, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
-    p, module = forward.made.get(INPUT), getattr(decoder, INPUT)  # peft may have wrapped it
+    p = forward.made.get(INPUT)
+    module = getattr(decoder, INPUT)  # peft may have wrapped it
     learning = torch.is_grad_enabled() and any(v.requires_grad for v in module.parameters())
     if p is None or (learning and not p.requires_grad):
         t = forward.query.clamp(min=0)
@@ -154,7 +159,8 @@ class _RotatingCache:
     """
 
     def __init__(self, pairs: Pairs, angles: Tensor) -> None:
-        self.pairs, self.angles = pairs, angles
+        self.pairs = pairs
+        self.angles = angles
         self.cache: Any = None  # handles everything else
         self.updated = False
 

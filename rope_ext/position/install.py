@@ -16,8 +16,6 @@ from rope_ext.position.forward import SPARE, PositionForward, require_known, sho
 from rope_ext.position.map import PositionMap
 from rope_ext.position.masks import BatchMask, shown
 from rope_ext.rotary import context, hooks
-from rope_ext.rotary.masks import mask_of_decoder
-from rope_ext.rotary.probe import refuse_presses
 from rope_ext.rotary.sites import RotarySite, text_config
 from rope_ext.rotary.swapping import Changes, set_attribute
 
@@ -38,7 +36,8 @@ class Installed(context.Tracker):
         follow: bool = False,
         generates: bool = False,
     ) -> None:
-        name, encoding = position_map.method.name, position_map.encoding
+        name = position_map.method.name
+        encoding = position_map.encoding
         self.patch = self.map = position_map
         self._config = text_config(decoder)
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
@@ -46,7 +45,7 @@ class Installed(context.Tracker):
                 f"config.output_attentions=True would keep transformers from saving a model under "
                 f"{name}; set it to False and pass output_attentions=True to the model or generate"
             )
-        refuse_presses(decoder.modules(), name, position_map.instead)
+        context.refuse_presses(decoder.modules(), name, position_map.instead)
         sites = list(position_map.frequencies)
         layouts = layers.find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
@@ -71,7 +70,8 @@ class Installed(context.Tracker):
         self._put_layers(decoder, layouts, kept, changes)
         kept = [] if follow else kept
         for module in kept:
-            names, site = context.parameters(type(module)), rotated[module].site
+            names = context.parameters(type(module))
+            site = rotated[module].site
             if "position_embeddings" not in names:
                 raise UnsupportedModelError(
                     f"{type(decoder).__name__}: {type(module).__name__} takes no "
@@ -102,8 +102,10 @@ class Installed(context.Tracker):
 
     def _direction(self, decoder: nn.Module, layouts: list[layers.Layout], generates: bool) -> bool:
         """Return whether the patched layers read the text in both directions, or raise."""
-        position_map, family = self.map, type(decoder).__name__
-        named, instead = position_map.named, position_map.instead
+        position_map = self.map
+        family = type(decoder).__name__
+        named = position_map.named
+        instead = position_map.instead
         if not any(layout.ahead for layout in layouts):
             return False
         direction.refuse(family, position_map.causal_only, named, instead)
@@ -127,48 +129,74 @@ class Installed(context.Tracker):
         changes: Changes,
     ) -> None:
         """Attach a :class:`tensors.Layer` and learned modules to every attention module."""
-        position_map, encoding = self.map, self.map.encoding
+        position_map = self.map
+        encoding = position_map.encoding
         _ = position_map.reach  # cached, since a graph could not
-        temperature = position_map.learned_temperature
         projections: dict[nn.Module, layers.KeyProjection] = {}
         if encoding.projected:
             sites = list(position_map.frequencies)
             projections = layers.find_key_projections(decoder, sites, self.mapped)
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[layers.Layout, int | None], int] = {}
         for module, layout in layouts.items():
             window = position_map.window if module in kept else None
-            if layout is None or (module in kept and window is None):
+            if layout is None or (module in kept and window is None):  # attends as trained
                 set_attribute(module, layers.LAYER, tensors.Layer(position_map), changes)
                 continue
             owner = None
-            if window is None and encoding.changes_logits():
-                # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
-                # parameters only while that layer runs.
-                own = not encoding.shared and encoding.initial(Heads(1, 1, 1))
-                owner = module if own else decoder
-                there = getattr(owner, learned.BIAS, None)
-                if there is None:
+            if window is None:  # the map changes it
+                if encoding.changes_logits():
                     keys = projections.get(module)
-                    bias = learned.DistanceBias(encoding, layout.heads, module, keys)
-                    learned.put(owner, learned.BIAS, bias, changes)
-                elif layout.heads.count != there.heads.count:
-                    raise UnsupportedModelError(
-                        f"the layers have different numbers of heads, and the bias of "
-                        f"{encoding.name} is one for all"
-                    )
-            if window is None and temperature is not None:
-                scales = learned.HeadScales(temperature, layout.heads.count, module)
-                learned.put(module, learned.TEMPERATURE, scales, changes)
-            number = numbers.setdefault((layout, window), len(numbers))
-            layer = tensors.Layer(position_map, layout, number, window, owner)
+                    owner = self._put_bias(decoder, module, layout.heads, keys, changes)
+                temperature = position_map.learned_temperature
+                if temperature is not None:
+                    scales = learned.HeadScales(temperature, layout.heads.count, module)
+                    learned.put(module, learned.TEMPERATURE, scales, changes)
+            layer = tensors.Layer(
+                map=position_map,
+                layout=layout,
+                number=numbers.setdefault((layout, window), len(numbers)),
+                window=window,
+                biased=owner,
+            )
             set_attribute(module, layers.LAYER, layer, changes)
-            device = getattr(layout.site.module, layout.site.buffer).device
-            if device.type != "meta":  # copied there now, since graphs cannot cache a copy
-                position_map.inv_freq(layout.site, device)
-                context.cached_on_device(layout.site.columns, "pair", device)
-                bands = layer.rotations + (layer.rotations_both_ways if self.both else [])
-                for rotations in (by for _, *maps in bands for by in maps):
-                    context.cached_on_device(rotations, rotations.cached, device)
+            self._copy_tables(layer, layout.site)
+
+    def _put_bias(
+        self,
+        decoder: nn.Module,
+        module: nn.Module,
+        heads: Heads,
+        keys: layers.KeyProjection | None,
+        changes: Changes,
+    ) -> nn.Module:
+        """Attach the encoding's bias of an attention module; returns the module that has it."""
+        encoding = self.map.encoding
+        # A bias shared by all layers must not be in a layer, since FSDP gathers a layer's
+        # parameters only while that layer runs.
+        own = not encoding.shared and encoding.initial(Heads(1, 1, 1))
+        owner = module if own else decoder
+        there = getattr(owner, learned.BIAS, None)
+        if there is None:
+            bias = learned.DistanceBias(encoding, heads, module, keys)
+            learned.put(owner, learned.BIAS, bias, changes)
+        elif heads.count != there.heads.count:
+            raise UnsupportedModelError(
+                f"the layers have different numbers of heads, and the bias of {encoding.name} is "
+                f"one for all"
+            )
+        return owner
+
+    def _copy_tables(self, layer: tensors.Layer, site: RotarySite) -> None:
+        """Copy the constants of a layer to its device, since graphs cannot cache a copy."""
+        device = getattr(site.module, site.buffer).device
+        if device.type == "meta":
+            return
+        self.map.inv_freq(site, device)
+        context.cached_on_device(site.columns, "pair", device)
+        bands = layer.rotations + (layer.rotations_both_ways if self.both else [])
+        for band in bands:
+            for rotation in (band.query, band.key):
+                context.cached_on_device(rotation, rotation.cached, device)
 
     def batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``model.init_continuous_batching``."""
@@ -176,7 +204,8 @@ class Installed(context.Tracker):
 
     def _require_attention(self) -> None:
         """Raise if the attention implementation was changed after the patch."""
-        name, attention = self.map.method.name, self._config._attn_implementation
+        name = self.map.method.name
+        attention = self._config._attn_implementation
         if attention != NAME:
             raise UnsupportedModelError(
                 f"the attention implementation was set to {attention!r} after the patch with {name}"
@@ -184,7 +213,8 @@ class Installed(context.Tracker):
             )
 
     def _notes(self, within: list[nn.Module], windowed: int, follow: bool) -> list[str]:
-        added, mapped = self.map.encoding, self.mapped
+        added = self.map.encoding
+        mapped = self.mapped
         stay = self.map.method.kind == "rotation"
         what = "attention: by rope_ext" if stay else "positions: changed"
         notes = [f"{what} in {len(mapped)} of {len(self._modules)} attention layers"]
@@ -216,7 +246,7 @@ class Installed(context.Tracker):
     def start(self, given: dict[str, Any]) -> None:
         name = self.map.method.name
         context.refuse_sharded(name, self.map.instead)
-        refuse_presses(self._modules, name, self.map.instead)
+        context.refuse_presses(self._modules, name, self.map.instead)
         self._require_attention()
         both = direction.reads_both_ways(self._config, given, self.mapped)
         if both:
@@ -232,7 +262,7 @@ class Installed(context.Tracker):
                 raise self._not_continued()
             context.forward_context.stack.append(self._row(cache, given))
             return
-        mask = mask_of_decoder(given.get("attention_mask"))
+        mask = context.mask_of_decoder(given.get("attention_mask"))
         made = mask if isinstance(mask, BatchMask) else None
         padding: Any = mask if made is None else made.padding
         dimensions = padding.ndim if isinstance(padding, Tensor) else 0
@@ -277,12 +307,15 @@ class Installed(context.Tracker):
                 f"generate, generate_batch, or a DynamicCache or StaticCache"
             )
         row = paged.PagedForward(self.map, *context.shape_of(given), 0, None, False)
-        row.pages, row.ends = pages, ends
+        row.pages = pages
+        row.ends = ends
         return row
 
     def _require_both_ways(self) -> None:
         """Raise if a call in both directions is not defined for this patch."""
-        call, named, instead = "a call with is_causal=False", self.map.named, self.map.instead
+        call = "a call with is_causal=False"
+        named = self.map.named
+        instead = self.map.instead
         direction.refuse(call, self.map.causal_only, named, instead)
         if self.map.encoding.sided and not self.both:
             why = f"{named} has learned parameters for earlier keys only"
@@ -350,7 +383,9 @@ class Installed(context.Tracker):
 
 def _chosen(decoder: nn.Module, modules: list[nn.Module], patch: PositionMap) -> list[nn.Module]:
     """Return the attention modules that ``layers=`` or, by default, the encoding selects."""
-    layers, encoding, family = patch.layers, patch.encoding, type(decoder).__name__
+    layers = patch.layers
+    encoding = patch.encoding
+    family = type(decoder).__name__
     known = {number for number in map(_number, modules) if number >= 0}
     if layers is None:
         layers = encoding.default_layers(text_config(decoder).num_hidden_layers)

@@ -279,9 +279,11 @@ def _forward(
     Row 0 is not rotated, and row 1 with an angle per pair. With ``scaling``, no row is rotated, and
     the cosine of row 1 is multiplied by it.
     """
-    angles, factors = _angles(len(site.loaded)), torch.ones(2, 1, 1, device="cpu")
+    angles = _angles(len(site.loaded))
+    factors = torch.ones(2, 1, 1, device="cpu")
     if scaling is not None:
-        angles, factors[1] = 0 * angles, scaling
+        angles = 0 * angles
+        factors[1] = scaling
     of_rows = torch.stack((0 * angles, angles))[:, None]
 
     def rotate(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -402,7 +404,10 @@ AttentionMaskInterface.register(_NAME, lambda **arguments: _Mask(**arguments))
 
 def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
     """Return the layout of a layer; None if it does not rotate."""
-    where, query, key, x = _path(decoder, seen.module), seen.query, seen.key, seen.hidden
+    where = _path(decoder, seen.module)
+    query = seen.query
+    key = seen.key
+    x = seen.hidden
     rotates = [_changes(decoder, seen.module, one) for one in (query, key)]
     if not any(rotates):
         return None
@@ -437,15 +442,18 @@ def _pairs(x: Tensor, count: int) -> Pairs | None:
     """
     tolerance = _TOLERANCE.get(x.dtype, _EXACT)
     still, rotated = x.transpose(1, 3).flatten(2).double()  # [columns, tokens * heads]
-    size, away = still.norm(dim=1), (rotated - still).norm(dim=1)
+    size = still.norm(dim=1)
+    away = (rotated - still).norm(dim=1)
     angles = _angles(count).to(x.device)[:, None, None]
     if 2 * count > len(still):
         return None
     every = torch.arange(len(still), device="cpu")
     for own in (every[: 2 * count], every[-2 * count :]):
-        halves, neighbours = own.unflatten(0, (2, -1)), own.unflatten(0, (-1, 2)).mT
+        halves = own.unflatten(0, (2, -1))
+        neighbours = own.unflatten(0, (-1, 2)).mT
         for first, second in (halves, neighbours, halves.flip(0), neighbours.flip(0)):
-            a, b = still[first], still[second]
+            a = still[first]
+            b = still[second]
             error = (a * angles.cos() - b * angles.sin() - rotated[first]).norm(dim=-1)
             error += (b * angles.cos() + a * angles.sin() - rotated[second]).norm(dim=-1)
             worst, pair = (error / torch.maximum(size[first], size[second])).min(0)

@@ -54,7 +54,8 @@ class Learning(nn.Module):
 
     def __init__(self, encoding: Any, values: dict[str, Tensor], near: nn.Module) -> None:
         super().__init__()
-        self.encoding, self.bounds = encoding, dict(getattr(encoding, "bounds", {}))
+        self.encoding = encoding
+        self.bounds = dict(getattr(encoding, "bounds", {}))
         self._kept: tuple[Any, int, list[Tensor], Any] | None = None
         like = _like(near)
         with torch.inference_mode(False):  # inference tensors could not be trained
@@ -106,7 +107,8 @@ class Learning(nn.Module):
         training = torch.is_grad_enabled() and any(value.requires_grad for value in learned)
         if torch.compiler.is_compiling() or training:
             return make(count)
-        key, kept = (where, [x.dtype for x in learned]), self._kept  # shared between threads
+        key = (where, [x.dtype for x in learned])
+        kept = self._kept  # read once, since threads share it
         fits = kept is not None and kept[0] == key and kept[1] >= count
         if kept is None or not fits or not all(map(torch.equal, learned, kept[2])):
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
@@ -131,7 +133,8 @@ class DistanceBias(Learning):
         self, encoding: Encoding, heads: Heads, near: nn.Module, keys: KeyProjection | None = None
     ) -> None:
         super().__init__(encoding, encoding.initial(heads), near)
-        self.heads, self.keys = heads, keys
+        self.heads = heads
+        self.keys = keys
 
     def forward(
         self,
@@ -211,7 +214,8 @@ class InputPositions(Learning):
         self, encoding: InputEncoding, columns: int, size: float, rope: Rope, near: nn.Module
     ) -> None:
         super().__init__(encoding, encoding.initial_inputs(columns, size, rope), near)
-        self.columns, self.rope = columns, rope
+        self.columns = columns
+        self.rope = rope
         if isinstance(encoding, Sized) and encoding.scale is None:
             with torch.inference_mode(False):  # it outlives the mode
                 measured = torch.tensor(size, device=_like(near).device).float()
@@ -284,10 +288,12 @@ class Earlier:
         continue with them. Tables that grow keep their rows. Returns the names of parameters that
         the new patch does not have: those of another encoding or temperature, or of other layers.
         """
-        dropped, own = [], vars(nn.Module())
+        dropped = []
+        own = vars(nn.Module())
         for path, module in self.modules.items():
             parent, _, last = path.rpartition(".")
-            siblings, parts = model.get_submodule(parent)._modules, _parts(module)
+            siblings = model.get_submodule(parent)._modules
+            parts = _parts(module)
             new = siblings.get(last)
             for part in parts:
                 if isinstance(new, Learning) and type(part.encoding) is type(new.encoding):
@@ -307,7 +313,8 @@ def _parts(module: nn.Module) -> list[Learning]:
 
 def _carried(before: Any, held: _Tensors, new: Learning) -> _Tensors:
     """Convert an encoding's tensors to those of ``new``, which has the same kind."""
-    now, parameters = cast("Any", new.encoding), {}
+    now = cast("Any", new.encoding)
+    parameters = {}
     options = [(name, value, getattr(now, name)) for name, value in before.options().items()]
     changed = {name: f"{name}={y!r} instead of {x!r}" for name, x, y in options if x != y}
 

@@ -5,7 +5,7 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ class RotationTable:
     cached = "inv_freq"  # of which each device keeps a copy
 
     def __init__(self, to: Map, stored: Map, inv_freq: Tensor) -> None:
-        self.to, self.stored, self.inv_freq = to, stored, inv_freq
+        self.to = to
+        self.stored = stored
+        self.inv_freq = inv_freq
         self.idle = to is stored or (to == stored and not callable(to))
         self.constant = not callable(to) and not callable(stored)
         self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
@@ -55,7 +57,8 @@ class RotationTable:
         if self.idle:
             return None
         if self.constant:
-            first, last = 0, 1
+            first = 0
+            last = 1
         made = self._made.get((device, dtype))
         if made is None or len(made[0]) < last:
             size = last if made is None else max(last, 2 * len(made[0]))
@@ -104,8 +107,16 @@ class Decay:
         return self.at(torch.arange(first, last, device=device), dtype, origin)
 
 
-BandRotations = list[tuple[Geometry, RotationTable | Decay, RotationTable | Decay]]
-"""For each band: its visible keys, and the rotations of queries and keys."""
+class BandRotation(NamedTuple):
+    """One band of a method: its visible keys, and the rotations of queries and keys to it."""
+
+    geometry: Geometry
+    query: RotationTable | Decay
+    key: RotationTable | Decay
+
+
+BandRotations = list[BandRotation]
+"""One entry for each band of a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +177,8 @@ class PositionMap:
     @property
     def causal_only(self) -> str:
         """Why attention in both directions is not defined; empty if it is."""
-        method, encoding = self.method, self.encoding
+        method = self.method
+        encoding = self.encoding
         why = method.causal_only or encoding.causal_only
         if why:
             return why
@@ -195,15 +207,17 @@ class PositionMap:
         inv_freq = inv_freq.to(torch.float64 if self.precise else torch.float32)
         if window is not None:
             idle = RotationTable(0, 0, inv_freq)
-            made.append((Distance(0, window), idle, idle))
+            made.append(BandRotation(Distance(0, window), idle, idle))
         elif growth is not None:
-            of_query, of_key = Decay(growth), Decay(-growth)
-            made += [(band.geometry, of_query, of_key) for band in bands]
+            # Opposite signs, so that only the distance is left in the product of query and key.
+            of_query = Decay(growth)
+            of_key = Decay(-growth)
+            made += [BandRotation(band.geometry, of_query, of_key) for band in bands]
         else:
             for band in bands:
-                maps = band.query, band.key
-                query, key = (RotationTable(to, self.stored, inv_freq) for to in maps)
-                made.append((band.geometry, query, key))
+                query = RotationTable(band.query, self.stored, inv_freq)
+                key = RotationTable(band.key, self.stored, inv_freq)
+                made.append(BandRotation(band.geometry, query, key))
         return made
 
     @functools.cached_property

@@ -104,7 +104,9 @@ class BatchMask:
         arguments: dict[str, Any] | None = None,
         given: Tensor | None = None,
     ) -> None:
-        self.owner, self.arguments, self.given = owner, arguments, given
+        self.owner = owner
+        self.arguments = arguments
+        self.given = given
         # Set if it is created before a forward, which may be compiled:
         self.valid: Tensor | None = None  # padding of all slots, [rows, slots]
         self.ready: Tensor | None = None  # the mask itself, for a single query
@@ -185,7 +187,8 @@ class BatchMask:
 
     def prepare(self) -> None:
         """Prepare what a compiled forward needs from a mask created before it."""
-        padding, arguments = self.padding, self.arguments or {}
+        padding = self.padding
+        arguments = self.arguments or {}
         if padding is not None:
             slots = arguments["kv_length"]
             self.valid = torch.nn.functional.pad(padding, (0, slots - padding.shape[1]))
@@ -250,7 +253,8 @@ class BatchMask:
     def runs(self, offset: int = 0) -> list[runs.Run] | None:
         """Split the keys from ``offset`` on into runs of consecutive tokens."""
         if ("runs", offset) not in self.made:
-            forward, documents = self.forward, self.forward.documents
+            forward = self.forward
+            documents = self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents
             keys = forward.key[:, offset:], sequences[:, offset:]
             new = keys[0].shape[1] - forward.tokens
@@ -274,13 +278,14 @@ def clipped(bands: BandRotations, window: int | None) -> BandRotations | None:
     if window is None:
         return bands
     clipped = []
-    for geometry, *rotations in bands:
+    for band in bands:
+        geometry = band.geometry
         if isinstance(geometry, Around):  # in both directions
             return None
         if not isinstance(geometry, ChunkGap) and geometry.first >= window:
-            continue
+            continue  # the window hides the whole band
         if not isinstance(geometry, Distance):
             return None
         last = window if geometry.last is None else min(window, geometry.last)
-        clipped.append((Distance(geometry.first, last), *rotations))
+        clipped.append(band._replace(geometry=Distance(geometry.first, last)))
     return clipped

@@ -49,7 +49,8 @@ class PagedForward(PositionForward):
         """Record the model's position ids, and begin the forward of every request."""
         if self.located:
             return
-        self.located, self.device = True, positions.device
+        self.located = True
+        self.device = positions.device
         self.query = self.key = self._checked(positions)
         self.requests: list[tuple[slice, PositionForward]] = []
         first = self.query[0].tolist()

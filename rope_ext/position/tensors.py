@@ -24,7 +24,6 @@ from rope_ext.position.layers import Layout
 from rope_ext.position.map import BandRotations, Decay, PositionMap, RotationTable
 from rope_ext.position.masks import BatchMask, clipped, shown
 from rope_ext.rotary import context
-from rope_ext.rotary.masks import mask_of_decoder
 
 WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "
@@ -42,35 +41,54 @@ BEYOND = (
 
 def traced(position_map: PositionMap, given: dict[str, Any]) -> PositionForward | None:
     """Create the forward for these arguments in tensors; None if tensors cannot express it."""
-    encoding, reach = position_map.encoding, position_map.reach
-    if encoding.computes_positions() or encoding.entered or position_map.include_sliding:
-        return None
-    if context.forward_context.look is not None or given.get("output_attentions"):
+    if _reads_values(position_map, given):
         return None
     rows, count = context.shape_of(given)
-    cache, positions = context.cache_among(given), given.get("position_ids")
-    mask = mask_of_decoder(given.get("attention_mask"))
+    cache = context.cache_among(given)
+    positions = given.get("position_ids")
+    mask = context.mask_of_decoder(given.get("attention_mask"))
     forward = in_cache(position_map, cache, rows, count)
-    if forward is None or (isinstance(mask, BatchMask) and not mask.plain):
+    if forward is None:
         return None
-    padding = mask.valid if isinstance(mask, BatchMask) else mask
+    padding = mask
+    if isinstance(mask, BatchMask):
+        if not mask.plain:  # packed documents, or a mask of another kind
+            return None
+        padding = mask.valid
     if padding is not None and padding.ndim != 2:
         return None
+    # Then a graph may assume tokens 0, 1, 2, ... of one sequence in every row.
     regular = isinstance(forward.filled, int) and mask is None and positions is None
-    if not regular:
-        # Positions without a mask may be of several documents, or have several axes.
-        if (cache is None and mask is None) or (positions is not None and positions.ndim > 2):
-            return None
-        if count > FEW and torch.is_grad_enabled():
-            return None
-    if reach is not None or encoding.scored():
+    if not regular and not _counts_one_by_one(cache, mask, positions):
+        return None
+    if not regular and count > FEW and torch.is_grad_enabled():  # its operator has no gradients
+        return None
+    reach = position_map.reach
+    if reach is not None or position_map.encoding.scored():
         regular = False  # kernels for many queries do not support these as tensors
         if count > min(FEW, reach or FEW):
             return None
-    forward.regular, forward.exported = regular, context.is_exporting()
+    forward.regular = regular
+    forward.exported = context.is_exporting()
     if padding is not None:
         forward.pad(padding)
     return forward
+
+
+def _reads_values(position_map: PositionMap, given: dict[str, Any]) -> bool:
+    """Whether the patch or the caller needs numbers that a graph does not know."""
+    encoding = position_map.encoding
+    if encoding.computes_positions() or encoding.entered or position_map.include_sliding:
+        return True
+    return context.forward_context.look is not None or bool(given.get("output_attentions"))
+
+
+def _counts_one_by_one(cache: Any, mask: Any, positions: Tensor | None) -> bool:
+    """Whether positions are one sequence per row on one axis, which the graph then asserts."""
+    if positions is not None and positions.ndim > 2:
+        return False
+    # Positions without a mask and a cache may be those of several documents.
+    return cache is not None or mask is not None
 
 
 class Dense(NamedTuple):
@@ -87,12 +105,15 @@ class Dense(NamedTuple):
             RotatedBand(band.geometry, part_of(band.query, queries), band.key)
             for band in self.call.bands
         ]
-        at, mask = self.places, self.places.mask
-        mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., queries, :]
+        at = self.places
+        mask = at.mask
+        if mask is not None and mask.shape[-2] != 1:  # else it is the same for all queries
+            mask = mask[..., queries, :]
         newest = None if at.newest is None else at.newest[queries]
-        places = Places(at.query[..., queries], at.key, mask, newest)
+        places = Places(query=at.query[..., queries], key=at.key, mask=mask, newest=newest)
         call = replace(self.call, bands=bands)
-        return plain.attend(self.query[:, :, queries], self.key, None, call, places)
+        query = self.query[:, :, queries]
+        return plain.attend(query=query, key=self.key, value=None, call=call, places=places)
 
 
 def _seeing_ahead(
@@ -104,12 +125,14 @@ def _seeing_ahead(
     """
     if ahead == 0:
         return rotations
-    reach, seeing = 0, []
-    for geometry, *rotated in rotations:
+    reach: float = 0
+    seeing = []
+    for band in rotations:
+        geometry = band.geometry
         if isinstance(geometry, Distance) and geometry.first == 0 and not biased:
             reach = math.inf if geometry.last is None else geometry.last - 1
             geometry = replace(geometry, first=-ahead)
-        seeing.append((geometry, *rotated))
+        seeing.append(band._replace(geometry=geometry))
     if ahead > reach:
         wider = "choose a larger window, or " if reach else ""
         raise UnsupportedModelError(
@@ -153,7 +176,10 @@ class Layer:
         if self.biased is None:
             return call
         module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
-        return replace(call, **module(distances, like.device, wide(like), self.biased, both))
+        added = module(
+            count=distances, device=like.device, dtype=wide(like), owner=self.biased, both=both
+        )
+        return replace(call, **added)
 
 
 class Step:
@@ -162,6 +188,8 @@ class Step:
     Never synchronizes with a GPU if it is traced, or continues a cache by few queries without mask.
     ``offset`` is the slot of the first key, for caches that keep only the last ones; ``mask`` is
     given if the forward is not traced. ``whole``: :meth:`dense` is needed, also if there are runs.
+
+    What does not depend on the layer is computed in the first of them, and kept by dtype.
     """
 
     runs: list[Run] | None = None  # all queries in runs of consecutive tokens, if they are
@@ -175,34 +203,51 @@ class Step:
         mask: BatchMask | None = None,
         whole: bool = False,
     ) -> None:
-        self.forward, self.rotations, self.offset = forward, layer.rotations, offset
-        self.tempered, reach = layer.window is None, forward.map.reach
+        self.forward = forward
+        self.rotations = layer.rotations
+        self.offset = offset
+        self.tempered = layer.window is None
+        reach = forward.map.reach
         self.few = not forward.regular and forward.tokens <= min(FEW, reach or FEW)
-        self.made: dict[Any, Any] = {}
+        self._bands_of_runs: dict[torch.dtype, list[tuple[Run, list[RotatedBand]]]] = {}
+        self._bands: dict[tuple[torch.dtype, bool], list[RotatedBand]] = {}
+        self._scales: dict[torch.dtype, Tensor | None] = {}
+        self._places: Places | None = None
+        self._ranges: decode.Ranges | None = None
         if mask is None:
             return
         if forward.both:
             self.rotations = layer.rotations_both_ways
             self._see_both_ways(mask, whole)
-            return
+        else:
+            self._see_earlier(mask, whole, biased=layer.biased is not None)
+
+    def _see_earlier(self, mask: BatchMask, whole: bool, biased: bool) -> None:
+        """Set the runs of a causal forward, or the keys that its queries see."""
+        forward = self.forward
         documents = forward.documents is not None
         near = clipped(self.rotations, mask.window)
         if near is not None and mask.causal and not whole and (documents or not self.few):
-            self.runs = mask.runs(offset)
+            self.runs = mask.runs(self.offset)
+        # Runs count by one, and a continued cache was checked by `locate`. Otherwise a token whose
+        # position goes back would see later tokens as near ones.
         unchecked = mask.given is None and not documents and forward.begins and self.runs is None
         if unchecked and bool(goes_back(mask.forward.key, mask.forward.real())):
             raise UnsupportedModelError(BACK)
-        self.rotations = near or self.rotations
+        if near is not None:
+            self.rotations = near
+        # Else geometry and order of the slots already say what a query sees.
         if self.runs is None and (near is None or not mask.causal or documents):
-            seen, first = mask.dense_on(forward.device), offset - mask.offset
-            biased = layer.biased is not None
+            seen = mask.dense_on(forward.device)
             self.rotations = _seeing_ahead(forward.map, self.rotations, mask.ahead, biased)
             if seen is not None:
+                first = self.offset - mask.offset  # the mask may have keys that this layer dropped
                 self.seen = shown(seen[..., first : forward.room - mask.offset])
 
     def _see_both_ways(self, mask: BatchMask, whole: bool) -> None:
         """Set the runs of a forward in both directions, or the keys that its queries see."""
-        forward, window = self.forward, (mask.arguments or {}).get("local_size")
+        forward = self.forward
+        window = (mask.arguments or {}).get("local_size")
         if mask.causal and window is not None:
             raise UnsupportedModelError(
                 f"{forward.map.named} is called in both directions, and the layers with a window "
@@ -217,68 +262,89 @@ class Step:
             seen = mask.dense_on(forward.device)
         if seen is not None:
             seen = shown(seen[..., : forward.room])
-        if forward.documents is not None:
+        if forward.documents is not None:  # transformers' masks do not separate them here
             numbers = forward.documents.to(forward.device)
             same = (numbers[:, None, :, None] == numbers[:, None, None]) & forward.real()[:, None]
             seen = same if seen is None else seen & same
         self.seen = seen
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
-        """Compute attention: for few queries on a GPU, in runs, in a graph, or from positions."""
+        """Compute attention: for few queries on a GPU, in runs, in a graph, or from positions.
+
+        Tensors are ``[rows, heads, tokens, columns]``, as the result.
+        """
+        forward = self.forward
         if self.runs is not None:
-            query, kernel = self._scaled(query), self.forward.map.kernel
-            calls = [(run, replace(call, bands=x)) for run, x in self._in_runs(wide(query))]
-            return dispatch.attend_runs(query, key, value, calls, kernel)
-        if self.forward.traced and not self.few:
+            query = self._scaled(query)
+            bands = self._in_runs(wide(query))
+            calls = [(run, replace(call, bands=of_run)) for run, of_run in bands]
+            return dispatch.attend_runs(query, key, value, calls, forward.map.kernel)
+        if forward.traced and not self.few:
             return self._many(query, key, value, call)
         if self._has_kernel(query, key, value, call):
-            return decode.attend(query, key, value, call, self._ranges())
+            return decode.attend(query, key, value, call, self._seen_ranges())
         dense = self.dense(query, key, call)
         return plain.attend(dense.query, dense.key, value, dense.call, dense.places)
 
     def _in_runs(self, dtype: torch.dtype) -> list[tuple[Run, list[RotatedBand]]]:
         """Return the runs with their bands, split where queries have to be rotated together."""
-        if ("runs", dtype) not in self.made:
-            reach, made = self.forward.map.reach, []
-            for run in within(self.runs or [], reach):
-                end = run.start + run.keys.stop - run.keys.start
-                begin = end - (run.queries.stop - run.queries.start)
-                given = self.forward.device, dtype, (begin + end - 1) // 2 if reach else 0
-                bands = [
-                    RotatedBand(x, q.between(begin, end, *given), k.between(run.start, end, *given))
-                    for x, q, k in self.rotations
-                ]
-                made.append((run, bands))
-            self.made["runs", dtype] = made
-        return self.made["runs", dtype]
+        made = self._bands_of_runs.get(dtype)
+        if made is not None:
+            return made
+        made = []
+        device = self.forward.device
+        reach = self.forward.map.reach
+        for run in within(self.runs or [], reach):
+            end = run.start + run.keys.stop - run.keys.start
+            begin = end - (run.queries.stop - run.queries.start)
+            # Factors of a decay stay representable only near its origin.
+            origin = (begin + end - 1) // 2 if reach else 0
+            bands = [
+                RotatedBand(
+                    geometry=band.geometry,
+                    query=band.query.between(begin, end, device, dtype, origin),
+                    key=band.key.between(run.start, end, device, dtype, origin),
+                )
+                for band in self.rotations
+            ]
+            made.append((run, bands))
+        self._bands_of_runs[dtype] = made
+        return made
 
     def _many(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Compute attention for many queries in a graph."""
         forward = self.forward
         query = self._scaled(query)
-        call = replace(call, bands=self._bands(wide(query)))
+        call = replace(call, bands=self._rotated(wide(query)))
         if forward.regular:  # tokens 0, 1, 2, ...
             return dispatch.attend(query, key, value, call, forward.map.kernel)
         if call.bias is not None and forward.begins and call.bias.shape[1] >= forward.room:
+            # The bias of this graph ends at the last slot, and larger distances would repeat it.
             torch._assert_async((forward.key.amax() - forward.key.amin()) < forward.room, BEYOND)
-        sequences = forward.real().long() - 1
+        sequences = forward.real().long() - 1  # 0, or -1 without a token
         first = torch.as_tensor(forward.filled)
         at = [forward.key, sequences, first]
         return dispatch.attend_encoded(query, key, value, call, at, forward.map.kernel)
 
     def dense(self, query: Tensor, key: Tensor, call: Call) -> Dense:
-        forward, dtype, reach = self.forward, wide(query), self.forward.map.reach
+        """Return the call for plain operations, whose logits are computed for all slots at once."""
+        forward = self.forward
+        dtype = wide(query)
+        reach = forward.map.reach
         apart = forward.distances if forward.begins else forward.tokens
         if reach is not None and apart > reach:
-            query, key, dtype = query.double(), key.double(), torch.float64
+            # Float64 represents the factors of a decay at this distance from their origin.
+            query = query.double()
+            key = key.double()
+            dtype = torch.float64
             if apart > Decay.MOST_REACHES * reach:
                 raise UnsupportedModelError(
                     f"positions of one forward lie {apart} tokens apart, too far for the decay of "
                     f"{forward.map.named}; give it position ids that are at most "
                     f"{Decay.MOST_REACHES * reach} apart"
                 )
-        call = replace(call, bands=self._bands(dtype, apart=True))
-        return Dense(self._scaled(query), key, call, self._places())
+        call = replace(call, bands=self._rotated(dtype, by_head=True))
+        return Dense(query=self._scaled(query), key=key, call=call, places=self._at_slots())
 
     def _has_kernel(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
         """Whether :mod:`rope_ext.attention.decode` supports a call."""
@@ -297,30 +363,44 @@ class Step:
         learns = any(x is not None and x.requires_grad for x in tensors)
         return not (torch.is_grad_enabled() and learns)
 
-    def _ranges(self) -> decode.Ranges:
-        if "ranges" not in self.made:
-            forward, t = self.forward, self.forward.query
-            if forward.padding is not None and not forward.reads:  # otherwise already checked
-                apart = (forward.slots() - forward.origin() != forward.key) & forward.real()
-                torch._assert_async(~apart.any(), APART)
-            filled = forward.filled
-            if isinstance(filled, int):  # filled on the device, without a copy
-                filled = torch.full((1,), filled, device=forward.device)
-            filled = filled.view(1) - self.offset
-            bands = [
-                RotatedBand(geometry, self._at(q, t, torch.float32), self._everywhere(k))
-                for geometry, q, k in self.rotations
-            ]
-            origin, temperature = forward.origin()[:, 0], self._temperature(torch.float32)
-            given = bands, t, origin - self.offset, filled, temperature
-            self.made["ranges"] = decode.ranges_of(*given)
-        return self.made["ranges"]
+    def _seen_ranges(self) -> decode.Ranges:
+        """Return the slots that every query sees in each band, for the kernel of few queries."""
+        if self._ranges is not None:
+            return self._ranges
+        forward = self.forward
+        t = forward.query
+        origin = forward.origin()
+        if forward.padding is not None and not forward.reads:  # otherwise `locate` checked it
+            apart = (forward.slots() - origin != forward.key) & forward.real()
+            torch._assert_async(~apart.any(), APART)
+        filled = forward.filled
+        if isinstance(filled, int):  # filled on the device, without a copy
+            filled = torch.full((1,), filled, device=forward.device)
+        bands = [
+            RotatedBand(
+                geometry=band.geometry,
+                query=self._at(band.query, t, torch.float32),
+                key=self._everywhere(band.key),
+            )
+            for band in self.rotations
+        ]
+        self._ranges = decode.ranges_of(
+            bands=bands,
+            t=t,
+            origin=origin[:, 0] - self.offset,
+            filled=filled.view(1) - self.offset,
+            temperature=self._temperature(torch.float32),
+        )
+        return self._ranges
 
     def _at(
         self, by: RotationTable | Decay, t: Tensor, dtype: torch.dtype, origin: Any = 0
     ) -> Rotation:
-        """Return the rotation of tokens at ``t``, ``[rows or 1, tokens, pairs]``."""
-        counted = not self.forward.begins and self.forward.shown is None  # and less than the room
+        """Return the rotation of tokens at ``t``, ``[rows or 1, tokens, pairs]``.
+
+        Taken from the table where all positions are known to be below the room, its length.
+        """
+        counted = not self.forward.begins and self.forward.shown is None
         if by.idle or self.forward.traced or isinstance(by, Decay) or not counted:
             return by.at(t, dtype, origin)
         made = by.between(0, self.forward.room, t.device, dtype)
@@ -328,56 +408,72 @@ class Step:
 
     def _everywhere(self, by: RotationTable | Decay) -> Rotation:
         """Return the rotation of all positions below the room, float32, ``[room, pairs]``."""
-        room, device = self.forward.room, self.forward.device
+        room = self.forward.room
+        device = self.forward.device
         if self.forward.traced:
             return by.at(torch.arange(room, device=device), torch.float32)
         made = by.between(0, room, device, torch.float32)
         return each_table(made, lambda x: x.expand(room, -1).contiguous())
 
     def _temperature(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the factor of every query, ``[rows or 1, tokens]``; None: 1."""
         if not self.tempered:
             return None
         return self.forward.map.temperature(self.forward.tempered, dtype)
 
     def _scaled(self, query: Tensor) -> Tensor:
-        name = "temperature", wide(query)
-        if name not in self.made:
-            made = self._temperature(name[1])
-            self.made[name] = None if made is None else made[:, None, :, None]
-        scale = self.made[name]
+        """Multiply queries by their temperature, in the dtype of logits."""
+        dtype = wide(query)
+        if dtype not in self._scales:
+            made = self._temperature(dtype)
+            self._scales[dtype] = None if made is None else made[:, None, :, None]
+        scale = self._scales[dtype]
         return query if scale is None else (query * scale).to(query.dtype)
 
-    def _bands(self, dtype: torch.dtype, apart: bool = False) -> list[RotatedBand]:
+    def _rotated(self, dtype: torch.dtype, by_head: bool = False) -> list[RotatedBand]:
         """Return the bands, with rotations of shape ``[rows or 1, tokens, pairs]``.
 
-        ``apart``: add a dimension for heads, or drop that of rows if all rows are equal.
+        ``by_head``: with a dimension for heads, ``[rows, 1, tokens, pairs]``, or without that of
+        rows if all rows are equal.
         """
-        if (name := ("bands", dtype, apart)) not in self.made:
-            query, key, middle = self.forward.query, self.forward.key[:, self.offset :], 0
-            if self.forward.map.reach is not None and apart:
-                middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2
-            flat: list[Tensor] = []
-            for _, *both in self.rotations:
-                for by, t in zip(both, (query, key), strict=True):
-                    flat += self._at(by, t, dtype, middle) or ()
-            if apart:
-                flat = [x[0] if len(x) == 1 else x[:, None] for x in once(flat)]
-            elif self.forward.regular:
-                flat = [x[0] for x in flat]
-            left, bands = iter(flat), []
-            for geometry, *both in self.rotations:
-                turned = [None if by.idle else (next(left), next(left)) for by in both]
-                bands.append(RotatedBand(geometry, *turned))
-            self.made[name] = bands
-        return self.made[name]
+        made = self._bands.get((dtype, by_head))
+        if made is not None:
+            return made
+        query = self.forward.query
+        key = self.forward.key[:, self.offset :]
+        origin: Any = 0
+        if self.forward.map.reach is not None and by_head:  # of a decay, in each row's middle
+            origin = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2
+        flat: list[Tensor] = []
+        for band in self.rotations:
+            flat += self._at(band.query, query, dtype, origin) or ()
+            flat += self._at(band.key, key, dtype, origin) or ()
+        if by_head:
+            # One operator for all tables keeps inductor from recomputing them in every layer.
+            flat = [x[0] if len(x) == 1 else x[:, None] for x in once(flat)]
+        elif self.forward.regular:
+            flat = [x[0] for x in flat]
+        tables = iter(flat)  # cosine and sine of each rotation, in the order of the loop above
+        made = []
+        for band in self.rotations:
+            of_query = None if band.query.idle else (next(tables), next(tables))
+            of_key = None if band.key.idle else (next(tables), next(tables))
+            made.append(RotatedBand(geometry=band.geometry, query=of_query, key=of_key))
+        self._bands[dtype, by_head] = made
+        return made
 
-    def _places(self) -> Places:
-        if "places" not in self.made:
-            forward, offset = self.forward, self.offset
-            query, key, real = forward.query, forward.key[:, offset:], forward.real()[:, offset:]
-            filled = forward.filled - offset
-            made = Places.in_slots(query, key, real, filled, forward.both)
-            if self.seen is not None:
+    def _at_slots(self) -> Places:
+        """Return the positions of queries and of the keys from ``offset`` on, and what is seen."""
+        if self._places is None:
+            forward = self.forward
+            made = Places.in_slots(
+                query=forward.query,
+                key=forward.key[:, self.offset :],
+                real=forward.real()[:, self.offset :],
+                filled=forward.filled - self.offset,
+                both=forward.both,
+            )
+            if self.seen is not None:  # a mask decides alone, also about later slots
                 made = replace(made, mask=self.seen, newest=None)
-            self.made["places"] = replace(made, made={})
-        return self.made["places"]
+            self._places = replace(made, made={})
+        return self._places

@@ -7,7 +7,7 @@ call belongs to a request and is stored on its cache.
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.rotary.probe import package_of
 from rope_ext.rotary.sites import text_config
 from rope_ext.rotary.swapping import Changes, wrap
 
@@ -28,6 +29,7 @@ UNKNOWN = (
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_freq themselves
 NOTE = "_rope_ext"
 """Cache attribute with metadata of its keys for the next forward; ``patch`` computed them."""
 
@@ -63,14 +65,16 @@ forward_context = _ThreadState()
 @contextmanager
 def attending(decoder: nn.Module, name: str, look: Callable[..., None]) -> Iterator[None]:
     """Use another attention function in a block, with ``look`` as its observer in this thread."""
-    config, before = text_config(decoder), forward_context.look
+    config = text_config(decoder)
+    before = forward_context.look
     own = config._attn_implementation_internal
     config._attn_implementation_internal = name  # the public attribute also sets sub-configurations
     forward_context.look = look
     try:
         yield
     finally:
-        config._attn_implementation_internal, forward_context.look = own, before
+        config._attn_implementation_internal = own
+        forward_context.look = before
 
 
 def current(patch: Any) -> Any:
@@ -127,7 +131,8 @@ class Tracker:
         stack = forward_context.stack
         if stack and not torch.compiler.is_compiling():  # as _forgetting, also if an export fails
             stack[:] = [x for x in stack if not x.exported and x.patch is not self.patch]
-        given, forward = arguments(decoder, args, kwargs), None
+        given = arguments(decoder, args, kwargs)
+        forward = None
         if self.traceable() and not is_paged(given) and not _runs_layers_again(decoder):
             forward = self.trace(given)
         if forward is None:
@@ -155,6 +160,20 @@ def shape_of(given: Mapping[str, Any]) -> tuple[int, int]:
     tokens = given.get("input_ids")
     rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
     return rows, length
+
+
+def mask_of_decoder(mask: Any) -> Any:
+    """Return the mask from which padding is read, if there is one mask per kind of layer.
+
+    It is that of layers which attend to every token. The dict's order is that of a set, so it
+    depends on the hash seed, and masks of layers without attention cover only the new tokens.
+    """
+    if not isinstance(mask, dict):
+        return mask
+    if "full_attention" in mask:
+        return mask["full_attention"]
+    of_attention = [name for name in sorted(mask) if getattr(mask[name], "ndim", 0) == 4]
+    return mask[of_attention[0]] if of_attention else None
 
 
 def is_paged(given: Mapping[str, Any]) -> bool:
@@ -239,7 +258,8 @@ def refuse_batching(reason: str, *args: Any, **kwargs: Any) -> None:
 
 def _forgetting(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``generate``; forget its request, and forwards whose hooks Ctrl-C kept from running."""
-    stack, count = forward_context.stack, len(forward_context.stack)
+    stack = forward_context.stack
+    count = len(forward_context.stack)
     try:
         return original(*args, **kwargs)
     finally:
@@ -259,3 +279,30 @@ def refuse_sharded(name: str, instead: str, *hooked: Any) -> None:
             f"context parallelism gives every device a part of each sequence, and {name} needs "
             f"its positions whole; {instead}, or use one device for each sequence (cp_size 1)"
         )
+
+
+def refuse_presses(
+    modules: Iterable[nn.Module], method: str, instead: str, rerotating: bool = False
+) -> None:
+    """Raise CacheError if a kvpress press drops keys of one of these attention modules.
+
+    With ``rerotating``, only a press that rotates keys by the frequencies in the buffer counts.
+    """
+    hooks = (hook for module in modules for hook in module._forward_hooks.values())
+    for press in (press for hook in hooks for press in _presses(getattr(hook, "__self__", hook))):
+        if press in _REROTATING_PRESSES or not rerotating:
+            raise CacheError(
+                f"{press} of kvpress drops keys or rotates them by the frequencies in the rotary "
+                f"module, and {method} needs the position of every key to rotate it; {instead}"
+            )
+
+
+def _presses(item: Any) -> Iterator[str]:
+    """Yield the name of a press whose hook this is, and of those that it wraps."""
+    if inspect.isfunction(item) and package_of(item) == "kvpress":
+        yield item.__qualname__.partition(".")[0]
+    elif any(package_of(cls) == "kvpress" for cls in type(item).__mro__):
+        yield type(item).__name__
+        for value in vars(item).values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                yield from _presses(inner)

@@ -3,21 +3,10 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-
-def mask_of_decoder(mask: Any) -> Any:
-    """Return the mask from which padding is read, if there is one mask per kind of layer.
-
-    It is that of layers which attend to every token. The dict's order is that of a set, so it
-    depends on the hash seed, and masks of layers without attention cover only the new tokens.
-    """
-    if not isinstance(mask, dict):
-        return mask
-    if "full_attention" in mask:
-        return mask["full_attention"]
-    of_attention = [name for name in sorted(mask) if getattr(mask[name], "ndim", 0) == 4]
-    return mask[of_attention[0]] if of_attention else None
+from rope_ext.rotary.context import mask_of_decoder
 
 
 def visible(mask: Tensor) -> Tensor:
@@ -44,6 +33,28 @@ def tokens_among(seen: Tensor, filled: int) -> Tensor:
     first = others.any(1).to(torch.uint8).argmax(1, keepdim=True)
     slots = torch.arange(filled + count, device=seen.device)
     return seen.any(1) & (slots >= first)
+
+
+def goes_on(positions: Tensor, real: Tensor) -> Tensor:
+    """Whether a token's position is above that of the token before it in its row.
+
+    All are ``[rows or 1, tokens]``; padding between two tokens does not count, and the first token
+    goes on.
+    """
+    slots = torch.arange(positions.shape[1], device=positions.device)
+    latest = torch.where(real, slots, -1).cummax(1).values
+    before = F.pad(latest[:, :-1], (1, 0), value=-1)  # slot of the previous token
+    return (before < 0) | (positions > positions.gather(1, before.clamp(min=0)))
+
+
+def beginnings(real: Tensor, restarts: Tensor, edges: Tensor | None) -> Tensor:
+    """Return which tokens are the first of a document, bool, ``[rows, tokens]``.
+
+    These are the first ``real`` token of a row, and tokens whose position ``restarts`` or that
+    follow one of the ``edges`` between packed documents. All are bool, as the result.
+    """
+    begins = restarts if edges is None else restarts | edges
+    return real & (begins | (real.cumsum(1) == 1))
 
 
 def read(mask: Any, filled: int, tokens: int) -> tuple[Tensor | None, Tensor | None]:

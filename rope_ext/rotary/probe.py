@@ -11,17 +11,15 @@ import copy
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext.errors import CacheError, UnsupportedModelError
+from rope_ext.errors import UnsupportedModelError
 
 _OURS = ("transformers", "torch", "rope_ext")  # packages that may wrap or assign a forward
-_REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_freq themselves
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,13 @@ def _twin(module: nn.Module, layer_type: str | None, inv_freq: Tensor, scaling: 
     twin = copy.copy(module)
     for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate wraps forward
         twin.__dict__.pop(name, None)
-    twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
+    twin._forward_hooks = OrderedDict()
+    twin._forward_pre_hooks = OrderedDict()
     own = {f"{prefix}inv_freq", f"{prefix}original_inv_freq"}
     twin._buffers = {k: inv_freq.float() if k in own else v for k, v in module._buffers.items()}
     twin.__dict__[f"{prefix}attention_scaling"] = scaling
-    kinds, plain = getattr(module, "rope_type", None), "default"
+    kinds = getattr(module, "rope_type", None)
+    plain = "default"
     twin.__dict__["rope_type"] = dict.fromkeys(kinds, plain) if isinstance(kinds, dict) else plain
     return twin
 
@@ -117,10 +117,11 @@ def replaced(decoder: nn.Module) -> list[str]:
 
     An entry is ``"unsloth.models.llama.fast_forward in place of LlamaAttention.forward"``.
     """
-    modules, found = dict(decoder.named_modules()), {}
+    modules = dict(decoder.named_modules())
+    found = {}
     for name, module in modules.items():
         if any(buffer.endswith("inv_freq") for buffer in module._buffers):
-            if _package(type(module)) not in (_package(type(decoder)), *_OURS):
+            if package_of(type(module)) not in (package_of(type(decoder)), *_OURS):
                 found[_path(type(module))] = "the rotary embedding"
         elif isinstance(getattr(module, "layer_idx", None), int):
             parts = name.split(".")
@@ -140,44 +141,18 @@ def _other_forward(module: nn.Module) -> dict[str, str]:
     function = getattr(forward, "__func__", forward)
     inner = inspect.unwrap(function)
     wrapper = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-    known = (_package(owner), *_OURS)
-    if _package(inner) in known and wrapper in (*known, ""):
+    known = (package_of(owner), *_OURS)
+    if package_of(inner) in known and wrapper in (*known, ""):
         return {}
     return {_path(function if wrapper not in known else inner): f"{owner.__name__}.forward"}
-
-
-def refuse_presses(
-    modules: Iterable[nn.Module], method: str, instead: str, rerotating: bool = False
-) -> None:
-    """Raise CacheError if a kvpress press drops keys of one of these attention modules.
-
-    With ``rerotating``, only a press that rotates keys by the frequencies in the buffer counts.
-    """
-    hooks = (hook for module in modules for hook in module._forward_hooks.values())
-    for press in (press for hook in hooks for press in _presses(getattr(hook, "__self__", hook))):
-        if press in _REROTATING_PRESSES or not rerotating:
-            raise CacheError(
-                f"{press} of kvpress drops keys or rotates them by the frequencies in the rotary "
-                f"module, and {method} needs the position of every key to rotate it; {instead}"
-            )
-
-
-def _presses(item: Any) -> Iterator[str]:
-    """Yield the name of a press whose hook this is, and of those that it wraps."""
-    if inspect.isfunction(item) and _package(item) == "kvpress":
-        yield item.__qualname__.partition(".")[0]
-    elif any(_package(cls) == "kvpress" for cls in type(item).__mro__):
-        yield type(item).__name__
-        for value in vars(item).values():
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
-                yield from _presses(inner)
 
 
 def _module(item: Any) -> str:
     return getattr(item, "__module__", None) or type(item).__module__
 
 
-def _package(item: Any) -> str:
+def package_of(item: Any) -> str:
+    """Return the top-level package that defines a function or class, or an object's class."""
     return _module(item).partition(".")[0]
 
 

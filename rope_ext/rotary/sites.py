@@ -205,7 +205,8 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     ``length`` is the trained length in tokens; None reads it from the configuration.
     """
     _require_in_use(decoder)
-    sites, unused = [], _unused_modules(decoder)
+    sites = []
+    unused = _unused_modules(decoder)
     for name, module in decoder.named_modules():
         for buffer in list(module._buffers) if name not in unused else ():
             if not buffer.endswith("inv_freq") or buffer.endswith("original_inv_freq"):
@@ -287,7 +288,8 @@ def chosen_sites(decoder: nn.Module, sites: list[RotarySite], sliding: str) -> l
 
 def _require_in_use(decoder: nn.Module) -> None:
     """Raise NoRopeError if the configuration disables the rotation in the code."""
-    uses, off = [m.use_rope for m in decoder.modules() if hasattr(m, "use_rope")], None
+    uses = [m.use_rope for m in decoder.modules() if hasattr(m, "use_rope")]
+    off = None
     if uses and not any(uses):
         off = "its layers all have use_rope off"
     if getattr(text_config(decoder), "alibi", None):
@@ -323,7 +325,8 @@ def _site(
             f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
             f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
         )
-    settings, changed = rope_settings(config, layer_type), None
+    settings = rope_settings(config, layer_type)
+    changed = None
     if getattr(config, FIELD, None) is None:  # else the record has the trained length
         found = _Loaded(decoder, config, name, module, layer_type, rope_type, loaded)
         settings, changed = found.settings(settings)
@@ -459,7 +462,8 @@ def softmax_scales(decoder: nn.Module, **changed: float) -> dict[nn.Module, floa
         return None
     found = {}
     for name, module in decoder.named_modules():
-        old, new = module.__dict__.get("scaling"), getattr(built.get(name), "scaling", None)
+        old = module.__dict__.get("scaling")
+        new = getattr(built.get(name), "scaling", None)
         if isinstance(old, float) and isinstance(new, float) and new != old:
             found[module] = new
     return found
@@ -486,7 +490,8 @@ def _loaded(decoder: nn.Module, module: Any, name: str, moving: bool) -> Tensor:
     value = module.get_buffer(name).detach()
     found = None if value.is_meta else value.to("cpu", torch.float32, copy=True)
     whole = found is not None and value.dtype in (torch.float32, torch.float64)
-    built, error = None, "its configuration gives other values"
+    built = None
+    error = "its configuration gives other values"
     try:
         config = copy.deepcopy(module.config)  # some transformers functions add fields
         built = rebuilt(module, config).get_buffer(name).detach()
@@ -509,9 +514,11 @@ def _is_rounded(found: Tensor, built: Tensor) -> bool:
         return False
     # Rounding is monotonic, so values in this range are rounded to within the rounded range.
     for casts in itertools.product((torch.bfloat16, torch.float16), repeat=3):  # enough casts
-        least, most = built * (1 - ROUNDING), built * (1 + ROUNDING)
+        least = built * (1 - ROUNDING)
+        most = built * (1 + ROUNDING)
         for dtype in casts:
-            least, most = least.to(dtype), most.to(dtype)
+            least = least.to(dtype)
+            most = most.to(dtype)
         if bool(((least.float() <= found) & (found <= most.float())).all()):
             return True
     return False
@@ -573,7 +580,8 @@ def is_local(layer_type: str) -> bool:
 
 def sees_window(config: Any, layer: nn.Module, window: int | None) -> bool:
     """Whether an attention layer has a sliding window; ``window``: its ``sliding_window``."""
-    kinds, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    index = getattr(layer, "layer_idx", None)
     named = bool(kinds) and isinstance(index, int) and is_local(kinds[index])
     return named or window is not None
 

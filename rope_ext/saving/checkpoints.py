@@ -11,13 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext.apply import gguf_source
 from rope_ext.config.record import Record, record_of
 from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
-from rope_ext.saving import hub
+from rope_ext.saving import gguf_source, hub
 from rope_ext.saving.load import copy_learned, from_pretrained, read_config, tensors_of_adapter
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"

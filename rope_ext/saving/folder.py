@@ -20,11 +20,11 @@ from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, is_local, text_decoder
 from rope_ext.saving.checkpoints import before_patch, load_config
 from rope_ext.saving.load import (
-    frequencies_of,
     read_adapter,
     read_sidecar,
     refuse_other_fields,
     same,
+    saved_frequencies,
 )
 
 Given = PreTrainedConfig | str | Path
@@ -46,7 +46,8 @@ def read_saved(given: Given) -> Saved:
     """Build the model of a folder, Hub ID or configuration on the meta device, patched as saved."""
     sidecar = None
     if isinstance(given, PreTrainedConfig):
-        config, name = given, given.name_or_path or ""
+        config = given
+        name = given.name_or_path or ""
     else:
         name = place = str(given)
         path = Path(name) / "adapter_config.json"
@@ -110,7 +111,8 @@ def configured(text: Any) -> tuple[FrequencyMethod, int] | None:
 
 def _method(settings: RopeSettings) -> tuple[FrequencyMethod, int] | None:
     """Return the method of one rotary embedding, and its original length."""
-    factor, length = settings.factor, settings.length
+    factor = settings.factor
+    length = settings.length
     # The dynamic type has no maximum length.
     if factor is None or length is None or settings.rope_type == "dynamic":
         return None
@@ -155,7 +157,7 @@ def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     except (RopeExtError, RuntimeError, TypeError, KeyError):
         return None
     state = not_none(current_patch(model))
-    if not same(frequencies_of(state.sites, state, start=True), frequencies_of(sites)):
+    if not same(saved_frequencies(state.sites, state, start=True), saved_frequencies(sites)):
         return None
     note_target(model, target)  # Llama 3's factor does not determine it
     return model

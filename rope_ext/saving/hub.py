@@ -39,7 +39,8 @@ def require_place(path: str | PathLike[str]) -> str:
     """Return ``path`` as a string; raises LoadError if it is neither a directory nor a Hub ID."""
     if not isinstance(path, (str, PathLike)):
         raise LoadError(f"{path!r} is not a path; pass a directory, or a Hub ID")
-    name, fault = str(path), "it is a file, not a folder"
+    name = str(path)
+    fault = "it is a file, not a folder"
     if os.path.isdir(name):
         return name
     if not os.path.exists(name):

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from rope_ext.apply import configuration, gguf_source
+from rope_ext.config import writing
 from rope_ext.config.bounds import MOST_BYTES, require_bounds
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.config.settings import edits
@@ -34,7 +34,7 @@ from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
 from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_config, text_decoder
-from rope_ext.saving import hub
+from rope_ext.saving import gguf_source, hub
 from rope_ext.saving.drafts import write_whole
 
 _CAUSAL = "AutoModelForCausalLM"
@@ -83,8 +83,10 @@ def from_pretrained(
         LoadError, RecordError: the model or its patch cannot be read.
     """
     folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
-    path, kwargs = hub.require_place(folder), {**kwargs, **gguf}
-    where, adapter = hub.of_hub(kwargs), None
+    path = hub.require_place(folder)
+    kwargs = {**kwargs, **gguf}
+    where = hub.of_hub(kwargs)
+    adapter = None
     if kwargs.get("gguf_file") is None:
         adapter = hub.find(path, "adapter_config.json", connection_errors=False, **where)
     if adapter is not None:
@@ -114,7 +116,8 @@ def _base_of(
     """Load the base model that ``adapter_config.json`` names, with the adapter's patch."""
     if kwargs.pop("output_loading_info", False):
         raise AdapterError(f"{path} is an adapter; leave output_loading_info= out")
-    sidecar, where = require_sidecar(path, kwargs), hub.of_hub(kwargs)
+    sidecar = require_sidecar(path, kwargs)
+    where = hub.of_hub(kwargs)
     saved = read_adapter(adapter)
     for name in ("revision", "subfolder"):  # these locate the adapter
         kwargs.pop(name, None)
@@ -149,7 +152,8 @@ def _load(
 
     Returns the model, the record and the configuration as saved.
     """
-    config, gguf_file = copy.deepcopy(kwargs.get("config")), kwargs.get("gguf_file")
+    config = copy.deepcopy(kwargs.get("config"))
+    gguf_file = kwargs.get("gguf_file")
     given = isinstance(config, PreTrainedConfig)
     if not given:
         config = _config(config or path, path, kwargs)
@@ -196,7 +200,7 @@ def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
     options = hub.of_hub(kwargs, "code_revision", "trust_remote_code")
     # Its rope_type may be one that plain transformers must refuse.
     with (
-        configuration.quieted(logging.getLogger("transformers")),
+        writing.quieted(logging.getLogger("transformers")),
         hub.loading("configuration", path),
     ):
         if kwargs.get("gguf_file") is not None:
@@ -232,8 +236,10 @@ def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
     ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it. Lengths are
     not compared: training on longer texts raises them.
     """
-    saved, written = config.get_text_config(decoder=True), text_config(text_decoder(model))
-    one, other = getattr(saved, "rope_parameters", None), getattr(written, "rope_parameters", None)
+    saved = config.get_text_config(decoder=True)
+    written = text_config(text_decoder(model))
+    one = getattr(saved, "rope_parameters", None)
+    other = getattr(written, "rope_parameters", None)
     if not _agree(one, other):
         raise RecordError(
             f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
@@ -267,7 +273,7 @@ def _class(config: PreTrainedConfig, name: str | None) -> Any:
 
 def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure: str) -> None:
     """Patch as recorded; ``stores`` have what the patch learned."""
-    with configuration.quieted(_logger):  # hides advice already followed
+    with writing.quieted(_logger):  # hides advice already followed
         patch(model, record.method, **record.arguments)
     with hub.loading("weights", path):
         missing = copy_learned(model, *stores)
@@ -281,7 +287,7 @@ def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure
 def _expecting_learned() -> AbstractContextManager[None]:
     """Keep transformers from reporting a patch's parameters as unexpected keys, in all threads."""
     before = PreTrainedModel._keys_to_ignore_on_load_unexpected
-    return configuration.replaced(
+    return writing.replaced(
         key=_LEARNED,
         get=lambda: PreTrainedModel._keys_to_ignore_on_load_unexpected,
         put=functools.partial(setattr, PreTrainedModel, "_keys_to_ignore_on_load_unexpected"),
@@ -325,7 +331,8 @@ def _found_in(store: _Store, wanted: Mapping[str, torch.Tensor]) -> dict[str, to
             value = value.to(wanted[name].dtype)  # may overflow, and 8 bits have no isfinite
             if not value.isfinite().all():
                 raise ValueError(f"{key} has values that are NaN or infinite")
-            found[name], keys[name] = value, key
+            found[name] = value
+            keys[name] = key
     return found
 
 
@@ -343,7 +350,8 @@ def _stored(
     before_ending = "" if variant is None else f".{variant}"
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     single, index = (re.sub(r"(\.\w+)$", rf"{before_ending}\1", name) for name in names)
-    files, index = {single}, hub.find(path, index, **where)
+    files = {single}
+    index = hub.find(path, index, **where)
     if index is not None:
         shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         files |= {file for key, file in shards.items() if "rope_ext_" in key}
@@ -378,7 +386,7 @@ class Sidecar:
             return f"was trained on {state.length} tokens, not {self.record.trained_length}"
         if not self.record.same(state.record):
             return f"is patched by {self.record.difference(state.record)}"
-        if not same(frequencies_of(state.sites, state), self.after):
+        if not same(saved_frequencies(state.sites, state), self.after):
             return "gets different frequencies from the same call in this version of rope_ext"
         return None
 
@@ -391,7 +399,7 @@ def sidecar_of(model: nn.Module) -> Sidecar:
             f"this model is not patched; call rope_ext.patch(model, ...) before training. An "
             f"adapter of an unpatched model needs no {SIDECAR}"
         )
-    return Sidecar(state.record, _unpatched(model), frequencies_of(state.sites, state))
+    return Sidecar(state.record, _unpatched(model), saved_frequencies(state.sites, state))
 
 
 def save_sidecar(model: nn.Module, directory: str | PathLike[str]) -> Path:
@@ -427,7 +435,8 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
     again = "write it again from the patched model with rope_ext.save_sidecar"
     with hub.loading("record", path, RecordError, again):
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        record, parts = Record.from_json(data, path), (data["before"], data["after"])
+        record = Record.from_json(data, path)
+        parts = (data["before"], data["after"])
         if not all(same(part, part) for part in parts):
             raise ValueError("frequencies that are not numbers")
         return Sidecar(record, *parts)
@@ -511,21 +520,20 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def frequencies_of(
+def saved_frequencies(
     sites: Sequence[RotarySite], state: Patch | None = None, start: bool = False
 ) -> Frequencies:
-    """Return the frequencies of rotary sites, as loaded or under a patch.
+    """Return the frequencies of rotary sites, as loaded or under a patch, as they are saved.
 
     If they depend on the length, those at the target length, or at the ``start`` those at the
     trained length, which a new module has.
     """
     found = {}
     for site in sites:
-        inv_freq, scaling = site.loaded, site.scaling
+        inv_freq = site.loaded
+        scaling = site.scaling
         if state is not None:
-            inv_freq, scaling = state.frequencies_of(site)
-            if start and state.method.is_dynamic:
-                inv_freq = not_none(state.frequencies).frequencies(site.rope, site.rope.length)
+            inv_freq, scaling = state.frequencies_of(site, site.rope.length if start else None)
         name = site.name if site.layer_type is None else f"{site.name}:{site.layer_type}"
         found[name] = {"inv_freq": inv_freq.tolist(), "attention_scaling": scaling}
     return found
@@ -533,7 +541,7 @@ def frequencies_of(
 
 def _unpatched(model: nn.Module) -> Frequencies:
     state = current_patch(model)
-    return frequencies_of(find_sites(text_decoder(model)) if state is None else state.sites)
+    return saved_frequencies(find_sites(text_decoder(model)) if state is None else state.sites)
 
 
 def same(one: Frequencies, other: Frequencies) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 import rope_ext
 from rope_eval.engines import verifying
+from rope_eval.engines.gguf_miniature import write_model
 from rope_eval.engines.verifying import Miniature, in_process, verify
 from rope_ext.engines import llama_cpp
 from rope_ext.engines.base import ENGINES, miniatures
@@ -75,7 +76,7 @@ def test_llama_cpp_runs_a_file_with_keys_of_its_own(tmp_path: Path, family: str)
     pytest.importorskip("xllamacpp")
     miniature = Miniature.from_config(config_of(family), "yarn", factor=4)
     old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
-    llama_cpp.write_model(miniature.plain, old)
+    write_model(miniature.plain, old)
     words = ["--model", str(new), *llama_cpp.following(miniature.model, old, new).in_file]
     found = verify(miniature, lambda prompts: verifying.llama_cpp(words, prompts, 128), "llama.cpp")
     assert found.passed, str(found)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rope_ext
+from rope_eval.engines.gguf_miniature import write_model
 from rope_ext.cli import app
 from rope_ext.engines import llama_cpp
 from tests.helpers.models import LENGTH, tiny_llama
@@ -34,7 +35,7 @@ def tensors(path: Path) -> dict[str, tuple[Any, ...]]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Of a tiny llama, in part quantised, with keys of every kind and an alignment of its own."""
-    llama_cpp.write_model(tiny_llama(), tmp_path / "plain.gguf")
+    write_model(tiny_llama(), tmp_path / "plain.gguf")
     path = tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
@@ -195,7 +196,7 @@ def test_output_that_is_the_input_is_refused_through_links(file: Path, tmp_path:
     (tmp_path / "soft.gguf").symlink_to(file)
     (tmp_path / "hard.gguf").hardlink_to(file)
     (tmp_path / "folder").mkdir()
-    llama_cpp.write_model(tiny_llama(), tmp_path / "theirs.gguf")
+    write_model(tiny_llama(), tmp_path / "theirs.gguf")
     for output in ("soft.gguf", "hard.gguf", "folder", "theirs.gguf"):
         result = run(file, "--method", "yarn", "--output", tmp_path / output)
         assert result.exit_code == 2 and "give --output another name" in result.stderr

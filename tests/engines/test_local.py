@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import rope_ext
 from rope_eval.engines import verifying
+from rope_eval.engines.gguf_miniature import write_model
 from rope_ext.cli import app
 from rope_ext.engines import llama_cpp
 from rope_ext.patching import current_patch
@@ -42,7 +43,7 @@ def test_the_printed_commands_serve_what_was_patched(
 ) -> None:
     """Of llama.cpp, by flags or with a table in the file; of Ollama, whose file says it all."""
     monkeypatch.chdir(tmp_path)
-    llama_cpp.write_model(built("llama"), "MODEL.gguf")
+    write_model(built("llama"), "MODEL.gguf")
     model = patched(case)
     length = current_patch(model).target_length
     for engine in ("llama.cpp", "ollama"):
@@ -64,7 +65,7 @@ def test_the_printed_commands_serve_what_was_patched(
 
 
 def test_without_its_length_the_server_takes_no_longer_prompt(tmp_path: Path) -> None:
-    llama_cpp.write_model(built("llama"), tmp_path / "a.gguf")
+    write_model(built("llama"), tmp_path / "a.gguf")
     made = rope_ext.export(patched("pi"), "llama.cpp").command
     words = shlex.split(made.replace("MODEL.gguf", str(tmp_path / "a.gguf")))[1:]
     at = words.index("--override-kv")
@@ -120,7 +121,7 @@ def test_the_server_gives_the_trainers_numbers(tmp_path: Path, method: str) -> N
     trainer.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     close(expected(merged, length), want)
-    llama_cpp.write_model(merged, tmp_path / "MODEL.gguf")  # without its scaling
+    write_model(merged, tmp_path / "MODEL.gguf")  # without its scaling
     made = llama_cpp.following(merged, tmp_path / "MODEL.gguf", tmp_path / "MODEL-long.gguf")
     words = ["--model", str(tmp_path / "MODEL-long.gguf"), *made.in_file]
     close(verifying.llama_cpp(words, prompts(length), VOCABULARY), want)

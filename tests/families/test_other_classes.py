@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import rope_ext
-from rope_ext.apply.configuration import UNPATCHED
+from rope_ext.config.writing import UNPATCHED
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import find_sites, text_decoder, vocabulary_of
 from rope_ext.saving.load import frequencies_of, same

@@ -431,7 +431,7 @@ def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
     from rope_eval.engines import verifying
-    from rope_ext.engines import llama_cpp
+    from rope_eval.engines.gguf_miniature import write_model
     from tests.helpers.engines import built
     from tests.helpers.models import LENGTH
 
@@ -443,7 +443,7 @@ def test_llama_cpp_answers_as_its_model_does(tmp_path: Path) -> None:
     want = measured(local(folder, tmp_path / "here", **options), Numbers())
     printed = shlex.split(rope_ext.export(model, "llama.cpp").command)[1:]
     rope_ext.unpatch(model)
-    llama_cpp.write_model(model, file)
+    write_model(model, file)
     words = [str(file) if word.endswith(".gguf") else word for word in printed]
     with verifying.serving(words) as address:
         got = measured(served(folder, tmp_path / "there", f"{address}/v1", **options), Numbers())

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
-from rope_ext.apply import gguf_source
 from rope_ext.cli import app
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import Rope, build_method
-from rope_ext.saving import checkpoints
+from rope_ext.saving import checkpoints, gguf_source
 from tests.helpers.models import LENGTH, tiny_llama
 
 pytest.importorskip("gguf")
+from rope_eval.engines.gguf_miniature import write_model
 from rope_ext.engines import llama_cpp
 
 TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
@@ -31,7 +31,7 @@ TABLE = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    llama_cpp.write_model(tiny_llama(), path)
+    write_model(tiny_llama(), path)
     return path
 
 

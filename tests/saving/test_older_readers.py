@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import rope_ext
-from rope_ext.apply.configuration import READ, STOP
 from rope_ext.config.record import OLDER
+from rope_ext.config.writing import READ, STOP
 from rope_ext.engines.base import ENGINES
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama, tiny_llava

@@ -26,11 +26,12 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typing_extensions import Self
 
 from rope_eval.engines import llama_server
+from rope_eval.engines.gguf_miniature import write_model
 from rope_eval.server import Client, Completion, RequestError, shown_url
 from rope_ext.engines import export
 from rope_ext.engines.base import ENGINES, Refusal, Scaling, miniatures, refuse_unproven
 from rope_ext.engines.configs import PLUGIN_METHODS
-from rope_ext.engines.llama_cpp import following, write_model
+from rope_ext.engines.llama_cpp import following
 from rope_ext.errors import ExportError, RopeExtError, first_line, optional
 from rope_ext.import_path import isolated
 from rope_ext.methods import FrequencyMethod, Method, Rope

@@ -23,7 +23,8 @@ _DEPTH = 2  # of arrays in arrays
 _SCALARS = "BbHhIif?"
 """Formats of the types 0 to 7; 8 is a string, and 9 an array."""
 _LATER = {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _FORMATS: Mapping[int, str] = {**dict(enumerate(_SCALARS)), **_LATER}
 
 
@@ -71,7 +72,8 @@ class _Header:
         return None
 
     def _array(self, depth: int) -> None:
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         self.entries += count
         if self.entries > MOST_ENTRIES:
             raise ValueError(f"it declares arrays of {self.entries} entries")
@@ -100,7 +102,8 @@ def _require_sound(path: str, size: int, changed: int) -> None:
             raise ValueError("it is big-endian; convert it to little-endian")
         if version not in (2, 3):
             raise ValueError(f"version {version} of GGUF is not supported")
-        tensors, keys = header.number("Q"), header.number("Q")
+        tensors = header.number("Q")
+        keys = header.number("Q")
         if tensors > MOST_TENSORS or keys > MOST_KEYS:
             raise ValueError(f"it declares {tensors} tensors and {keys} keys")
         sizes: dict[str, Any] = {}

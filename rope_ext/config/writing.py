@@ -46,7 +46,8 @@ READ: Mapping[str, tuple[str, ...]] = {
 """For each family, the values of ``rope_type`` that mlx-lm 0.32.2 builds from the older fields."""
 
 UNSAVED = "no rope_type can express it: load it with rope_ext.from_pretrained (plain {})"
-REFUSED, UNPATCHED = "transformers raises an error", "transformers loads it unpatched"
+REFUSED = "transformers raises an error"
+UNPATCHED = "transformers loads it unpatched"
 
 
 _held: dict[Any, tuple[int, Any]] = {}  # of each replacement: blocks inside, and the value before
@@ -215,7 +216,8 @@ def _rope_scaling(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any] 
     See ``mlx_lm/models/rope_utils.py`` in mlx-lm 0.32.2, which ignores ``attention_factor``,
     ``truncate`` and ``partial_rotary_factor``.
     """
-    kind, given = parameters["rope_type"], parameters.get("attention_factor")
+    kind = parameters["rope_type"]
+    given = parameters.get("attention_factor")
     scaling = copy.deepcopy(dict(parameters))
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         return None
@@ -253,7 +255,9 @@ class Written:
 
 def written(place: PatchTarget, method: FrequencyMethod, target: int) -> Written:
     """Find a configuration from which transformers rebuilds ``method`` on the scaled sites."""
-    config, sites, scaled = text_config(place.decoder), place.sites, place.scaled
+    config = text_config(place.decoder)
+    sites = place.sites
+    scaled = place.scaled
     heads: list[dict[str, int]] = [{}]
     if vars(config).get(HEAD, 0) is None:  # some transformers functions cannot read it
         heads.append({HEAD: config.hidden_size // config.num_attention_heads})
@@ -286,7 +290,8 @@ def unsaved(place: PatchTarget, target: int) -> Written:
     ignore the field. For those the experts implementation is set instead, which every transformers
     model looks up first, with or without experts.
     """
-    config, length = text_config(place.decoder), {"max_position_embeddings": target}
+    config = text_config(place.decoder)
+    length = {"max_position_embeddings": target}
     marked = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
     for site in place.scaled:
         part_of(marked, site)["rope_type"] = CURE
@@ -394,7 +399,8 @@ def _rebuilt_modules(
 def _equal(built: Built, scaled: list[RotarySite], method: FrequencyMethod, dynamic: bool) -> bool:
     """Whether transformers built what the patch computes, and left the other sites alone."""
     for site, (got, got_scaling) in built.items():
-        inv_freq, scaling = site.loaded.double(), site.scaling
+        inv_freq = site.loaded.double()
+        scaling = site.scaling
         if site in scaled:
             inv_freq, scaling = site.under(method)
             if dynamic:  # dynamic modules start unscaled

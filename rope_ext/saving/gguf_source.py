@@ -19,17 +19,18 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from rope_ext.apply.gguf_header import require_sound
 from rope_ext.config.record import patch_call
 from rope_ext.errors import LoadError, RopeExtError, first_line, optional
 from rope_ext.methods import PI, FrequencyMethod, Llama3, LongRoPE, Rope, YaRN, all_methods
 from rope_ext.methods.temperature import yarn_factor
 from rope_ext.rotary.sites import unwrap
+from rope_ext.saving.gguf_header import require_sound
 
 SUFFIX = ".gguf"
 TABLE = "rope_freqs.weight"
 """Tensor with one divisor of the frequency per pair."""
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
 _IN_FORCE = ("gpt-oss", "gemma4")
 """Architectures for which transformers reads the scaling."""
 _MOST_PAIRS = 2**16  # in a table of frequencies
@@ -155,11 +156,13 @@ def _scaling(path: str, changed: int) -> FileScaling | None:
     prefix = f"{keys.get('general.architecture')}."
     rope = prefix + "rope.scaling."
     own = {name.removeprefix(rope): v for name, v in keys.items() if name.startswith(rope)}
-    kind, multiplier = own.get("type", "none"), own.get("attn_factor")
+    kind = own.get("type", "none")
+    multiplier = own.get("attn_factor")
     if not scales(keys, tables) or prefix[:-1] in _IN_FORCE:
         return None
     context = keys[f"{prefix}context_length"]
-    length, factor = own.get("original_context_length"), own.get("factor")
+    length = own.get("original_context_length")
+    factor = own.get("factor")
     method: FrequencyMethod | None = None
     more: dict[str, Any] = {} if multiplier is None else {"attention_factor": multiplier}
     if kind == "yarn" and factor:

@@ -110,7 +110,8 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
     base from ``rope_theta``.
     """
     outermost: Any = place.model.config
-    texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
+    models = [place.decoder] if place.is_encoder else [place.decoder, place.model]
+    texts = {id(config): config for config in map(text_config, models)}
     for config in texts.values():
         vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
         for name in FIELDS:  # in order: the original length before the maximum

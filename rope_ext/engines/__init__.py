@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.settings import all_settings
 from rope_ext.engines import configs, llama_cpp
 from rope_ext.engines.base import Export, Refusal
@@ -103,7 +104,7 @@ def _runs_by_itself(engine: str, state: Patch, saved: Saved | None = None) -> bo
 
 def _unread(engine: str, saved: Saved) -> Export:
     """Return the error for an unpatched model; its RoPE scaling may have no equivalent method."""
-    settings = all_settings(saved.config.get_text_config(decoder=True))
+    settings = all_settings(text_of(saved.config))
     kinds = {one.rope_type for one in settings.values()} - {"default"}
     if not kinds:
         raise NotPatchedError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from rope_ext.config.nested import text_of
 from rope_ext.errors import ExportError, LoadError, MeasureError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
@@ -254,6 +255,6 @@ def served_config(own: Any) -> Any:
     if name and not own.architectures:  # a sub-configuration has none
         with suppress(LoadError, MeasureError):  # without a configuration, no engine can serve it
             found = load_config(name)
-            if found.get_text_config(decoder=True).model_type == own.model_type:
+            if text_of(found).model_type == own.model_type:
                 return found
     return own

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from rope_ext.apply.configuration import part_of
+from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.encodings import Encoding
@@ -214,7 +215,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
         base.refuse_positions(state, dynamic=True)
         if not state.saved.native:
             raise Refusal("no rope_type builds these frequencies")
-        text = state.model.config.get_text_config(decoder=True)
+        text = text_of(state.model.config)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
     whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
     if saved is not None and whole and not (legacy and settings):
@@ -222,7 +223,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     config = state.model.config
     written, parameters = config.to_json_string(), settings["rope_parameters"]
     if legacy:
-        if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
+        if text_of(config) is not config or base.is_nested(parameters):
             raise Refusal("older readers know one rope_scaling, of the whole configuration")
         settings |= _legacy(parameters)
         written = _with_fields(written, settings)

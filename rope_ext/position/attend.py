@@ -95,7 +95,7 @@ def _attend(
     forward = None if layer is None else current(layer.map)
     if layer is not None and layer.layout is not None:
         of_mask = getattr(attention_mask, "owner", None)  # without a forward, if it is rerun
-        if not getattr(forward or of_mask, "both", False):
+        if not getattr(forward or of_mask, "both", False) and not layer.layout.by_mask:
             _require_causal(asked, layer)
     if forward is not None and forward.traced:
         return _by_layer(asked, forward), None

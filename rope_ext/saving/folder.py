@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.record import record_of
 from rope_ext.config.settings import SCALING_FIELDS, RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
@@ -56,7 +57,7 @@ def read_saved(given: Given) -> Saved:
         if path.is_file() and not place:
             raise MeasureError(f"{path} does not name its base model; pass the base model instead")
         config = load_config(place)
-    record = sidecar.record if sidecar else record_of(config.get_text_config(decoder=True))
+    record = sidecar.record if sidecar else record_of(text_of(config))
     if record is not None:
         built = copy.deepcopy(config) if sidecar else record.restored(config)
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
@@ -71,7 +72,7 @@ def read_saved(given: Given) -> Saved:
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
     """Build a configuration's language model, without weights; multimodal, if it has images."""
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
-    if config.get_text_config(decoder=True) is not config:  # its causal class may be text-only
+    if text_of(config) is not config:  # its causal class may be text-only
         classes.reverse()
     auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
     try:
@@ -127,7 +128,7 @@ def _scaled(text: Any) -> list[RopeSettings]:
 def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     """Build the unscaled model, patched with the method in ``rope_parameters``; None if unclear."""
     restored = copy.deepcopy(config)
-    text = restored.get_text_config(decoder=True)
+    text = text_of(restored)
     found = configured(text)
     if found is None:
         return None

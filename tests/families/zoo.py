@@ -158,6 +158,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "partial_rotary_factor": 0.5,
     },
+    "dia": {"delay_pattern": [0, 1, 2]},
+    "dia_decoder": {"cross_head_dim": 16, "cross_hidden_size": 64, "num_channels": 3},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "swa_head_dim": 16,

@@ -18,7 +18,7 @@ from rope_ext.apply import configuration, gguf_source
 from rope_ext.apply.configuration import UNPATCHED
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Recommendation, Record
-from rope_ext.config.settings import trained_length
+from rope_ext.config.settings import LONGEST
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
     AlreadyPatchedError,
@@ -323,8 +323,7 @@ def _patch(
     given, model = model, unwrap(model)
     gguf_source.adopt(model)
     decoder, *others = text_parts(model)
-    length = options.original_max_position_embeddings
-    if length is not None:
+    if options.original_max_position_embeddings is not None:
         _refuse_two_lengths(model)
     places = [_place(model, decoder, options)]
     _refuse_unsaved(model)
@@ -501,7 +500,8 @@ def _left_alone(decoder: _Half, encoder: nn.Module, error: UnsupportedModelError
 
 def _refuse_two_lengths(model: nn.Module) -> None:
     """Raise if one trained length is given for halves whose configurations have different ones."""
-    lengths = {trained_length(text_config(part)) for part in text_parts(model)}
+    configs = map(text_config, text_parts(model))
+    lengths = {getattr(config, LONGEST, None) for config in configs}  # a record may be damaged
     if len(lengths) > 1:
         raise OptionError(
             f"original_max_position_embeddings is one length, and the encoder and decoder of "

@@ -124,7 +124,7 @@ class Record:
         text = text_of(config)
         for part in list(configurations(config)):
             record = self if part is text else record_of(part)
-            if record is not None:
+            if record is not None and hasattr(part, FIELD):
                 record._restore(part, config)
         return config
 
@@ -171,7 +171,15 @@ class Record:
         return patch_call(self.method, *more, **self.arguments)
 
 
+def record_within(config: Any, where: str = f"config.{FIELD}") -> Record | None:
+    """Read the record of a whole model's configuration, which may be in that of its encoder."""
+    parts = (part for part in configurations(config) if getattr(part, FIELD, None) is not None)
+    found = record_of(text_of(config), where)
+    return record_of(next(parts, None), where) if found is None else found
+
+
 def record_of(config: Any, where: str = f"config.{FIELD}") -> Record | None:
+    """Read the record in the configuration of a text model."""
     data = getattr(config, FIELD, None)
     return None if data is None else Record.from_json(data, where)
 

@@ -162,6 +162,10 @@ def text_decoder(model: nn.Module) -> nn.Module:
     decoder: Any = unwrapped
     if hasattr(unwrapped, "get_decoder"):
         decoder = cast("Any", unwrapped).get_decoder()
+    if decoder is unwrapped and hasattr(unwrapped, "get_encoder"):
+        encoder = cast("Any", unwrapped).get_encoder()
+        if isinstance(encoder, PreTrainedModel) and encoder.config is not unwrapped.config:
+            return encoder  # the rest is a head
     # Some families name their output layer "decoder", and get_decoder returns it.
     return unwrap(decoder) if hasattr(decoder, "config") else unwrapped
 
@@ -378,7 +382,8 @@ def _site(
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
             f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
-            f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
+            f"{(length or 0) // patch} for these, and forecast_context_len=POINTS in calls, which "
+            f"else cut their input"
         )
     settings, changed = rope_settings(config, layer_type), None
     if getattr(config, FIELD, None) is None:  # else the record has the trained length

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.nested import text_of
-from rope_ext.config.record import Record, record_of
+from rope_ext.config.record import Record, record_within
 from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
@@ -157,7 +157,7 @@ def trained_length(config: Any) -> int:
 
 def saved_under(config: Any) -> Record | None:
     """Read the patch that a checkpoint was saved with, if plain transformers cannot load it."""
-    record = record_of(text_of(config))
+    record = record_within(config)
     return None if record is None or record.plain else record
 
 

@@ -27,8 +27,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
 from rope_ext.config.bounds import MOST_BYTES, require_bounds
-from rope_ext.config.nested import text_of
-from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
+from rope_ext.config.nested import configurations
+from rope_ext.config.record import FIELD, SIDECAR, Record, record_within
 from rope_ext.config.settings import edits
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
@@ -38,9 +38,9 @@ from rope_ext.rotary.sites import (
     ROUNDING,
     RotarySite,
     find_sites,
-    text_config,
     text_decoder,
     text_root,
+    unwrap,
 )
 from rope_ext.saving import hub
 from rope_ext.saving.drafts import write_whole
@@ -162,7 +162,7 @@ def _load(
     if not given:
         config = _config(config or path, path, kwargs)
     where = f"config.json of {path}"
-    found = record_of(text_of(config), where)
+    found = record_within(config, where)
     record = None if found is None or found.plain else found  # a plain one is already in force
     as_saved = config
     if record is not None:
@@ -240,14 +240,17 @@ def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
     ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it. Lengths are
     not compared: training on longer texts raises them.
     """
-    saved, written = text_of(config), text_config(text_decoder(model))
-    one, other = getattr(saved, "rope_parameters", None), getattr(written, "rope_parameters", None)
-    if not _agree(one, other):
-        raise RecordError(
-            f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
-            f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or "
-            f"load the original model and patch it with other options"
-        )
+    whole: Any = unwrap(model)
+    for saved, written in zip(configurations(config), configurations(whole.config), strict=False):
+        if getattr(written, FIELD, None) is None:
+            continue
+        one, other = (getattr(part, "rope_parameters", None) for part in (saved, written))
+        if not _agree(one, other):
+            raise RecordError(
+                f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
+                f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, "
+                f"or load the original model and patch it with other options"
+            )
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -215,3 +215,18 @@ def test_one_trained_length_is_not_taken_for_halves_of_two() -> None:
     rope_ext.patch(model, "yarn", factor=4)
     assert rope_ext.describe(model).target_length == 4 * 64
     assert rope_ext.describe(model.get_encoder()).target_length == 4 * 32
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+@pytest.mark.parametrize("hidden", [slice(0, 50), slice(100, 150), slice(70, 72)])
+def test_padding_that_the_encoder_finds_by_itself_is_that_of_a_mask(
+    method: str, hidden: slice
+) -> None:
+    model = rope_ext.patch(built(WITH_TOKENS[0]), method, factor=4)
+    ids, mask = tokens(150, rows=2), torch.ones(2, 150, dtype=torch.long)
+    mask[1, hidden] = 0
+    ids = torch.where(mask == 1, ids, model.config.encoder.pad_token_id)
+    with torch.no_grad():
+        found = model.get_encoder()(ids)[0]
+        wanted = model.get_encoder()(ids, attention_mask=mask)[0]
+    torch.testing.assert_close(found[mask == 1], wanted[mask == 1], **CLOSE)

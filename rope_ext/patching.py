@@ -18,6 +18,7 @@ from rope_ext.advice.recommendation import Recommendation
 from rope_ext.apply.method import Applied, apply_frequency, apply_position, raise_factor
 from rope_ext.config import writing
 from rope_ext.config.record import FIELD, SIDECAR, WRITTEN, Record
+from rope_ext.config.settings import LONGEST
 from rope_ext.config.writing import UNPATCHED
 from rope_ext.encodings import Encoding
 from rope_ext.errors import (
@@ -38,6 +39,8 @@ from rope_ext.rotary.sites import (
     find_sites,
     text_config,
     text_decoder,
+    text_parts,
+    text_root,
     unwrap,
 )
 from rope_ext.rotary.swapping import (
@@ -177,9 +180,10 @@ def patch(
     keywords = Options(**given, original_max_position_embeddings=length)
     keywords.check(method)
     decoder = text_decoder(model)
+    root = text_root(model)
     earlier = current_patch(model)
-    values = Earlier(decoder)
-    grown = Grown(decoder)
+    values = Earlier(root)
+    grown = Grown(root)
     if earlier is not None and not replace:
         raise AlreadyPatchedError(
             f"this model is patched with {earlier.method}; call rope_ext.unpatch(model) first, or "
@@ -190,7 +194,7 @@ def patch(
         unpatch(model)
     try:
         _patch(model, method, keywords)
-        dropped = values.carry(decoder)
+        dropped = values.carry(root)
     except BaseException:
         _go_back(model, earlier, values, grown)  # if the replacement fails, restore the model
         torch.set_rng_state(random)
@@ -231,10 +235,14 @@ def unpatch(model: Model) -> Model:
     state = current_patch(model)
     if state is None:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
-    del text_decoder(model).__dict__[_STATE]
     with torch.inference_mode(False):
         undo(state.changes)
     return model
+
+
+def _forget(part: nn.Module) -> None:
+    """Remove the state of a patch; both halves of an encoder-decoder share one list of changes."""
+    del part.__dict__[_STATE]
 
 
 @contextmanager
@@ -268,10 +276,10 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     """Apply ``change`` for the duration of a block, then restore the current patch, if any."""
     quiet = functools.partial(writing.quieted, _logger)  # only temporary
     with _lock, quiet():
-        decoder = text_decoder(model)
+        root = text_root(model)
         earlier = current_patch(model)
-        values = Earlier(decoder)
-        grown = Grown(decoder)
+        values = Earlier(root)
+        grown = Grown(root)
         change()
     try:
         yield
@@ -287,14 +295,15 @@ def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier, grown: Gr
     if earlier is not None:
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
             _patch(model, earlier.record.method, earlier.options)
-        values.carry(text_decoder(model))
+        values.carry(text_root(model))
         if getattr(earlier.record.method, "mode", None) == "growing":
             grown.put_back()
 
 
 def current_patch(model: nn.Module) -> Patch | None:
-    """The active patch of ``model``; None if it is not patched."""
-    return text_decoder(model).__dict__.get(_STATE)
+    """The active patch of ``model``, of an encoder-decoder its decoder's; None: not patched."""
+    states = (part.__dict__.get(_STATE) for part in text_parts(model))
+    return next(filter(None, states), None)
 
 
 def is_patched(model: Any) -> bool:
@@ -330,73 +339,196 @@ def _patch(
 ) -> None:
     given = model
     model = unwrap(model)
-    decoder = text_decoder(model)
     gguf_source.adopt(model)
-    sites = find_sites(decoder, options.original_max_position_embeddings)
-    scaled = chosen_sites(decoder, sites, options.sliding_layers)
-    refuse_changed(decoder, scaled, options.original_max_position_embeddings)
+    decoder, *others = text_parts(model)
+    if options.original_max_position_embeddings is not None:
+        _refuse_two_lengths(model)
+    places = [_place(model, decoder, options)]
     _refuse_unsaved(model)
+    left: dict[nn.Module, UnsupportedModelError] = {}
+    for encoder in others:
+        try:
+            places.append(_place(model, encoder, options))
+        except UnsupportedModelError as error:
+            left[encoder] = error
     changes: Changes = []
     forget_pages(model)
     try:
         changes.append(functools.partial(forget_pages, model))
         separate_configurations(given, WRITTEN, changes)
-        config = text_config(decoder)
-        tokenizer = options.tokenizer
-        writing.correct(decoder, sites)
-        place = PatchTarget(model, decoder, sites, scaled)
-        rounded = [site for site in sites if site.rounded]
-        for site in sites:
-            guard_buffers(site, changes)
-        used = method
-        raised = []
-        if options.compose == "raise":
-            place, used, raised = raise_factor(place, method, options, changes)
-            sites = place.sites
-            scaled = place.scaled
-        if apply is None:
-            apply = apply_frequency if used.kind == "frequency" else apply_position
-        applied = apply(place, used, options, changes)
-        saved = applied.saved
-        record = Record(
-            method=method,
-            resolved=applied.method,
-            arguments=options.recorded(),
-            trained_length=scaled[0].rope.length,
-            target_length=applied.target_length,
-            native=saved.native,
-            plain=applied.plain,
-            config=writing.before(config, saved.values),
-        )
-        values = dict(saved.values)
-        notes = [f"saving: {saved.note}", *applied.notes, *raised]
-        notes += [f"configuration: {text}" for text in _changed(sites)]
-        if rounded:
-            notes.append(
-                "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
-                "(unpatch restores the rounded values)"
-            )
-        parts = (writing.part_of(values["rope_parameters"], site) for site in scaled)
-        # A larger base alone is not reported as scaling by any rope_type.
-        if not record.plain or any(part["rope_type"] == "default" for part in parts):
-            values[FIELD] = record.to_json()
-        earlier = writing.saved_record(config)
-        if earlier is not None and not earlier.native:
-            notes.append(
-                f"the configuration was saved under another patch ({earlier}), whose record gives "
-                f"the trained length"
-            )
-        writing.write(place, values, record, changes)
-        if tokenizer is not None:
-            set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
-        _add_warnings(place, record, changes)
+        halves = [_decoder_half(places, method, options, apply, changes)]
+        for place in places[1:]:
+            own: Changes = []
+            try:
+                halves.append(_half(place, method, options, apply, own))
+            except UnsupportedModelError as error:
+                undo(own)
+                left[place.decoder] = error
+            changes += own
+        for encoder, error in left.items():
+            halves[0].notes.append(_left_alone(halves[0], encoder, error))
+        for half in halves[1:]:
+            halves[0].notes.append(_patched_too(half))
+        for half in halves:
+            writing.write(half.place, half.values, half.record, changes)
+        if options.tokenizer is not None:  # the encoder reads what it makes
+            reached = min(half.applied.target_length for half in halves)
+            set_attribute(options.tokenizer, "model_max_length", reached, changes)
+        for half in halves:
+            _add_warnings(half.place, half.record, changes)
+            changes.append(functools.partial(_forget, half.place.decoder))
+            half.place.decoder.__dict__[_STATE] = half.state(options, changes)
     except BaseException:
         undo(changes)
         raise
-    applied = replace(applied, notes=tuple(notes))
-    decoder.__dict__[_STATE] = Patch(
-        **vars(place), **vars(applied), options=options, record=record, changes=changes
+
+
+@dataclass(frozen=True)
+class _Half:
+    """A method applied to a text model; an encoder-decoder has two."""
+
+    place: PatchTarget
+    applied: Applied
+    record: Record
+    values: dict[str, Any]  # configuration fields and their new values
+    notes: list[str]
+
+    def state(self, options: Options, changes: Changes) -> Patch:
+        applied = replace(self.applied, notes=tuple(self.notes))
+        return Patch(
+            **vars(self.place),
+            **vars(applied),
+            options=options,
+            record=self.record,
+            changes=changes,
+        )
+
+
+def _place(model: Any, part: nn.Module, options: Options) -> PatchTarget:
+    """Find what to patch in a text model of ``model``."""
+    length = options.original_max_position_embeddings
+    sites = find_sites(part, length)
+    scaled = chosen_sites(part, sites, options.sliding_layers)
+    refuse_changed(part, scaled, length)
+    return PatchTarget(model, part, sites, scaled)
+
+
+def _half(
+    place: PatchTarget,
+    method: Method,
+    options: Options,
+    apply: Callable[..., Applied] | None,
+    changes: Changes,
+) -> _Half:
+    """Apply a method to a text model, without writing its configuration."""
+    config = text_config(place.decoder)
+    writing.correct(place.decoder, place.sites)
+    rounded = [site for site in place.sites if site.rounded]
+    for site in place.sites:
+        guard_buffers(site, changes)
+    used = method
+    raised = []
+    if options.compose == "raise":
+        place, used, raised = raise_factor(place, method, options, changes)
+    if apply is None:
+        apply = apply_frequency if used.kind == "frequency" else apply_position
+    applied = apply(place, used, options, changes)
+    saved = applied.saved
+    record = Record(
+        method=method,
+        resolved=applied.method,
+        arguments=options.recorded(),
+        trained_length=place.scaled[0].rope.length,
+        target_length=applied.target_length,
+        native=saved.native,
+        plain=applied.plain,
+        config=writing.before(config, saved.values),
     )
+    values = dict(saved.values)
+    notes = [f"saving: {saved.note}", *applied.notes, *raised]
+    notes += [f"configuration: {text}" for text in _changed(place.sites)]
+    if rounded:
+        notes.append(
+            "frequencies: a cast to bfloat16 or float16 had rounded them; rebuilt in float32 "
+            "(unpatch restores the rounded values)"
+        )
+    parts = (writing.part_of(values["rope_parameters"], site) for site in place.scaled)
+    # A larger base alone is not reported as scaling by any rope_type.
+    if not record.plain or any(part["rope_type"] == "default" for part in parts):
+        values[FIELD] = record.to_json()
+    earlier = writing.saved_record(config)
+    if earlier is not None and not earlier.native:
+        notes.append(
+            f"the configuration was saved under another patch ({earlier}), whose record gives "
+            f"the trained length"
+        )
+    return _Half(place, applied, record, values, notes)
+
+
+def _decoder_half(
+    places: list[PatchTarget],
+    method: Method,
+    options: Options,
+    apply: Callable[..., Applied] | None,
+    changes: Changes,
+) -> _Half:
+    """Apply a method to the first of ``places``; if it is refused, say whether the encoder is."""
+    try:
+        return _half(places[0], method, options, apply, changes)
+    except UnsupportedModelError as error:
+        if not any(_is_accepted(place, method, options, apply) for place in places[1:]):
+            raise
+        raise UnsupportedModelError(
+            f"{error}; rope_ext.patch(model.get_encoder(), ...) patches the encoder alone"
+        ) from error
+
+
+def _is_accepted(
+    place: PatchTarget, method: Method, options: Options, apply: Callable[..., Applied] | None
+) -> bool:
+    """Whether a method can be applied to a text model; leaves it unchanged."""
+    changes: Changes = []
+    try:
+        _half(place, method, options, apply, changes)
+    except UnsupportedModelError:
+        return False
+    finally:
+        undo(changes)
+    return True
+
+
+def _patched_too(half: _Half) -> str:
+    """Return a sentence for ``describe`` about the encoder of an encoder-decoder."""
+    return (
+        f"encoder: {type(half.place.decoder).__name__} is patched, too, "
+        f"{half.record.trained_length} -> {half.applied.target_length} tokens; "
+        f"rope_ext.describe(model.get_encoder()) shows it"
+    )
+
+
+def _left_alone(decoder: _Half, encoder: nn.Module, error: UnsupportedModelError) -> str:
+    """Say that the encoder stays as it was trained; raise ``error`` if plain transformers cannot.
+
+    ``decoder`` is the half that is patched.
+    """
+    if decoder.applied.saved.native and text_config(encoder) is text_config(decoder.place.decoder):
+        raise error
+    note = f"encoder: it stays as it was trained ({error})"
+    _logger.warning("rope_ext: %s", note)
+    return note
+
+
+def _refuse_two_lengths(model: nn.Module) -> None:
+    """Raise if one trained length is given for halves whose configurations have different ones."""
+    configs = map(text_config, text_parts(model))
+    lengths = {getattr(config, LONGEST, None) for config in configs}  # a record may be damaged
+    if len(lengths) > 1:
+        raise OptionError(
+            f"original_max_position_embeddings is one length, and the encoder and decoder of "
+            f"{type(unwrap(model)).__name__} have different ones "
+            f"({' and '.join(map(str, sorted(lengths, key=str)))}); leave it out, or patch each: "
+            f"rope_ext.patch(model.get_encoder(), ...)"
+        )
 
 
 @_one_at_a_time()
@@ -529,8 +661,10 @@ def _add_warnings(place: PatchTarget, record: Record, changes: Changes) -> None:
     if not method.is_dynamic and method.kind in ("frequency", "position"):
         limit = _Limit(method.name, record.trained_length, record.target_length)
         changes.append(place.decoder.register_forward_pre_hook(limit, with_kwargs=True).remove)
-        wrap(place.model, "generate", limit.generate, changes)
-    wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
+        if not place.is_encoder:
+            wrap(place.model, "generate", limit.generate, changes)
+    if not place.is_encoder:
+        wrap(place.model, "load_adapter", functools.partial(_load_adapter, record), changes)
 
 
 def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -391,9 +391,10 @@ def apply_position(
         position_map,
         changes,
         follow=standing and whole,
-        generates=getattr(place.model, "can_generate", bool)(),
+        generates=not place.is_encoder and getattr(place.model, "can_generate", bool)(),
     )
-    watch_generation(place.model, installed.batch, changes)
+    if not place.is_encoder:
+        watch_generation(place.model, installed.batch, changes)
     notes = [*installed.notes]
     if any("mrope_section" in site.settings.parameters for site in place.scaled):
         notes.append(

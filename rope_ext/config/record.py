@@ -7,6 +7,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from rope_ext.config.nested import configurations, text_of
 from rope_ext.encodings import Encoding
 from rope_ext.errors import RecordError
 from rope_ext.methods import Method, build_method, method_class
@@ -114,22 +115,32 @@ class Record:
                 raise ValueError(f"{name}={value!r} of the configuration is no {_KINDS[name]}")
 
     def restored(self, config: Any) -> Any:
-        """Return a copy of a configuration saved under the patch, as it was before."""
+        """Return a copy of a configuration saved under the patch, as it was before.
+
+        An encoder-decoder may have a record for each half.
+        """
         config = copy.deepcopy(config)
-        text = config.get_text_config(decoder=True)
+        text = text_of(config)
+        for part in list(configurations(config)):
+            record = self if part is text else record_of(part)
+            if record is not None and hasattr(part, FIELD):
+                record._restore(part, config)
+        return config
+
+    def _restore(self, text: Any, outermost: Any) -> None:
+        """Undo the patch in the configuration ``text`` of a text model within ``outermost``."""
         delattr(text, FIELD)
         for name in OLDER:  # most classes drop them when they read config.json
             if str(vars(text).get(name)).startswith("rope_ext:"):
                 del vars(text)[name]
         for name, value in self.config.items():
             if name == EXPERTS:
-                vars(config).pop(EXPERTS, None)  # of a model in memory
-                config._experts_implementation = value  # transformers' attribute for this field
+                vars(outermost).pop(EXPERTS, None)  # of a model in memory
+                outermost._experts_implementation = value  # transformers' attribute for this field
             elif value is not None:
                 setattr(text, name, copy.deepcopy(value))
             elif hasattr(text, name):
                 delattr(text, name)
-        return config
 
     def same(self, other: Self) -> bool:
         """Whether both have the same effect on the same model."""
@@ -159,7 +170,15 @@ class Record:
         return patch_call(self.method, *more, **self.arguments)
 
 
+def record_within(config: Any, where: str = f"config.{FIELD}") -> Record | None:
+    """Read the record of a whole model's configuration, which may be in that of its encoder."""
+    parts = (part for part in configurations(config) if getattr(part, FIELD, None) is not None)
+    found = record_of(text_of(config), where)
+    return record_of(next(parts, None), where) if found is None else found
+
+
 def record_of(config: Any, where: str = f"config.{FIELD}") -> Record | None:
+    """Read the record in the configuration of a text model."""
     data = getattr(config, FIELD, None)
     return None if data is None else Record.from_json(data, where)
 

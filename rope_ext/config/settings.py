@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD, patch_call, record_of
 from rope_ext.errors import RopeExtError
 from rope_ext.methods import FrequencyMethod, LongRoPE, YaRN, method_class
@@ -130,9 +131,9 @@ def patch_for(settings: RopeSettings, loaded: RopeSettings) -> str:
 
 def path_to_text(config: Any) -> tuple[str, ...]:
     """Path of sub-configuration names to the text model's configuration; empty if not nested."""
-    text = config.get_text_config(decoder=True)
+    text = text_of(config)
     for name, part in vars(config).items() if text is not config else ():
-        if hasattr(part, "get_text_config") and part.get_text_config(decoder=True) is text:
+        if hasattr(part, "get_text_config") and text_of(part) is text:
             return (name, *path_to_text(part))
     return ()
 
@@ -196,7 +197,7 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         saved = saved.get(name) or {}
     if FIELD in saved:  # fields written by a patch are consistent
         return
-    settings = rope_settings(config.get_text_config(decoder=True))
+    settings = rope_settings(text_of(config))
     styles = ("rope_parameters", "rope_scaling")
     entries = {name: saved[name] for name in styles if isinstance(saved.get(name), dict)}
     for fact in ("rope_type", "rope_theta", "factor", ORIGINAL, "partial_rotary_factor"):
@@ -211,7 +212,7 @@ def contradictions(config: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         if others and counts is not None and not ours:
             told = " and ".join(f"{value!r} ({place})" for place, value in others.items())
             yield f"{fact} is given as {told}, but transformers uses {counts!r}"
-    longest = getattr(config.get_text_config(decoder=True), LONGEST, None)
+    longest = getattr(text_of(config), LONGEST, None)
     target = settings.target
     if settings.rope_type == "yarn" and target not in (None, longest):
         told = f"{ORIGINAL}={settings.length}"

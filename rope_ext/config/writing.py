@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.config.nested import configurations
 from rope_ext.config.record import EXPERTS, FIELD, FIELDS, HEAD, OLDER, Record, record_of
 from rope_ext.config.settings import SCALING_FIELDS
 from rope_ext.errors import CURE, RecordError
@@ -111,8 +112,10 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
     base from ``rope_theta``.
     """
     outermost: Any = place.model.config
-    texts = {id(config): config for config in map(text_config, (place.decoder, place.model))}
-    for config in texts.values():
+    texts = [text_config(place.decoder)]
+    if not any(texts[0] is part for part in configurations(outermost)):
+        texts.append(text_config(place.model))  # the decoder has a copy, which is not saved
+    for config in texts:
         vars(config).pop(FIELD, None)  # the checkpoint was saved with another patch
         for name in FIELDS:  # in order: the original length before the maximum
             if name in values:
@@ -121,7 +124,7 @@ def write(place: PatchTarget, values: Mapping[str, Any], record: Record, changes
         setattr(outermost, EXPERTS, values[EXPERTS])
         if not _reads_experts(place.model):  # models built from it look it up, and fail
             set_attribute(outermost, "_experts_implementation_internal", CURE, changes)
-    for config in texts.values():
+    for config in texts:
         fields = getattr(type(config), "__dataclass_fields__", {})
         ours = type(config).__module__.startswith("transformers.") and OLDER[0] not in fields
         if ours and hasattr(config, "rope_parameters"):

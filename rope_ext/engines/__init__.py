@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.settings import all_settings
-from rope_ext.engines import configs, llama_cpp
+from rope_ext.engines import base, configs, llama_cpp
 from rope_ext.engines.base import Export, Refusal
 from rope_ext.errors import ExportError, NotPatchedError, nearest
 from rope_ext.patching import Patch, current_patch
@@ -31,8 +32,23 @@ _ENGINES: dict[str, Callable[..., Export]] = {
 engine loads the unpatched model."""
 
 
+_BOTH_WAYS = ("vllm", "transformers")
+"""Engines that were tested with models that read in both directions."""
+
+
+_REFUSED = {
+    "text-embeddings-inference": (
+        "it reads every RoPE scaling with a factor but llama3 as an NTK of its own "
+        "(backends/candle/src/layers/rotary.rs), and was not run; 'vllm' serves embedders, too"
+    )
+}
+"""Engines that cannot run patches, and why."""
+
+
 def check_engine(name: str, **options: Any) -> None:
     """Raise ExportError unless there is an engine of this name that has these options."""
+    if isinstance(name, str) and name in _REFUSED:
+        raise ExportError(f"{name} is not supported: {_REFUSED[name]}")
     if not isinstance(name, str) or name not in _ENGINES:
         known = ", ".join(map(repr, _ENGINES))
         near = nearest(str(name), _ENGINES)
@@ -78,7 +94,7 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
         saved = None
         notes = (f"for the base model; merge the adapter: {merge}",)
     try:
-        made = _ENGINES[engine](state, saved, **options)
+        made = _made(engine, state, saved, **options)
     except Refusal as refusal:
         others = [repr(e) for e in _ENGINES if e != engine and _runs(e, state, saved)]
         raise ExportError(
@@ -90,9 +106,15 @@ def _export(engine: str, state: Patch, saved: Saved | None, **options: Any) -> E
 
 def _runs(engine: str, state: Patch, saved: Saved | None = None, **options: Any) -> bool:
     with suppress(Refusal):
-        _ENGINES[engine](state, saved, **options)
+        _made(engine, state, saved, **options)
         return True
     return False
+
+
+def _made(engine: str, state: Patch, saved: Saved | None, **options: Any) -> Export:
+    if engine not in _BOTH_WAYS and base.reads_both_ways(state):
+        raise Refusal("it has not been tested with models that read in both directions")
+    return _ENGINES[engine](state, saved, **options)
 
 
 _BY_ITSELF: dict[str, dict[str, Any]] = {"vllm": {"plugin": False}}
@@ -105,7 +127,7 @@ def _runs_by_itself(engine: str, state: Patch, saved: Saved | None = None) -> bo
 
 def _unread(engine: str, saved: Saved) -> Export:
     """Return the error for an unpatched model; its RoPE scaling may have no equivalent method."""
-    settings = all_settings(saved.config.get_text_config(decoder=True))
+    settings = all_settings(text_of(saved.config))
     kinds = {one.rope_type for one in settings.values()} - {"default"}
     if not kinds:
         raise NotPatchedError(

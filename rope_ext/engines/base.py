@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from rope_ext.errors import ExportError, LoadError, MeasureError
+from rope_ext.config.nested import text_of
+from rope_ext.errors import ExportError, LoadError, MeasureError, UnsupportedModelError
 from rope_ext.methods import Rope
 from rope_ext.methods.temperature import SSMax, yarn_factor
 from rope_ext.patching import Patch
+from rope_ext.position import direction
 from rope_ext.quoting import Printed, printable, printable_lines
 from rope_ext.rotary.sites import text_config
 from rope_ext.saving.checkpoints import load_config
@@ -230,6 +232,15 @@ def family_of(state: Patch, engine: str, shipped: bool = False) -> Family:
     return families[kind]
 
 
+def reads_both_ways(state: Patch) -> bool:
+    """Whether the model reads its text in both directions, as encoders and embedders do."""
+    parts = state.decoder.modules()
+    modules = [part for part in parts if isinstance(getattr(part, "is_causal", None), bool)]
+    with suppress(UnsupportedModelError):  # layers of both kinds: it has cross-attention
+        return direction.reads_both_ways(text_config(state.decoder), {}, modules)
+    return False
+
+
 def refuse_kind(family: Family, kind: str) -> None:
     """Raise unless an engine supports this ``rope_type`` for a family."""
     if kind not in family.kinds:
@@ -257,6 +268,6 @@ def served_config(own: Any) -> Any:
     if name and not own.architectures:  # a sub-configuration has none
         with suppress(LoadError, MeasureError):  # without a configuration, no engine can serve it
             found = load_config(name)
-            if found.get_text_config(decoder=True).model_type == own.model_type:
+            if text_of(found).model_type == own.model_type:
                 return found
     return own

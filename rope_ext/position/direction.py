@@ -50,7 +50,15 @@ def sees_ahead(module: nn.Module, mask: Any, given: Mapping[str, Any]) -> bool:
     For a probe, whose tokens are those of one text without padding.
     """
     shows_later = mask is not None and bool(mask.visible.triu(1).any())
-    return shows_later or sees_all(module, mask, given)
+    return shows_later or (not by_mask(module, given) and sees_all(module, mask, given))
+
+
+def by_mask(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a causal layer says ``is_causal=False`` itself because it has a mask, as Moonshine's.
+
+    For a probe with a mask, whose call of the decoder says nothing about it.
+    """
+    return getattr(module, "is_causal", None) is True and given.get("is_causal") is False
 
 
 def is_causal(config: Any, given: Mapping[str, Any]) -> bool:

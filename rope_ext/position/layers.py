@@ -23,12 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rope_ext.attention.call import Pairs
 from rope_ext.encodings import Heads
 from rope_ext.errors import UnsupportedModelError
-from rope_ext.position.direction import sees_ahead, visible_keys
+from rope_ext.position.direction import by_mask, sees_ahead, visible_keys
 from rope_ext.rotary import context
 from rope_ext.rotary.hooks import rotation
 from rope_ext.rotary.probe import replaced
 from rope_ext.rotary.sites import (
     RotarySite,
+    encoder_states,
     no_text,
     run,
     sees_window,
@@ -55,6 +56,7 @@ class Layout:
     inputs: int | None  # columns of hidden states; None: not its first argument
     scales: bool  # whether its attribute ``scaling`` is the softmax scale
     ahead: bool  # whether queries see later keys
+    by_mask: bool  # whether it says is_causal=False wherever it has a mask
 
 
 def find_layouts(
@@ -131,7 +133,8 @@ def survey(decoder: nn.Module, sites: list[RotarySite]) -> list[Surveyed] | None
             twin.get_submodule(site.name).register_forward_hook(mark)
         with context.attending(twin, _NAME, look):
             # With a mask, no value is read to tell packed documents apart.
-            twin(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+            given = {"attention_mask": torch.ones_like(tokens), **encoder_states(twin, 1)}
+            twin(input_ids=tokens, use_cache=False, **given)
     except Exception:
         return None
     return found
@@ -432,6 +435,7 @@ def _read(decoder: nn.Module, site: RotarySite, seen: _Seen) -> Layout | None:
         inputs=inputs,
         scales=scales,
         ahead=ahead,
+        by_mask=by_mask(seen.module, seen.given),
     )
 
 

@@ -150,6 +150,8 @@ class Sequences(context.Tracker):
             f"positions of each; {self.cure}, or call generate with a padded batch"
         )
         self.track(decoder, changes)
+        if place.is_encoder:
+            return
         wrap(place.model, "generate", self.generate, changes)
         refuse = functools.partial(context.refuse_batching, self.unbatched)
         context.watch_generation(place.model, refuse, changes)  # around self.generate

@@ -5,10 +5,11 @@ Nothing here depends on the model family. A rotary site is a buffer whose name e
 """
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rope_ext.config.nested import text_of
 from rope_ext.config.record import FIELD
 from rope_ext.config.settings import (
     LONGEST,
@@ -131,6 +133,11 @@ class PatchTarget:
     sites: list[RotarySite]  # all rotary sites of the decoder
     scaled: list[RotarySite]  # the sites that the patch changes
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it is the encoder of an encoder-decoder, which does not generate."""
+        return self.decoder is text_encoder(self.model)
+
 
 def unwrap(model: Any) -> Any:
     """Return the transformers model inside a PEFT, compiled or data-parallel wrapper."""
@@ -155,18 +162,45 @@ def text_decoder(model: nn.Module) -> nn.Module:
     decoder: Any = unwrapped
     if hasattr(unwrapped, "get_decoder"):
         decoder = cast("Any", unwrapped).get_decoder()
+    if decoder is unwrapped and hasattr(unwrapped, "get_encoder"):
+        encoder = cast("Any", unwrapped).get_encoder()
+        if isinstance(encoder, PreTrainedModel) and encoder.config is not unwrapped.config:
+            return encoder  # the rest is a head
     # Some families name their output layer "decoder", and get_decoder returns it.
     return unwrap(decoder) if hasattr(decoder, "config") else unwrapped
 
 
 def text_config(module: nn.Module) -> Any:
-    config: Any = module.config
-    if not hasattr(config, "get_text_config"):
-        return config
-    found = config.get_text_config(decoder=True)
-    # transformers copies a decoder's own configuration too: what is written into a copy is lost.
-    copied = found is not config and type(found) is type(config)
-    return config if copied and found.to_dict() == config.to_dict() else found
+    """Return the configuration of the text model of ``module``."""
+    return text_of(cast("Any", module).config)
+
+
+def text_encoder(model: nn.Module) -> nn.Module | None:
+    """Return the text model of an encoder-decoder's encoder if it rotates, else None."""
+    unwrapped: Any = unwrap(model)
+    if not getattr(unwrapped.config, "is_encoder_decoder", False):
+        return None
+    found = cast("Any", unwrapped).get_encoder() if hasattr(unwrapped, "get_encoder") else None
+    if found is None or found is unwrapped or not hasattr(found, "config"):
+        return None
+    encoder = text_decoder(found)
+    rotates = any(name.endswith("inv_freq") for name, _ in encoder.named_buffers())
+    return encoder if rotates else None
+
+
+def text_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the text models that a patch of ``model`` changes: its decoder, then its encoder."""
+    encoder = text_encoder(model)
+    return [text_decoder(model), *([] if encoder is None else [encoder])]
+
+
+def text_root(model: nn.Module) -> nn.Module:
+    """Return the smallest model with all :func:`text_parts` of ``model``."""
+    decoder, *others = text_parts(model)
+    if not others:
+        return decoder
+    whole = unwrap(model)
+    return getattr(whole, "base_model", whole)
 
 
 def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
@@ -174,10 +208,17 @@ def vocabulary_of(decoder: nn.Module) -> nn.Embedding:
     try:
         found = cast("Any", decoder).get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        found = None
+        found = _only_table(decoder)
     if not hasattr(found, "num_embeddings"):
         raise UnsupportedModelError(f"{type(decoder).__name__}: {no_text(decoder)}")
     return cast("nn.Embedding", found)
+
+
+def _only_table(decoder: nn.Module) -> nn.Embedding | None:
+    """Return the only table of a model that reads token IDs, under a name transformers misses."""
+    reads = "input_ids" in inspect.signature(type(decoder).forward).parameters
+    tables = [child for child in decoder.children() if isinstance(child, nn.Embedding)]
+    return tables[0] if reads and len(tables) == 1 else None
 
 
 def no_text(decoder: nn.Module) -> str:
@@ -196,7 +237,21 @@ def run(decoder: nn.Module, tokens: Tensor, use_cache: bool = False) -> Any:
     device = vocabulary_of(decoder).weight.device
     tokens = tokens.to("cpu" if device.type == "meta" else device)  # if offloaded, hooks move them
     with evaluating(decoder):
-        return decoder(input_ids=tokens, use_cache=use_cache)
+        return decoder(
+            input_ids=tokens, use_cache=use_cache, **encoder_states(decoder, len(tokens))
+        )
+
+
+def encoder_states(decoder: nn.Module, rows: int) -> dict[str, Tensor]:
+    """Return the argument with which a decoder with cross-attention can be run without encoder."""
+    config, name = text_config(decoder), "encoder_hidden_states"
+    takes = name in inspect.signature(type(decoder).forward).parameters
+    if not takes or getattr(config, "add_cross_attention", True) is False:
+        return {}
+    widths = ("cross_attention_hidden_size", "cross_hidden_size", "hidden_size")
+    columns = next(filter(None, (getattr(config, width, None) for width in widths)))
+    like = next(x for x in decoder.parameters() if x.is_floating_point())
+    return {name: torch.ones(rows, 3, columns, device=like.device, dtype=like.dtype)}
 
 
 def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite]:
@@ -215,7 +270,7 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
             try:
                 sites.append(_site(decoder, name, module, prefix or None, length))
             except UnsupportedModelError as error:
-                parts = [f"model.{part}" for part in _language_models(decoder)]
+                parts = [f"model.{part}" for part in _parts_that_rotate(decoder)]
                 if not parts:
                     raise
                 raise UnsupportedModelError(
@@ -230,12 +285,18 @@ def find_sites(decoder: nn.Module, length: int | None = None) -> list[RotarySite
     return sites
 
 
-def _language_models(module: nn.Module) -> list[str]:
-    """Return names of submodules that are models with a text model of their own."""
-    models = [name for name, child in module.named_children() if hasattr(child, "get_decoder")]
-    return [
-        name for name in models if text_decoder(getattr(module, name)) is not getattr(module, name)
-    ]
+def _parts_that_rotate(module: nn.Module) -> list[str]:
+    """Return names of the outermost models within ``module`` whose text model can be patched."""
+    found: list[str] = []
+    for name, child in module.named_modules():
+        inside = not name or any(name.startswith(f"{one}.") for one in found)
+        if inside or not isinstance(child, PreTrainedModel):
+            continue
+        with suppress(NoRopeError, UnsupportedModelError):
+            decoder = text_decoder(child)
+            chosen_sites(decoder, find_sites(decoder), "auto")
+            found.append(name)
+    return found
 
 
 def _unused_modules(decoder: nn.Module) -> set[str]:
@@ -323,7 +384,8 @@ def _site(
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its configuration gives its length as {length} points, and "
             f"{patch} of them (patch_length) are one token; pass original_max_position_embeddings="
-            f"{(length or 0) // patch} for these, and raise context_length, where it cuts its input"
+            f"{(length or 0) // patch} for these, and forecast_context_len=POINTS in calls, which "
+            f"else cut their input"
         )
     settings = rope_settings(config, layer_type)
     changed = None

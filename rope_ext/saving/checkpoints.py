@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_ext.config.record import Record, record_of
+from rope_ext.config.nested import text_of
+from rope_ext.config.record import Record, record_within
 from rope_ext.config.settings import all_settings, contradictions
 from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
@@ -145,7 +146,7 @@ def identity(name: str, config: Any) -> dict[str, Any]:
 
 def trained_length(config: Any) -> int:
     """Return the trained length in tokens, as ``patch`` reads it."""
-    length = trained_length_of(config.get_text_config(decoder=True))
+    length = trained_length_of(text_of(config))
     if length is None:
         raise MeasureError(
             "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
@@ -155,7 +156,7 @@ def trained_length(config: Any) -> int:
 
 def saved_under(config: Any) -> Record | None:
     """Read the patch that a checkpoint was saved with, if plain transformers cannot load it."""
-    record = record_of(config.get_text_config(decoder=True))
+    record = record_within(config)
     return None if record is None or record.plain else record
 
 
@@ -167,7 +168,7 @@ def before_patch(config: Any) -> Any:
 
 def is_dynamic(config: Any) -> bool:
     """Whether the unpatched checkpoint has frequencies that depend on the length."""
-    text = before_patch(config).get_text_config(decoder=True)
+    text = text_of(before_patch(config))
     return any(settings.is_dynamic for settings in all_settings(text).values())
 
 

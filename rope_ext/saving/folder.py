@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from rope_ext.config.record import record_of
+from rope_ext.config.nested import text_of
+from rope_ext.config.record import record_within
 from rope_ext.config.settings import SCALING_FIELDS, RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.methods import FrequencyMethod, Method
@@ -57,7 +65,7 @@ def read_saved(given: Given) -> Saved:
         if path.is_file() and not place:
             raise MeasureError(f"{path} does not name its base model; pass the base model instead")
         config = load_config(place)
-    record = sidecar.record if sidecar else record_of(config.get_text_config(decoder=True))
+    record = sidecar.record if sidecar else record_within(config)
     if record is not None:
         built = copy.deepcopy(config) if sidecar else record.restored(config)
         model = patch_without_weights(built_on_meta(built), record.method, record.arguments)
@@ -70,19 +78,34 @@ def read_saved(given: Given) -> Saved:
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """Build a configuration's language model, without weights; multimodal, if it has images."""
+    """Build a configuration's language model, without weights; multimodal, if it has images.
+
+    Of encoders and encoder-decoders, it is the class that was saved.
+    """
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
-    if config.get_text_config(decoder=True) is not config:  # its causal class may be text-only
+    if text_of(config) is not config:  # its causal class may be text-only
         classes.reverse()
-    auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
+    built: Any = next((cls for cls in classes if type(config) in cls._model_mapping), None)
     try:
         with torch.device("meta"):
-            return auto.from_config(config)
+            if built is not None:
+                return built.from_config(config)
+            saved = _saved_class(config)
+            return AutoModel.from_config(config) if saved is None else saved._from_config(config)
     except Exception as error:
         raise UnsupportedModelError(
             f"no language model can be built from {type(config).__name__} "
             f"({first_line(error)}); pass the loaded model"
         ) from error
+
+
+def _saved_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that a configuration names, if it has that configuration."""
+    names = config.architectures
+    name = names[0] if isinstance(names, (list, tuple)) and names else ""
+    cls = getattr(transformers, str(name), None)
+    known = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    return cls if known and cls.config_class is type(config) else None
 
 
 def model_of(given: nn.Module | Given) -> nn.Module:
@@ -129,7 +152,7 @@ def _scaled(text: Any) -> list[RopeSettings]:
 def _from_parameters(config: Any, sites: list[RotarySite]) -> nn.Module | None:
     """Build the unscaled model, patched with the method in ``rope_parameters``; None if unclear."""
     restored = copy.deepcopy(config)
-    text = restored.get_text_config(decoder=True)
+    text = text_of(restored)
     found = configured(text)
     if found is None:
         return None

@@ -27,13 +27,21 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.config import writing
 from rope_ext.config.bounds import MOST_BYTES, require_bounds
-from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
+from rope_ext.config.nested import configurations
+from rope_ext.config.record import FIELD, SIDECAR, Record, record_within
 from rope_ext.config.settings import edits
 from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
-from rope_ext.rotary.sites import ROUNDING, RotarySite, find_sites, text_config, text_decoder
+from rope_ext.rotary.sites import (
+    ROUNDING,
+    RotarySite,
+    find_sites,
+    text_decoder,
+    text_root,
+    unwrap,
+)
 from rope_ext.saving import gguf_source, hub
 from rope_ext.saving.drafts import write_whole
 
@@ -158,7 +166,7 @@ def _load(
     if not given:
         config = _config(config or path, path, kwargs)
     where = f"config.json of {path}"
-    found = record_of(config.get_text_config(decoder=True), where)
+    found = record_within(config, where)
     record = None if found is None or found.plain else found  # a plain one is already in force
     as_saved = config
     if record is not None:
@@ -236,16 +244,18 @@ def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
     ``config`` was loaded from ``place``, and ``model`` is patched as recorded in it. Lengths are
     not compared: training on longer texts raises them.
     """
-    saved = config.get_text_config(decoder=True)
-    written = text_config(text_decoder(model))
-    one = getattr(saved, "rope_parameters", None)
-    other = getattr(written, "rope_parameters", None)
-    if not _agree(one, other):
-        raise RecordError(
-            f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
-            f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, or "
-            f"load the original model and patch it with other options"
-        )
+    whole: Any = unwrap(model)
+    for saved, written in zip(configurations(config), configurations(whole.config), strict=False):
+        if getattr(written, FIELD, None) is None:
+            continue
+        one = getattr(saved, "rope_parameters", None)
+        other = getattr(written, "rope_parameters", None)
+        if not _agree(one, other):
+            raise RecordError(
+                f"config.json of {place} was changed after a patch wrote it: rope_parameters is "
+                f"{one!r}, but its patch, recorded in {FIELD!r}, gives {other!r}. Undo the change, "
+                f"or load the original model and patch it with other options"
+            )
 
 
 def _agree(one: Any, other: Any) -> bool:
@@ -304,7 +314,7 @@ def copy_learned(model: nn.Module, *stores: _Store) -> set[str]:
     """
     # Names within the decoder: their prefix depends on the saved class, and transformers renames it
     # for some families.
-    wanted = learned.learned(text_decoder(model))
+    wanted = learned.learned(text_root(model))
     found: dict[str, torch.Tensor] = {}
     for store in stores if wanted else ():
         found |= _found_in(store, wanted)
@@ -499,7 +509,7 @@ def load_adapter(model: nn.Module, directory: str | PathLike[str], **kwargs: Any
         file = hub.find(str(directory), "adapter_config.json", **hub.of_hub(kwargs))
         if file is not None:
             read_adapter(file)  # checks sizes, which PEFT builds before it reads the weights
-        if wanted := learned.learned(text_decoder(model)):
+        if wanted := learned.learned(text_root(model)):
             _found_in(tensors_of_adapter(str(directory), hub.of_hub(kwargs)), wanted)
         return peft.PeftModel.from_pretrained(model, directory, **kwargs)
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.patching import current_patch
-from tests.families.zoo import tiny_model
+from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.checkpoint import save_checkpoint
 from tests.helpers.engines import TABLE, built
 from tests.helpers.models import tiny_llama
@@ -210,6 +211,47 @@ def test_a_position_method_is_exported_to_vllm_for_the_plugin_of_rope_ext(tmp_pa
     granite = rope_ext.patch(tiny_model("granite"), "rerope", factor=4)
     with pytest.raises(rope_ext.ExportError, match="not granite"):
         rope_ext.export(granite, "vllm")
+
+
+def test_an_encoder_is_served_by_vllm_as_a_pooling_model(tmp_path: Path) -> None:
+    model = rope_ext.patch(tiny_of(transformers.ModernBertModel), "yarn", factor=4)
+    made = rope_ext.export(model, "vllm")
+    assert made.settings["runner"] == "pooling" and "--convert embed" in made.command
+    entry = made.settings["hf_overrides"]["rope_parameters"]["full_attention"]
+    assert entry["rope_type"] == "yarn"
+    model.save_pretrained(tmp_path)
+    saved = rope_ext.export(tmp_path, "vllm")
+    assert saved.command == f"vllm serve {tmp_path} --runner pooling --convert embed"
+    for engine in ("sglang", "llama.cpp", "mlx"):
+        with pytest.raises(rope_ext.ExportError, match="both directions"):
+            rope_ext.export(model, engine)
+    assert rope_ext.export(model, "transformers").files
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("ModernBertModel", "rerope", "no setting that changes the positions"),
+        ("ModernBertForSequenceClassification", "yarn", "heads"),
+        ("NomicBertModel", "yarn", "first code"),
+        ("EuroBertModel", "yarn", "have not been tested with the family 'eurobert'"),
+    ],
+)
+def test_what_vllm_cannot_embed_is_refused(name: str, method: str, message: str) -> None:
+    model = rope_ext.patch(tiny_of(getattr(transformers, name)), method, factor=4)
+    with pytest.raises(rope_ext.ExportError, match=message):
+        rope_ext.export(model, "vllm")
+
+
+def test_a_decoder_read_in_both_directions_is_not_served_causally() -> None:
+    model = tiny_model("llama").model
+    model.config.is_causal = False
+    rope_ext.patch(model, "yarn", factor=4)
+    assert rope_ext.export(model, "vllm").settings["runner"] == "pooling"
+    with pytest.raises(rope_ext.ExportError, match="both directions"):
+        rope_ext.export(model, "llama.cpp")
+    with pytest.raises(rope_ext.ExportError, match="NTK of its own"):
+        rope_ext.export(model, "text-embeddings-inference")
 
 
 def test_families_and_names_that_were_not_checked_are_refused() -> None:

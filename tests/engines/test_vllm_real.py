@@ -17,15 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, ModernBertModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import rope_ext
 from rope_ext.cli import app
 from rope_ext.engines.base import ENGINES
-from rope_ext.engines.configs import PLUGIN_METHODS
+from rope_ext.engines.configs import PLUGIN_METHODS, POOLING_FAMILIES
 from tests.engines.record import ran
-from tests.families.zoo import LENGTH, tiny_config, tiny_model
+from tests.families.zoo import LENGTH, tiny_config, tiny_model, tiny_of
 from tests.helpers import pretrained
 from tests.helpers.servers import running
 
@@ -172,6 +174,42 @@ def test_it_computes_what_is_exported(
     (got,) = engine.run(tmp_path, printed(model) | latent, [ids])
     torch.testing.assert_close(got, wanted, rtol=0, atol=close)
     ran("vllm", family, next(kind for kind in OF_KIND if method in dict(OF_KIND[kind])))
+
+
+def encoder(family: str) -> Any:
+    """A tiny model that reads in both directions."""
+    heads = {"num_attention_heads": 2, "hidden_size": 64}
+    if family == "modernbert":
+        model: Any = tiny_of(ModernBertModel, **heads)
+    elif family == "gemma3_text":
+        model = tiny_model(family, use_bidirectional_attention=True, head_dim=32, **heads).model
+    else:
+        model = tiny(family).model
+        model.config.is_causal = False
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+@pytest.mark.parametrize("family", POOLING_FAMILIES)
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("kind", OF_KIND)
+def test_it_computes_the_hidden_states_of_encoders(
+    engine: Engine, tmp_path: Path, family: str, saved: bool, kind: str
+) -> None:
+    """From the patched model's folder, or from the unpatched one with what export prints."""
+    model, ids = encoder(family), tokens(4 * LENGTH - 6)
+    words = Tokenizer(WordLevel({str(n): n for n in range(128)}, unk_token="3"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    method, options = OF_KIND[kind][0]
+    rope_ext.patch(model, method, **{"factor": 4, **options})
+    if saved:
+        model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids]))[0][0]
+    settings = dict(rope_ext.export(str(tmp_path) if saved else model, "vllm").settings)
+    (got,) = engine.run(tmp_path, settings, [ids])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE)
 
 
 def checkpoint() -> Any:

@@ -8,6 +8,7 @@ that recipe cannot know.
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "partial_rotary_factor": 0.5,
     },
+    "dia": {"delay_pattern": [0, 1, 2]},
+    "dia_decoder": {"cross_head_dim": 16, "cross_hidden_size": 64, "num_channels": 3},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "swa_head_dim": 16,
@@ -168,6 +171,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
     },
+    "esm": {"position_embedding_type": "rotary", "vocab_size": VOCAB, "pad_token_id": 0},
+    "esmc": {"num_key_value_heads": 4},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [32, 32],
         "rope_parameters": {
@@ -227,6 +232,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     # Its cache keeps to the window and its attention does not: a wide one makes both agree.
     "moshi": {"sliding_window": 16 * LENGTH},
     "qwen4_exp_text": {
@@ -261,6 +267,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
 }
+
+
+# What the configuration of a class needs beside that of its family.
+_OF_CLASS: dict[str, dict[str, Any]] = {"T5GemmaEncoderModel": {"is_encoder_decoder": False}}
 
 
 def model_types() -> list[str]:
@@ -310,23 +320,30 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
         config = tiny_config(model_type, **overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = _from_config(model_type, config)
-            for parameter in model.parameters():
-                if not parameter.any():  # a gate or scale that starts closed hides what is behind
-                    torch.nn.init.normal_(parameter, std=_SMALL["initializer_range"])
+            model = _opened(_from_config(model_type, config))
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise NotBuildable(f"{model_type}: {reason}") from error
     return model.float().eval()
 
 
+def _opened(model: PreTrainedModel) -> PreTrainedModel:
+    """Open gates and scales that start closed, which hide what is behind them."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=_SMALL["initializer_range"])
+    return model
+
+
 def tiny_of(cls: type[PreTrainedModel], **overrides: Any) -> PreTrainedModel:
     """A class outside of both mappings with random weights, float32, in eval mode."""
+    if cls.config_class.model_type == "mistral4":
+        raise NotBuildable(f"{cls.__name__}: {_NOT_BUILDABLE['mistral4']}")
     try:
-        config = _tiny(cls.config_class, overrides)
+        config = _tiny(cls.config_class, {**_OF_CLASS.get(cls.__name__, {}), **overrides})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = cls._from_config(config)
+            model = _opened(cls._from_config(config))
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise NotBuildable(f"{cls.__name__}: {reason}") from error
@@ -343,10 +360,11 @@ def other_classes(module: str) -> list[type[PreTrainedModel]]:
 
 
 def rotating_modules() -> list[str]:
-    """Modules of transformers' models with rotary frequencies, such as `llama.modeling_llama`."""
+    """Modules of transformers' models that may rotate, such as `llama.modeling_llama`."""
     root = Path(transformers.models.__path__[0])
     files = sorted(root.glob("*/modeling_*.py"))
-    having = (path for path in files if "inv_freq" in path.read_text(encoding="utf-8"))
+    words = re.compile("inv_freq|rotary")
+    having = (path for path in files if words.search(path.read_text(encoding="utf-8")))
     return [f"{path.parent.name}.{path.stem}" for path in having]
 
 

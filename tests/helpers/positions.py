@@ -56,7 +56,8 @@ class Family:
     """A tiny model and how its layers rotate, according to transformers' code.
 
     ``mapped``: layers whose positions change, None for all; ``neighbours``: pairs are next to
-    each other, not half a rotation apart.
+    each other, not half a rotation apart; ``crosses``: it has layers that attend to an encoder,
+    which do not rotate.
     """
 
     model_type: str
@@ -64,6 +65,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     mapped: tuple[int, ...] | None = None
     neighbours: bool = False
+    crosses: bool = False
 
     def model(self) -> nn.Module:
         key = repr(self)
@@ -226,6 +228,9 @@ class ByFormula:
         logits, visible, of_pairs = q @ k.mT, attention_mask, None
         theta, at = module.by_formula_inv_freq.double(), self.positions
         mapped = self.family.mapped is None or module.layer_idx in self.family.mapped
+        if self.family.crosses and not module.is_causal:
+            mapped = False
+            visible = torch.ones_like(logits, dtype=torch.bool) if visible is None else visible
         if mapped:
             native = (at[:, :, None] - at[:, None])[..., None]
             distance = self.distance if self.distance.ndim == 4 else self.distance.unsqueeze(-1)

@@ -8,7 +8,6 @@ import transformers
 from torch import nn
 
 import rope_ext
-from tests.families.checks import changed, snapshot
 from tests.families.zoo import tiny_model, tiny_of
 from tests.helpers.models import tiny_llama
 
@@ -112,24 +111,3 @@ def test_position_methods_with_a_meaning_there_are_recommended_for_an_encoder() 
 def test_no_position_method_is_recommended_for_a_bidirectional_configuration() -> None:
     config = tiny_model("gemma2", use_bidirectional_attention=True).config
     assert not rope_ext.recommend(config, 200).method.replaces_attention
-
-
-@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
-def test_an_encoder_and_decoder_of_one_flat_configuration_are_refused(name: str) -> None:
-    """Moonshine: the patch would be lost, or scale the encoder too, when it is saved and loaded."""
-    heads = {f"{part}_num_attention_heads": 2 for part in ("encoder", "decoder")}
-    layers = {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
-    config = transformers.MoonshineConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        **heads,
-        **layers,
-    )
-    model = transformers.MoonshineForConditionalGeneration(config).eval()
-    before = snapshot(model)
-    for given in (model, model.model.decoder):
-        with pytest.raises(rope_ext.UnsupportedModelError, match="cannot be saved"):
-            rope_ext.patch(given, name, factor=4)
-    assert not changed(before, snapshot(model))

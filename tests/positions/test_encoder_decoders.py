@@ -1,0 +1,232 @@
+"""Encoder-decoders: a patch of the whole model extends both halves, each by its own formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+import rope_ext
+from tests.families.checks import changed, snapshot
+from tests.families.zoo import tiny_of
+from tests.helpers.both_directions import CLOSE, in_both_directions
+from tests.helpers.models import LENGTH
+from tests.helpers.positions import METHODS, Family, by_formula
+
+WITH_TOKENS = ("T5GemmaForConditionalGeneration", "T5Gemma2ForConditionalGeneration")
+SPEECH = ("DiaForConditionalGeneration", "MoonshineForConditionalGeneration")
+EVERY = (*WITH_TOKENS, *SPEECH)
+RAISED = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+
+
+def built(name: str) -> Any:
+    return tiny_of(getattr(transformers, name))
+
+
+def tokens(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 60, (rows, count), generator=generator)
+
+
+def inputs(model: nn.Module, count: int = 150, decoded: int = 100) -> dict[str, torch.Tensor]:
+    """Longer than the trained length for both halves."""
+    read, written = tokens(count), tokens(decoded, seed=1)
+    if model.config.model_type == "dia":
+        channels = model.config.decoder_config.num_channels
+        written = written[..., None].expand(-1, -1, channels)
+    if model.config.model_type == "moonshine":
+        sound = torch.randn(1, 384 * count, generator=torch.Generator().manual_seed(0))
+        return {"input_values": 0.1 * sound, "decoder_input_ids": written}
+    return {"input_ids": read, "decoder_input_ids": written}
+
+
+@torch.no_grad()
+def outputs(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the decoder, and states of the encoder."""
+    found = model(**inputs(model))
+    return found.logits, found.encoder_last_hidden_state
+
+
+def rotations(model: nn.Module) -> list[Any]:
+    """The configurations that both halves read their frequencies from, each once."""
+    parts = (model.get_decoder(), model.get_encoder())
+    configs = [part.config.get_text_config() for part in parts]
+    return list({id(config): config for config in configs}.values())
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", EVERY)
+def test_both_halves_equal_plain_transformers_with_these_parameters(name: str) -> None:
+    model = rope_ext.patch(built(name), "ntk", factor=4)
+    plain = built(name)
+    for written, config in zip(rotations(model), rotations(plain), strict=True):
+        config.rope_parameters = written.rope_parameters
+        config.max_position_embeddings = written.max_position_embeddings
+    wanted = type(plain)._from_config(plain.config)
+    wanted.load_state_dict(plain.state_dict())
+    for one, other, before in zip(
+        outputs(model), outputs(wanted.eval()), outputs(plain), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+        assert float((one - before).abs().max()) > 0.01
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "rerope"])
+def test_both_halves_are_saved_reloaded_and_restored(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    model = built(name)
+    before, first = snapshot(model), outputs(model)
+    try:
+        rope_ext.patch(model, method, factor=4)
+    except rope_ext.UnsupportedModelError as error:
+        assert (method != "yarn" and "get_encoder" in str(error)) or "length=" in str(error)
+        assert changed(before, snapshot(model)) == set()
+        return
+    found = outputs(model)
+    assert "encoder: " in str(rope_ext.describe(model))
+    model.save_pretrained(tmp_path)
+    for one, other in zip(outputs(rope_ext.from_pretrained(tmp_path)), found, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+    if method == "yarn":
+        plain = type(model).from_pretrained(tmp_path)
+        for one, other in zip(outputs(plain), found, strict=True):
+            torch.testing.assert_close(one, other, atol=0, rtol=0)
+    rope_ext.unpatch(model)
+    for one, other in zip(outputs(model), first, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+    assert not rope_ext.describe(model).method
+
+
+def test_a_half_can_be_unpatched_from_either_side() -> None:
+    model = built(WITH_TOKENS[0])
+    before = snapshot(model)
+    rope_ext.patch(model, "yarn", factor=4)
+    rope_ext.unpatch(model.get_encoder())
+    assert changed(before, snapshot(model)) == set()
+    with rope_ext.patched(model, "rerope", factor=4):
+        assert rope_ext.describe(model.get_encoder()).method == "rerope"
+    assert changed(before, snapshot(model)) == set()
+
+
+@pytest.mark.parametrize("name", ["self_extend", "string"])
+def test_position_methods_equal_their_formula_in_both_halves(name: str) -> None:
+    model, given = built(WITH_TOKENS[0]).double(), METHODS[name]
+    read, written = tokens(90), tokens(80, seed=1)
+    log_n = LENGTH if name == "self_extend" else None
+    encoder, places = model.get_encoder(), torch.arange(90)[None]
+    with (
+        torch.no_grad(),
+        in_both_directions(encoder, name, places, 0 * places, log_n=log_n, **given),
+    ):
+        states = encoder(read)[0]
+    family = Family("t5gemma", mapped=(1,), crosses=True)  # the other layer has a window
+    whole = {"encoder_outputs": BaseModelOutput(states), "decoder_input_ids": written}
+    places = torch.arange(80)[None]
+    with torch.no_grad(), by_formula(model.get_decoder(), family, name, places, **given):
+        wanted = model(**whole).logits
+    rope_ext.patch(model, name, factor=4, attention_factor=1, **given)
+    with torch.no_grad():
+        found = model(input_ids=read, decoder_input_ids=written)
+    torch.testing.assert_close(found.encoder_last_hidden_state, states, **CLOSE)
+    torch.testing.assert_close(found.logits, wanted, **CLOSE)
+
+
+def test_position_methods_equal_their_formula_in_a_decoder_that_hears() -> None:
+    model, given = built("MoonshineForConditionalGeneration").double(), METHODS["self_extend"]
+    asked = inputs(model, decoded=80)
+    heard = model.get_encoder()(asked.pop("input_values").double())
+    asked["encoder_outputs"] = heard
+    family, places = Family("moonshine", neighbours=True, crosses=True), torch.arange(80)[None]
+    with torch.no_grad(), by_formula(model.get_decoder(), family, "self_extend", places, **given):
+        wanted = model(**asked).logits
+    rope_ext.patch(model, "self_extend", factor=4, attention_factor=1, **given)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**asked).logits, wanted, **CLOSE)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 4},
+    "self_extend": {"factor": 4, "window": 7},
+    "t5": {},
+    "dual_chunk": {"factor": 4, "chunk": 20, "local": 7},  # of the decoder alone
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", CALLS)
+def test_generation_continues_what_a_forward_computes(method: str, side: str) -> None:
+    model = rope_ext.patch(built(WITH_TOKENS[0]), method, **CALLS[method])
+    read = tokens(150, rows=2)
+    mask = torch.ones_like(read)
+    mask[1, slice(0, 50) if side == "left" else slice(100, 150)] = 0
+    given = {"input_ids": read, "attention_mask": mask}
+    made = model.generate(**given, **RAISED, output_logits=True, return_dict_in_generate=True)
+    fed = {"decoder_input_ids": made.sequences[:, :-1]}
+    with torch.no_grad():
+        whole = model(**given, **fed).logits
+        alone = model(
+            input_ids=read[1:][mask[1:] == 1][None], decoder_input_ids=made.sequences[1:, :-1]
+        )
+    torch.testing.assert_close(torch.stack(made.logits, 1), whole, **CLOSE)
+    torch.testing.assert_close(alone.logits, whole[1:], **CLOSE)
+    found = model.generate(
+        **given, **RAISED, num_beams=2, output_scores=True, return_dict_in_generate=True
+    )
+    with torch.no_grad():
+        whole = model(**given, decoder_input_ids=found.sequences[:, :-1]).logits
+    of_tokens = whole.log_softmax(-1).gather(-1, found.sequences[:, 1:, None])
+    torch.testing.assert_close(found.sequences_scores, of_tokens.mean((1, 2)), **CLOSE)
+
+
+def test_what_both_halves_learn_is_saved(tmp_path: Path) -> None:
+    model = rope_ext.patch(built(WITH_TOKENS[0]), "yarn", factor=4, bias="t5")
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "rope_ext" in name:
+                value.copy_(torch.randn(value.shape))
+    model.save_pretrained(tmp_path)
+    for one, other in zip(outputs(rope_ext.from_pretrained(tmp_path)), outputs(model), strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+def test_an_encoder_that_is_refused_stays_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    model = built("MoonshineForConditionalGeneration")
+    before = outputs(model)[1]
+    rope_ext.patch(model, "rerope", factor=4)
+    assert "encoder" in caplog.text and "encoder" in str(rope_ext.describe(model))
+    assert torch.equal(outputs(model)[1], before)
+
+
+def test_one_trained_length_is_not_taken_for_halves_of_two() -> None:
+    model = built("DiaForConditionalGeneration")
+    model.config.encoder_config.max_position_embeddings = 32
+    model = type(model)._from_config(model.config)
+    with pytest.raises(rope_ext.OptionError, match="32 and 64"):
+        rope_ext.patch(model, "yarn", factor=4, original_max_position_embeddings=64)
+    rope_ext.patch(model, "yarn", factor=4)
+    assert rope_ext.describe(model).target_length == 4 * 64
+    assert rope_ext.describe(model.get_encoder()).target_length == 4 * 32
+
+
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+@pytest.mark.parametrize("hidden", [slice(0, 50), slice(100, 150), slice(70, 72)])
+def test_padding_that_the_encoder_finds_by_itself_is_that_of_a_mask(
+    method: str, hidden: slice
+) -> None:
+    model = rope_ext.patch(built(WITH_TOKENS[0]), method, factor=4)
+    ids, mask = tokens(150, rows=2), torch.ones(2, 150, dtype=torch.long)
+    mask[1, hidden] = 0
+    ids = torch.where(mask == 1, ids, model.config.encoder.pad_token_id)
+    with torch.no_grad():
+        found = model.get_encoder()(ids)[0]
+        wanted = model.get_encoder()(ids, attention_mask=mask)[0]
+    torch.testing.assert_close(found[mask == 1], wanted[mask == 1], **CLOSE)

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from rope_ext.apply import gguf_source
 from rope_ext.config.record import Record, record_of
@@ -54,10 +58,10 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def loader(model: str, config: Any) -> Callable[..., Any]:
+def loader(model: str, config: Any, cls: Any = AutoModelForCausalLM) -> Callable[..., Any]:
     """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or gguf_source.is_file_name(model)
-    return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
+    return from_pretrained if ours else cls.from_pretrained
 
 
 def load_model(
@@ -67,11 +71,13 @@ def load_model(
     attn: str | None = None,
     adapter: str | None = None,
     as_saved: bool = False,
+    cls: Any = AutoModelForCausalLM,
 ) -> Any:
-    """Load a causal language model from a folder, Hub ID or GGUF file, in evaluation mode.
+    """Load a model from a folder, Hub ID or GGUF file, in evaluation mode.
 
     With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. The patch
-    recorded in the configuration is removed, unless ``as_saved``.
+    recorded in the configuration is removed, unless ``as_saved``. ``cls`` is a causal language
+    model by default.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -84,13 +90,21 @@ def load_model(
             from peft import PeftConfig, PeftModel
 
             PeftConfig.from_pretrained(adapter)
-    loaded = _load("weights", loader(model, config), model, dtype=dtype, **options)
+    load = loader(model, config, cls)
+    loaded = _load("weights", load, model, dtype=dtype, **options)
     if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
     if adapter is not None:
         with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
             loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
+
+
+def load_embedder(
+    model: str, dtype: str = "auto", device: str = "auto", attn: str | None = None
+) -> Any:
+    """Load the model without a head that ``AutoModel`` builds, otherwise as :func:`load_model`."""
+    return load_model(model, dtype, device, attn, cls=AutoModel).base_model
 
 
 def load_learned(model: Any, adapter: str) -> None:
@@ -152,6 +166,17 @@ def trained_length(config: Any) -> int:
             "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
         )
     return length
+
+
+def is_embedder(config: Any) -> bool:
+    """Whether a checkpoint has no head that predicts the next token, by transformers' tables."""
+    base = set[str]()
+    for names in MODEL_MAPPING_NAMES.values():
+        base.update([names] if isinstance(names, str) else names)
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    saved = (config.architectures or [None])[0]
+    return not remote and (not causal or saved in base)
 
 
 def saved_under(config: Any) -> Record | None:

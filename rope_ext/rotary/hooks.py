@@ -256,7 +256,7 @@ class Sequences(context.Tracker):
         forward: SequenceForward | None = context.current(self)
         if forward is None:
             raise UnsupportedModelError(
-                f"a rotary module was run by itself, by model.forward (which runs no hooks), or "
+                f"a rotary module was run by itself, or "
                 f"again by gradient checkpointing, and {self.method.name} follows the sequences of "
                 f"whole forwards; call the model itself, without checkpointing, or {self.cure}"
             )

@@ -22,7 +22,7 @@ from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.saving import hub
-from rope_ext.saving.load import copy_learned, from_pretrained, read_config, tensors_of_adapter
+from rope_ext.saving.load import copy_learned, from_folder, read_config, tensors_of_adapter
 
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -61,7 +61,11 @@ def load_tokenizer(model: str) -> Any:
 def loader(model: str, config: Any, cls: Any = AutoModelForCausalLM) -> Callable[..., Any]:
     """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or gguf_source.is_file_name(model)
-    return from_pretrained if ours else cls.from_pretrained
+    return _from_folder if ours else cls.from_pretrained
+
+
+def _from_folder(path: str, **kwargs: Any) -> Any:
+    return from_folder(path, None, False, False, kwargs)
 
 
 def load_model(

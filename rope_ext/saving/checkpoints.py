@@ -173,13 +173,19 @@ def trained_length(config: Any) -> int:
 
 
 def is_embedder(config: Any) -> bool:
-    """Whether a checkpoint has no head that predicts the next token, by transformers' tables."""
+    """Whether a checkpoint does not predict the next token.
+
+    By transformers' tables it has no head for that, or its configuration says that it reads later
+    tokens, too.
+    """
     base = set[str]()
     for names in MODEL_MAPPING_NAMES.values():
         base.update([names] if isinstance(names, str) else names)
     causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     saved = (config.architectures or [None])[0]
+    if getattr(config.get_text_config(decoder=True), "is_causal", None) is False:
+        return True
     return not remote and (not causal or saved in base)
 
 

@@ -9,7 +9,12 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
 
 from rope_ext.config.record import record_of
 from rope_ext.config.settings import SCALING_FIELDS, RopeSettings, all_settings, method_of
@@ -18,7 +23,7 @@ from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, is_local, text_decoder
-from rope_ext.saving.checkpoints import before_patch, load_config
+from rope_ext.saving.checkpoints import before_patch, is_embedder, load_config
 from rope_ext.saving.load import (
     frequencies_of,
     read_adapter,
@@ -69,17 +74,22 @@ def read_saved(given: Given) -> Saved:
 
 
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """Build a configuration's language model, without weights; multimodal, if it has images."""
+    """Build a configuration's model, without weights: a language model, or an embedder.
+
+    Multimodal, if it has images.
+    """
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
     if config.get_text_config(decoder=True) is not config:  # its causal class may be text-only
         classes.reverse()
+    if is_embedder(config):  # saved without a head, or an encoder
+        classes = [AutoModel]
     auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
     try:
         with torch.device("meta"):
             return auto.from_config(config)
     except Exception as error:
         raise UnsupportedModelError(
-            f"no language model can be built from {type(config).__name__} "
+            f"no model can be built from {type(config).__name__} "
             f"({first_line(error)}); pass the loaded model"
         ) from error
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer, EuroBertConfig, EuroBertModel
+from typer.testing import CliRunner
 
 import rope_ext
 from rope_eval import sliding
@@ -25,6 +26,8 @@ from rope_eval.run.plan import prepare
 from rope_eval.settings import Settings
 from rope_eval.tasks.embedding import Embedding, Retrieval
 from rope_eval.tasks.passkey import Passkey
+from rope_ext.advice import evidence
+from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
 from tests.helpers.both_directions import encoder
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
@@ -298,3 +301,26 @@ def test_a_tie_is_not_found() -> None:
     case = Case("embedding_needle", 8, 0, "rank", 1, array("i", [1]), ("a",), right=1)
     assert run.ranked(case, torch.tensor([0.5, 0.5, 0.1])).value == 0
     assert run.ranked(case, torch.tensor([0.4, 0.5, 0.1])).value == 1
+
+
+def test_advice_for_an_embedder_ends_with_its_task(embedder: Path) -> None:
+    found = rope_ext.recommend(embedder, 2 * TRAINED)
+    assert "--tasks embedding" in str(found) and "calibrate" not in str(found)
+    ran = CliRunner().invoke(app, ["recommend", str(embedder), "--length", str(2 * TRAINED)])
+    assert "next: rope-ext eval" in ran.output and "--tasks embedding" in ran.output
+    ran = CliRunner().invoke(
+        app, ["describe", str(embedder), *("--method", "rerope", "--factor", "2")]
+    )
+    assert "next: rope-ext eval" in ran.output and "--tasks embedding" in ran.output
+
+
+def test_embedders_are_judged_by_embedders_only() -> None:
+    def retrieval(found: int, **more: int) -> dict[str, Any]:
+        return {"at": {"2": {"retrieval": {"found": found, "of": 50, **more}}}}
+
+    methods = {"unpatched": retrieval(13, cut=12), "ntk": retrieval(30), "yarn": retrieval(20)}
+    measured = {"model": "e", "trained": 2048, "embeds": True, "methods": methods}
+    assert evidence.ranked(2, [measured])[:2] == ["ntk", "yarn"]
+    said = evidence.sentence("ntk", 2, [measured])
+    assert "30 of 50 questions" in said and "unpatched 13" in said and "12 if" in said
+    assert not any(model.get("embeds") for model in evidence.measured_models())

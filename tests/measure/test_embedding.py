@@ -262,6 +262,16 @@ def test_wrong_combinations_are_refused_before_weights_are_read(settings: Settin
         Embedding(candidates=1)
 
 
+def test_compare_measures_the_task_on_an_embedder(embedder: Path, tmp_path: Path) -> None:
+    words = ["compare", str(embedder), "--method", "yarn", "--factor", "2", "--lengths", "256"]
+    few = ["--queries", "5", "--candidates", "5", "--output", str(tmp_path / "out")]
+    ran = CliRunner().invoke(app, [*words, *few])
+    assert ran.exit_code == 0, ran.output
+    assert "embedding_needle" in ran.output and "Cannot tell" in " ".join(ran.output.split())
+    ran = CliRunner().invoke(app, [*words, "--digits", "3"])
+    assert ran.exit_code == 2 and "--digits" in ran.output and "embedder" in ran.output
+
+
 def scores(found: int, of: int = 100) -> Scores:
     made = Scores()
     made.passes.update({128: [1.0] * of, 512: [1.0] * found + [0.0] * (of - found)})

@@ -132,7 +132,8 @@ def patch(
 
     Args:
         model: a loaded transformers model with rotary embeddings, or a ``PeftModel``, compiled
-            or data-parallel wrapper around one.
+            or data-parallel wrapper around one; or a SentenceTransformer or CrossEncoder, whose
+            ``max_seq_length`` is raised as well.
         method: name or alias of a method, a method object such as ``YaRN(factor=4)``, or the
             result of :func:`rope_ext.recommend`.
         frequency: a frequency method to use under a position method, such as ``NTK(factor=2)``.
@@ -374,6 +375,8 @@ def _patch(
         if options.tokenizer is not None:  # the encoder reads what it makes
             reached = min(half.applied.target_length for half in halves)
             set_attribute(options.tokenizer, "model_max_length", reached, changes)
+        tokenizer = options.tokenizer
+        halves[0].notes.extend(_lengthen(given, halves[0].record, tokenizer, changes))
         for half in halves:
             _add_warnings(half.place, half.record, changes)
             changes.append(functools.partial(_forget, half.place.decoder))
@@ -607,6 +610,23 @@ def first_site(
     sites = chosen_sites(decoder, find_sites(decoder, length), sliding_layers)
     refuse_changed(decoder, sites, length)
     return sites[0]
+
+
+def _lengthen(given: Any, record: Record, tokenizer: Any, changes: Changes) -> list[str]:
+    """Raise the length at which sentence-transformers cuts texts, and return a note about it.
+
+    It is raised by as much as the trained length, so a shorter one that the user chose stays so.
+    """
+    length = getattr(given, "max_seq_length", None)
+    if unwrap(given) is given or tokenizer is not None or not isinstance(length, int):
+        return []
+    reached = min(record.target_length, length * record.target_length // record.trained_length)
+    if reached <= length:  # without a limit
+        return []
+    set_attribute(given.tokenizer, "model_max_length", reached, changes)
+    if given.max_seq_length != reached:  # before sentence-transformers 6, of the module
+        set_attribute(given[0], "max_seq_length", reached, changes)
+    return [f"texts: cut at {reached} tokens (max_seq_length; without the patch {length})"]
 
 
 class _Limit:

@@ -32,7 +32,7 @@ ROOMS = {
     ),
     "rope_eval": (
         "rope_eval",
-        "folder forward options plots.style progress server sliding data",
+        "embedder folder forward options plots.style progress server sliding data",
         "cases settings",
         "systems versions",
         "tasks",

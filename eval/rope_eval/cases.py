@@ -16,7 +16,34 @@ from typing import Any, Literal
 from rope_eval.folder import HEADER, Log, read_lines, to_line
 from rope_ext.errors import MeasureError, OptionError
 
-Mode = Literal["argmax", "loss", "write"]
+Mode = Literal["argmax", "loss", "rank", "write"]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Documents to rank for questions, as tokens with their prompt and special tokens.
+
+    ``closing`` is the number of special tokens at the end of each, which it keeps when it is cut.
+    """
+
+    documents: tuple[array, ...]
+    closing: int = 0
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all documents."""
+        found = hashlib.sha256()
+        for document in self.documents:
+            found.update(len(document).to_bytes(8, "little") + document.tobytes())
+        return found.hexdigest()[:16]
+
+    def cut(self, window: int) -> list[array]:
+        """Return the documents without what is beyond ``window`` tokens."""
+        kept = window - self.closing
+        return [
+            one if len(one) <= window else one[:kept] + one[len(one) - self.closing :]
+            for one in self.documents
+        ]
 
 
 @dataclass(frozen=True)
@@ -34,6 +61,8 @@ class Case:
     * ``write``: up to ``count`` tokens are generated after ``ids``, and ``answers`` are searched
       in them, or ``judge`` scores the text from 0 to 1: a frozen dataclass that can be called,
       whose fields belong to the case.
+    * ``rank``: ``ids`` are a question for an embedder; of the ``candidates``, the document at the
+      index ``right`` must have the most similar embedding.
     """
 
     task: str
@@ -49,6 +78,8 @@ class Case:
     weight: int | None = None
     only: tuple[int, ...] = field(default=(), repr=False)
     judge: Callable[[str], float] | None = field(default=None, repr=False)
+    candidates: Candidates | None = field(default=None, repr=False)
+    right: int | None = None
 
     def __post_init__(self) -> None:
         if self.judge is not None and not is_dataclass(self.judge):  # its repr would be an address
@@ -64,6 +95,8 @@ class Case:
 
     @property
     def tokens(self) -> int:
+        if self.candidates is not None and self.right is not None:
+            return len(self.ids) + len(self.candidates.documents[self.right])
         return len(self.ids) + (self.count if self.mode == "write" else 0)
 
     @cached_property
@@ -72,6 +105,7 @@ class Case:
         how = (self.mode, self.count, self.answers, self.only)
         how += () if self.judge is None else (self.judge,)
         how += () if self.weight is None else ("weight", self.weight)
+        how += () if self.candidates is None else (self.candidates.digest, self.right)
         text = self.ids.tobytes() + repr(how).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 

@@ -24,6 +24,8 @@ from rope_ext.errors import OptionError
 
 COMPARED = ("perplexity", "passkey")
 """The tasks of `rope-ext compare`, which is `rope-ext eval` with tasks and some defaults chosen."""
+EMBEDDED = ("embedding",)
+"""Its tasks for embedders."""
 COMPARE = {"output": Path("rope-ext-compare"), "force": True}  # all requested lengths
 KNOWN = ", ".join(name for name in all_tasks() if name != Harness.name)
 Models = Annotated[
@@ -62,7 +64,7 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         tasks = [one for one in names if one not in others]
         if others:  # of lm-evaluation-harness
             tasks, more = [*tasks, Harness.name], {"harness_tasks": ",".join(others)}
-    classes = chosen(tasks)
+    classes = chosen([*tasks, *EMBEDDED] if name == "compare" else tasks)
     _refuse_shared(classes)
 
     def run(models: Models = None, **typed: Any) -> None:
@@ -73,10 +75,11 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         given, own = settings(words, typed, **defaults), dict[str, Any]()
         for cls in classes:
             own = read_options(cls, typed | more) | own
-        evaluate(given, build(tasks, own))
+        evaluate(given, build(_compared(given, own) if name == "compare" else tasks, own))
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     what = f"{', '.join(tasks[:-1])} and {tasks[-1]}" if len(tasks) > 1 else "".join(tasks)
+    what += ", or embedding for embedders" * (name == "compare")
     about = f"Measure {what or 'any tasks'}, and write one report."
     options = (Settings, *classes) if name == "compare" else (Asked, Settings, *classes)
     # What `compare` sets by itself is no option of it, unless it is a name that may change.
@@ -85,6 +88,27 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     made = typer.main.get_command(app)
     assert isinstance(made, TyperCommand)
     return made
+
+
+def _compared(given: Settings, own: Mapping[str, Any]) -> Sequence[str]:
+    """Return the tasks of ``compare`` for these models; raises OptionError for others' options."""
+    from rope_ext.saving.checkpoints import is_embedder, load_config
+
+    embeds = bool(given.models) and not given.url
+    embeds = embeds and all(is_embedder(load_config(model)) for model in given.models)
+    tasks, others = (EMBEDDED, COMPARED) if embeds else (COMPARED, EMBEDDED)
+    known = {field.name for cls in chosen(tasks) for field in option_fields(cls)}
+    for cls in chosen(others):
+        wrong = [
+            one.name for one in option_fields(cls) if one.name in own and one.name not in known
+        ]
+        if wrong:
+            kind = "an embedder" if embeds else "a language model"
+            raise OptionError(
+                f"--{wrong[0].replace('_', '-')} is an option of {cls.name}, which is not measured "
+                f"on {kind}; leave it out"
+            )
+    return tasks
 
 
 def _names_tasks(word: str) -> bool:

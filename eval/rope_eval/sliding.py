@@ -34,10 +34,13 @@ def attend(
     count = query.shape[2]
     if not sliding_window or attention_mask is None or count != key.shape[2]:
         return _NATIVE(module, query, key, value, attention_mask, *args, **more)
+    # In both directions, models count the query itself or not: one more key is always enough.
+    ahead = 0 if getattr(module, "is_causal", True) else sliding_window
     parts = []
     for start in range(0, count, BLOCK):
-        stop, first = min(count, start + BLOCK), max(0, start - sliding_window + 1)
-        tensors = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
-        seen = attention_mask[:, :, start:stop, first:stop]
+        stop, first = min(count, start + BLOCK), max(0, start - sliding_window)
+        last = min(count, stop + ahead)
+        tensors = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        seen = attention_mask[:, :, start:stop, first:last]
         parts.append(_NATIVE(module, *tensors, seen, *args, **more)[0])
     return torch.cat(parts, 1), None

@@ -24,7 +24,8 @@ class System:
     """A model with a method: a row of the report.
 
     ``label`` is the method and its options, or a server; ``name`` adds the model if there are
-    several. ``identity`` is a digest of what results depend on besides the case.
+    several. ``identity`` is a digest of what results depend on besides the case. ``cut``: an
+    embedder gets only so many tokens of every text, as users have it without a method.
     """
 
     name: str
@@ -36,9 +37,12 @@ class System:
     is_dynamic: bool
     identity: str
     adapted: bool = False
+    cut: int | None = None
 
     def key(self, case: Case) -> str:
-        return digest(self.identity, case.task, case.length, case.bin, case.seed, case.prompt)
+        more = () if self.cut is None else (self.cut,)
+        of_case = (case.task, case.length, case.bin, case.seed, case.prompt)
+        return digest(self.identity, *of_case, *more)
 
 
 def short_name(path: str) -> str:

@@ -15,8 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lab.evidence import retrieval_page
 from lab.evidence.measure import BUCKET, VARIANTS, depends_on_length
 from lab.evidence.questions import TASKS
+from lab.evidence.retrieval import FACTORS
 from rope_eval.folder import read_lines
 from rope_eval.plots import style
 from rope_eval.reports.intervals import mean_interval, rate_interval
@@ -421,7 +423,9 @@ def put(path: Path, name: str, text: str) -> None:
 
 def write(root: Path) -> None:
     """Put the numbers in ``docs/evidence/*.jsonl`` into the pages and into ``recommend``."""
-    found = [Evidence.read(path) for path in sorted((root / "docs/evidence").glob("*.jsonl"))]
+    paths = sorted((root / "docs/evidence").glob("*.jsonl"))
+    embedders = [retrieval_page.Retrieved.read(p) for p in paths if retrieval_page.is_retrieval(p)]
+    found = [Evidence.read(path) for path in paths if not retrieval_page.is_retrieval(path)]
     found.sort(key=lambda one: list(TRAINED).index(one.model))
     for one in found:
         name = one.model.partition("-")[0].lower()
@@ -431,9 +435,18 @@ def write(root: Path) -> None:
         for mark, made in {"behind": behind, "4x": quadruple, "settings": variants}.items():
             if text := made(one):
                 put(page, f"{name} {mark}", f"\n{text}\n")
+    page = root / "docs" / "evidence.md"
+    for one in embedders:
+        name = one.model.partition("-")[0]
+        put(page, f"{name} conditions", f"\n{retrieval_page.conditions(one)}\n")
+        for factor in FACTORS:
+            if text := retrieval_page.table(one, factor):
+                put(page, f"{name} {factor}x", f"\n{text}\n")
     judged = [one for one in found if len(one.losses("unpatched", "2x")) >= 4]
     put(root / "README.md", "table", f"\n{short(judged[0])}\n")
-    data = json.dumps([summary(one) for one in judged], indent=1) + "\n"
+    ranked = (made for made in map(retrieval_page.summary, embedders) if made["methods"])
+    every = [*map(summary, judged), *ranked]
+    data = json.dumps(every, indent=1) + "\n"
     (root / "rope_ext/advice/evidence.json").write_text(data, encoding="utf-8")
     draw(root / "docs/evidence.png", judged)
     draw(root / "docs/hero.png", judged[:1])

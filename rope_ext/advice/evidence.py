@@ -15,6 +15,7 @@ _MODELS: Sequence[Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("evidence.json").read_text(encoding="utf-8")
 )
 UNPATCHED = "unpatched"
+_BASELINES = (UNPATCHED, "cut")
 _TIMES = {"2": "twice", "4": "four times"}
 _CANDIDATES = (
     "rerope self_extend leaky_rerope dual_chunk dpe jet_long lampe yarn dynamic_yarn mrrope"
@@ -28,18 +29,23 @@ def three_digits(value: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
 
 
-def measured_models(config: Any = None, trained: int | None = None) -> Sequence[Mapping[str, Any]]:
+def measured_models(
+    config: Any = None, trained: int | None = None, embeds: bool = False
+) -> Sequence[Mapping[str, Any]]:
     """Return the models to judge by: the one of this shape and trained length, or else all.
 
-    A model's own measurements say more than those of others, so they count alone.
+    A model's own measurements say more than those of others, so they count alone. An embedder
+    (``embeds``) is judged by embedders, if some were measured, and other models never are.
     """
+    kind = [model for model in _MODELS if bool(model.get("embeds")) == embeds]
+    kind = kind or [model for model in _MODELS if not model.get("embeds")]
     same = [
         model
-        for model in _MODELS
+        for model in kind
         if model["trained"] == trained
         and all(getattr(config, name, None) == value for name, value in model["shape"].items())
     ]
-    return same or _MODELS
+    return same or kind
 
 
 def factor_measured(model: Mapping[str, Any], factor: float, method: str = UNPATCHED) -> str | None:
@@ -60,7 +66,7 @@ def sentence(
     not decoded are said to be so: the method was scored after a lead-in, it did not write them.
     """
     parts = []
-    for model in _MODELS if models is None else models:
+    for model in measured_models() if models is None else models:
         found = model["methods"].get(name, {})
         said = []
         if at := factor_measured(model, factor, name):
@@ -83,6 +89,12 @@ def _at(numbers: Mapping[str, Any], unpatched: Mapping[str, Any], factor: str) -
     if passkey := numbers.get("passkey"):
         how = "" if passkey["decoded"] else " (scored after a lead-in, not decoded)"
         said.append(f"{passkey['found']} of {passkey['of']} passkeys there{how}")
+    if retrieval := numbers.get("retrieval"):
+        cut = unpatched["retrieval"]["cut"]
+        said.append(
+            f"{retrieval['found']} of {retrieval['of']} questions {where} (unpatched "
+            f"{unpatched['retrieval']['found']}, and {cut} if every text is cut at its window)"
+        )
     return said
 
 
@@ -93,7 +105,10 @@ def ranked(factor: float = 2, models: Sequence[Mapping[str, Any]] | None = None)
     any passkeys of a model were decoded, only decoded ones count there. A method without numbers
     comes after those that have them.
     """
-    judged = _MODELS if models is None else models
+    judged = measured_models() if models is None else models
+    embedders = [model for model in judged if model.get("embeds")]
+    more = (name for model in embedders for name in model["methods"] if name not in _BASELINES)
+    names = dict.fromkeys([*_CANDIDATES.split(), *more])
 
     def key(name: str) -> tuple[float, int, float]:
         keys = 0
@@ -105,11 +120,12 @@ def ranked(factor: float = 2, models: Sequence[Mapping[str, Any]] | None = None)
             passkey = numbers.get("passkey")
             if passkey and (passkey["decoded"] or not _any_decoded(model, at)):
                 keys += passkey["found"]
+            keys += numbers.get("retrieval", {}).get("found", 0)
             perplexities += round(numbers.get("perplexity", 0.0), 1)
-            missing += "perplexity" not in numbers
+            missing += "perplexity" not in numbers and "retrieval" not in numbers
         return -keys, missing, perplexities
 
-    return sorted(_CANDIDATES.split(), key=key)
+    return sorted(names, key=key)
 
 
 def _any_decoded(model: Mapping[str, Any], factor: str) -> bool:

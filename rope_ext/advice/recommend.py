@@ -39,6 +39,7 @@ from rope_ext.position.direction import generates_from
 from rope_ext.position.layers import WINDOWS_ONLY, rotates_windows_only, survey
 from rope_ext.rotary.sites import find_sites, text_config, text_decoder, unwrap
 from rope_ext.saving import gguf_source
+from rope_ext.saving.checkpoints import is_embedder
 from rope_ext.saving.folder import model_of, read_saved
 
 # name and format of the file that rope_eval writes
@@ -90,7 +91,13 @@ class _Case:
     @cached_property
     def measured(self) -> Sequence[Mapping[str, Any]]:
         """The measured models to judge by."""
-        return measured_models(text_config(text_decoder(self.model)), self.rope.length)
+        config = text_config(text_decoder(self.model))
+        return measured_models(config, self.rope.length, self.embeds)
+
+    @cached_property
+    def embeds(self) -> bool:
+        """Whether the model reads texts to embed them, and writes none."""
+        return is_embedder(unwrap(self.model).config)
 
     def compose(self, method: Method) -> Any:
         return "raise" if method == self.raised else self.scaled is not None
@@ -409,11 +416,19 @@ def _warnings(case: _Case, chosen: _Trial) -> Iterator[str]:
     if case.rope.base < bound and not (method.replaces_attention or raises):
         yield (
             f"the base {case.rope.base:g} is below {bound:.3g}, which {case.target} tokens need: "
-            f"measure passkeys, not perplexity alone (arXiv 2405.14591)."
+            f"measure {'retrieval' if case.embeds else 'passkeys, not perplexity alone'} (arXiv "
+            f"2405.14591)."
         )
 
 
 def _next_steps(case: _Case, chosen: _Trial, found: Any) -> Iterator[str]:
+    if case.embeds:
+        yield (
+            f"measure it, and embed queries and documents under the same patch: rope-ext eval "
+            f"MODEL --tasks embedding --methods {chosen.method.name} --factor {case.factor:g} "
+            f"--lengths {case.target}"
+        )
+        return
     if not (
         case.finetune
         or chosen.method == case.raised

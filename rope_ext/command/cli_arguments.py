@@ -104,6 +104,12 @@ class Asked:
 
     def tell_compare(self, trained: int, target: int, **more: Any) -> None:
         """Print the command that compares the method with the unpatched model."""
+        from rope_ext.saving.checkpoints import is_embedder, load_config
+
+        if is_embedder(load_config(self.model)):
+            given = {"tasks": "embedding", "lengths": target, "output": unused("embedding")}
+            tell_next(self.words("eval", **given))
+            return
         lengths = f"{trained},{target}"
         tell_next(self.words("compare", lengths=lengths, **more, output=unused("compared")))
 

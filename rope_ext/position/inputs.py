@@ -91,10 +91,9 @@ def forward_of(patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict) 
 def run_by_itself(patch: PositionMap, module: nn.Module) -> UnsupportedModelError:
     """Return the error of a module that runs without a forward that its tokens belong to."""
     return UnsupportedModelError(
-        f"{type(module).__name__} was run by itself under {patch.method.name}, by model.forward "
-        f"(which runs no hooks), or again by gradient checkpointing with a mask of your own, "
-        f"so the positions of its tokens are not known; call the whole model itself, without "
-        f"that mask or without checkpointing"
+        f"{type(module).__name__} was run by itself under {patch.method.name}, or again by "
+        f"gradient checkpointing with a mask of your own, so the positions of its tokens are not "
+        f"known; call the whole model itself, without that mask or without checkpointing"
     )
 
 

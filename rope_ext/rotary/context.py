@@ -45,6 +45,7 @@ class ForwardContext:
     cache: Cache | None
     traced: bool  # by torch.compile or torch.export: it computes with tensors, and reads no values
     exported = False  # whether torch.export is tracing it
+    running = False  # whether the decoder's own ``forward`` has begun
 
     def __post_init__(self) -> None:
         """Set what a subclass derives from these."""
@@ -120,6 +121,19 @@ class Tracker:
         begin = decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         end = decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True)
         changes += [begin.remove, end.remove]
+        wrap(decoder, "forward", functools.partial(self.run, decoder), changes)
+
+    def run(self, decoder: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run ``decoder.forward``; called by itself, as sentence-transformers does, run its hooks.
+
+        A forward that ``begin`` has put on the stack runs once. One that Ctrl-C has ended is still
+        there and has run, so it is not taken for this one.
+        """
+        forward = current(self.patch)
+        if forward is None or forward.running:
+            return decoder(*args, **kwargs)
+        forward.running = True
+        return original(*args, **kwargs)
 
     def traceable(self) -> bool:
         """Whether a graph is being traced, and no device may get only part of every sequence."""

@@ -140,12 +140,17 @@ class PatchTarget:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a PEFT, compiled or data-parallel wrapper."""
+    """Return the transformers model inside a wrapper.
+
+    Of PEFT, torch.compile, data parallelism or sentence-transformers.
+    """
     while True:
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
+        elif isinstance(getattr(model, "transformers_model", None), nn.Module):
+            model = model.transformers_model  # of a SentenceTransformer or CrossEncoder
         elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
         else:
@@ -227,7 +232,7 @@ def no_text(decoder: nn.Module) -> str:
     inner = None if isinstance(decoder, PreTrainedModel) else next(models, None)
     if inner is None:
         return "it does not read token IDs of one vocabulary"
-    # as in a SentenceTransformer
+    # as in another package's wrapper
     return f"it is not a transformers model; pass the one in it, model.get_submodule({inner!r})"
 
 

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from rope_ext.config.nested import text_of
 from rope_ext.config.record import Record, record_within
@@ -18,8 +25,15 @@ from rope_ext.config.settings import trained_length as trained_length_of
 from rope_ext.errors import MeasureError, OptionError, first_line, nearest
 from rope_ext.patching import unpatch
 from rope_ext.saving import gguf_source, hub
-from rope_ext.saving.load import copy_learned, from_pretrained, read_config, tensors_of_adapter
+from rope_ext.saving.load import copy_learned, from_folder, read_config, tensors_of_adapter
 
+_WRITING = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+"""transformers' families that have a head which writes text."""
 _ADAPTER = "set --adapter to a folder written by PeftModel.save_pretrained"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _logger: Any = logging.getLogger("rope_ext")  # transformers adds warning_once to all loggers
@@ -54,10 +68,14 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def loader(model: str, config: Any) -> Callable[..., Any]:
+def loader(model: str, config: Any, cls: Any = AutoModelForCausalLM) -> Callable[..., Any]:
     """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or gguf_source.is_file_name(model)
-    return from_pretrained if ours else AutoModelForCausalLM.from_pretrained
+    return _from_folder if ours else cls.from_pretrained
+
+
+def _from_folder(path: str, **kwargs: Any) -> Any:
+    return from_folder(path, None, False, False, kwargs)
 
 
 def load_model(
@@ -67,11 +85,13 @@ def load_model(
     attn: str | None = None,
     adapter: str | None = None,
     as_saved: bool = False,
+    cls: Any = AutoModelForCausalLM,
 ) -> Any:
-    """Load a causal language model from a folder, Hub ID or GGUF file, in evaluation mode.
+    """Load a model from a folder, Hub ID or GGUF file, in evaluation mode.
 
     With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. The patch
-    recorded in the configuration is removed, unless ``as_saved``.
+    recorded in the configuration is removed, unless ``as_saved``. ``cls`` is a causal language
+    model by default.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -84,13 +104,21 @@ def load_model(
             from peft import PeftConfig, PeftModel
 
             PeftConfig.from_pretrained(adapter)
-    loaded = _load("weights", loader(model, config), model, dtype=dtype, **options)
+    load = loader(model, config, cls)
+    loaded = _load("weights", load, model, dtype=dtype, **options)
     if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
     if adapter is not None:
         with hub.loading("adapter", adapter, MeasureError, _ADAPTER):
             loaded = PeftModel.from_pretrained(loaded, adapter)
     return loaded.to(device).eval()
+
+
+def load_embedder(
+    model: str, dtype: str = "auto", device: str = "auto", attn: str | None = None
+) -> Any:
+    """Load the model without a head that ``AutoModel`` builds, otherwise as :func:`load_model`."""
+    return load_model(model, dtype, device, attn, cls=AutoModel).base_model
 
 
 def load_learned(model: Any, adapter: str) -> None:
@@ -152,6 +180,24 @@ def trained_length(config: Any) -> int:
             "the model's configuration has no max_position_embeddings; set --trained-length TOKENS"
         )
     return length
+
+
+def is_embedder(config: Any) -> bool:
+    """Whether a checkpoint does not write text.
+
+    By transformers' tables it was saved without a head that does, or its configuration says that it
+    reads later tokens, too.
+    """
+    if getattr(text_of(config), "is_causal", None) is False:
+        return True
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return False
+    bare = set[str]()
+    for names in MODEL_MAPPING_NAMES.values():
+        bare.update([names] if isinstance(names, str) else names)
+    writes = any(config.model_type in names for names in _WRITING)
+    saved = (config.architectures or [None])[0]
+    return not writes or saved in bare
 
 
 def saved_under(config: Any) -> Record | None:

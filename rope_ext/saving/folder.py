@@ -26,7 +26,7 @@ from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import current_patch, note_patch, note_target, patch
 from rope_ext.rotary.sites import RotarySite, find_sites, is_local, text_decoder
-from rope_ext.saving.checkpoints import before_patch, load_config
+from rope_ext.saving.checkpoints import before_patch, is_embedder, load_config
 from rope_ext.saving.load import (
     read_adapter,
     read_sidecar,
@@ -80,11 +80,13 @@ def read_saved(given: Given) -> Saved:
 def built_on_meta(config: PreTrainedConfig) -> nn.Module:
     """Build a configuration's language model, without weights; multimodal, if it has images.
 
-    Of encoders and encoder-decoders, it is the class that was saved.
+    Of embedders, encoders and encoder-decoders, it is the class that was saved.
     """
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForMultimodalLM]
     if text_of(config) is not config:  # its causal class may be text-only
         classes.reverse()
+    if is_embedder(config):  # saved without a head, or an encoder
+        classes = []
     built: Any = next((cls for cls in classes if type(config) in cls._model_mapping), None)
     try:
         with torch.device("meta"):
@@ -94,7 +96,7 @@ def built_on_meta(config: PreTrainedConfig) -> nn.Module:
             return AutoModel.from_config(config) if saved is None else saved._from_config(config)
     except Exception as error:
         raise UnsupportedModelError(
-            f"no language model can be built from {type(config).__name__} "
+            f"no model can be built from {type(config).__name__} "
             f"({first_line(error)}); pass the loaded model"
         ) from error
 

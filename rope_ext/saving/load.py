@@ -42,7 +42,7 @@ from rope_ext.rotary.sites import (
     text_root,
     unwrap,
 )
-from rope_ext.saving import gguf_source, hub
+from rope_ext.saving import embedders, gguf_source, hub
 from rope_ext.saving.drafts import write_whole
 
 _CAUSAL = "AutoModelForCausalLM"
@@ -83,13 +83,26 @@ def from_pretrained(
             ...; pass changes to the configuration as ``config``.
 
     Returns the model in evaluation mode, with the same logits as the saved one. Patches that the
-    configuration describes in full are loaded by plain transformers.
+    configuration describes in full are loaded by plain transformers. A directory that
+    sentence-transformers saved under another patch is loaded as its SentenceTransformer or
+    CrossEncoder; ``kwargs`` are those of the transformers model in it.
 
     Raises:
         AdapterError: the adapter has no ``rope_ext.json``, its base model is unknown or does not
             fit, or peft is not installed.
         LoadError, RecordError: the model or its patch cannot be read.
     """
+    return from_folder(path, base, is_trainable, True, kwargs)
+
+
+def from_folder(
+    path: str | PathLike[str],
+    base: str | PathLike[str] | None,
+    is_trainable: bool,
+    wrapped: bool,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Load as :func:`from_pretrained`; without ``wrapped`` always a transformers model."""
     folder, gguf = gguf_source.split(path) if "gguf_file" not in kwargs else (path, {})
     path = hub.require_place(folder)
     kwargs = {**kwargs, **gguf}
@@ -103,7 +116,7 @@ def from_pretrained(
         return load_adapter(model, path, is_trainable=is_trainable, **where)
     if base is not None or is_trainable:
         raise AdapterError(f"{path} does not contain an adapter; leave base= and is_trainable= out")
-    loaded, record, config = _load(path, kwargs)
+    loaded, record, config = _load(path, kwargs, wrapped=wrapped)
     if record is not None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with loading info
         stored = _stored(path, kwargs.get("variant"), where)
@@ -115,6 +128,9 @@ def from_pretrained(
                 f"now gives {state.record.outcome()}: load the original model and patch it again"
             )
         refuse_other_fields(config, model, path)
+        length = embedders.saved_length(path) if model is not unwrap(model) else None
+        if length is not None:
+            model.max_seq_length = length  # a smaller one than the patch gives was asked for
     return loaded
 
 
@@ -154,9 +170,11 @@ def _base_of(
 
 
 def _load(
-    path: str, kwargs: dict[str, Any], class_name: str | None = None
+    path: str, kwargs: dict[str, Any], class_name: str | None = None, wrapped: bool = False
 ) -> tuple[Any, Record | None, Any]:
     """Load the unpatched model, as the saved class by default, and read its recorded patch.
+
+    With ``wrapped``, that class may be one of sentence-transformers.
 
     Returns the model, the record and the configuration as saved.
     """
@@ -189,7 +207,10 @@ def _load(
     try:
         expecting = nullcontext() if record is None else _expecting_learned()
         with hub.loading("weights", path), expecting:
-            loaded = _class(config, class_name).from_pretrained(path, **kwargs)
+            if wrapped and record is not None and embedders.saved_by_them(path):
+                loaded = embedders.load_unpatched(path, config, kwargs)
+            else:
+                loaded = _class(config, class_name).from_pretrained(path, **kwargs)
     except LoadError as error:
         if CURE not in str(error.__cause__):
             raise
@@ -286,7 +307,7 @@ def _patch(model: Any, record: Record, path: str, stores: Iterable[_Store], cure
     with writing.quieted(_logger):  # hides advice already followed
         patch(model, record.method, **record.arguments)
     with hub.loading("weights", path):
-        missing = copy_learned(model, *stores)
+        missing = copy_learned(unwrap(model), *stores)
     if missing:
         raise LoadError(
             f"{path} does not contain {', '.join(sorted(missing))}, learned by its patch, in its "

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3TextConfig,
@@ -21,10 +22,12 @@ from transformers import (
 )
 
 import rope_ext
-from lab.evidence import pages
+from lab.evidence import pages, retrieval_page
 from lab.evidence.measure import BUCKET, Measurement
 from lab.evidence.questions import Questions
+from lab.evidence.retrieval import FACTORS, Retrievals, found_in
 from rope_eval.cases import Case
+from rope_eval.embedder import Embedder, Recipe
 from rope_eval.reports.intervals import MIN_DOCUMENTS
 from rope_eval.reports.recommendation import Recommendation, Scores
 from rope_ext.advice.evidence import ranked
@@ -128,12 +131,21 @@ def test_the_pages_and_recommend_have_the_shipped_numbers() -> None:
     shipped = pages.Evidence.read(ROOT / "docs" / "evidence" / "smollm2.jsonl")
     page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     for path in (ROOT / "docs" / "evidence").glob("*.jsonl"):
+        if retrieval_page.is_retrieval(path):
+            embedder = retrieval_page.Retrieved.read(path)
+            assert retrieval_page.conditions(embedder) in page
+            assert all(retrieval_page.table(embedder, factor) in page for factor in FACTORS)
+            continue
         for made in (pages.table, pages.behind, pages.quadruple, pages.variants, pages.conditions):
             assert made(pages.Evidence.read(path)) in page, f"{made.__name__} of {path}"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert pages.short(shipped) in readme
     data = json.loads((ROOT / "rope_ext" / "advice" / "evidence.json").read_text("utf-8"))
     assert data[0] == pages.summary(shipped)
+    embedders = [path for path in (ROOT / "docs" / "evidence").glob("*.jsonl")]
+    embedders = [path for path in embedders if retrieval_page.is_retrieval(path)]
+    made = [retrieval_page.summary(retrieval_page.Retrieved.read(path)) for path in embedders]
+    assert [model for model in data if model.get("embeds")] == [x for x in made if x["methods"]]
     unpatched, self_extend = (data[0]["methods"][name] for name in ("unpatched", "self_extend"))
     unpatched, self_extend = (row["at"]["2"] for row in (unpatched, self_extend))
     claims = re.sub(r"\s+", " ", readme)
@@ -229,3 +241,66 @@ def test_what_recommend_names_first_is_not_worse_than_the_others_beyond_noise(fi
             none = {at: [0.0] * len(row) for at, row in one.passes.items()}
             for worse in (Scores(higher, one.passes), Scores(one.losses, none)):
                 assert first.name not in (not_worse(scores | {first.name: worse}, 8192) or ())
+
+
+def retrieved(method: str, length: int, factor: float, found: int) -> list[dict]:
+    """Lines of 25 documents with a question each, of which the first ``found`` are nearest."""
+    return [
+        {
+            **{"model": "embeddinggemma-300m", "task": "retrieval", "dtype": "bfloat16"},
+            **{"device": "cpu", "torch": "2", "transformers": "5", "seed": 0},
+            **{"method": method, "length": length, "factor": factor, "document": n},
+            "alike": [0.9 if n == q < found else 0.5 if n == q else 0.6 for q in range(25)],
+            "right": [int(n == q) for q in range(25)],
+        }
+        for n in range(25)
+    ]
+
+
+def test_the_page_of_an_embedder_has_what_each_method_found() -> None:
+    lines = retrieved("cut", 4096, 1, 5) + retrieved("unpatched", 4096, 1, 6)
+    lines += retrieved("yarn", 4096, 2, 20) + retrieved("ntk", 4096, 2, 8)
+    lines += retrieved("pi", 4096, 2, 25)[:24]  # not complete
+    assert sum(found_in(lines[50:75])) == 20
+    evidence = retrieval_page.Retrieved("embeddinggemma-300m", lines)
+    table = retrieval_page.table(evidence, 2)
+    rows = [row.split(" | ")[0].strip("| `") for row in table.splitlines()[2:]]
+    assert rows == ["unpatched, cut at 2,048 tokens", "unpatched", "yarn", "ntk"]
+    assert "20 of 25, 80% [59, 93]" in table and "**+56.0" in table
+    assert retrieval_page.table(evidence, 4) == ""
+    methods = retrieval_page.summary(evidence)["methods"]
+    assert methods["yarn"] == {"at": {"2": {"retrieval": {"found": 20, "of": 25}}}}
+    assert methods["unpatched"]["at"]["2"]["retrieval"] == {"found": 6, "of": 25, "cut": 5}
+
+
+def test_documents_of_an_embedder_are_measured_once_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.evidence.retrieval.all_methods", lambda: [method_class("yarn")])
+    place = ROOT / "checkpoints" / "tiny-512"
+    embedder = Embedder(AutoModel.from_pretrained(place).eval(), Recipe.from_files(str(place)))
+    rng = np.random.default_rng(0)
+    words = [f"w{n}." for n in rng.integers(0, 500, 60000)]
+
+    def measured(seconds: float) -> bool:
+        return Retrievals(
+            name="tiny",
+            embedder=embedder,
+            tokenizer=AutoTokenizer.from_pretrained(place),
+            texts=[" ".join(words)],
+            trained=128,
+            output=tmp_path / "cells.jsonl",
+            until=time.monotonic() + seconds,
+            methods=("cut", "unpatched"),
+        ).run()
+
+    assert not measured(-1) and lines(tmp_path / "cells.jsonl") == []
+    assert measured(1e9)
+    cells = lines(tmp_path / "cells.jsonl")
+    keys = [(x["method"], x["factor"], x["length"], x["document"]) for x in cells]
+    assert len(set(keys)) == len(keys) == 25 * 5  # cut at two lengths, unpatched at three
+    whole = (tmp_path / "cells.jsonl").read_bytes()
+    (tmp_path / "cells.jsonl").write_bytes(whole[: len(whole) * 2 // 3])
+    assert measured(1e9)
+    again = lines(tmp_path / "cells.jsonl")
+    assert [x["alike"] for x in again] == [x["alike"] for x in cells]

@@ -50,13 +50,6 @@ def test_the_model_within_another_one_is_named(method: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("method", ["rerope", "dynamic_ntk"])
-def test_forward_without_hooks_is_refused_with_the_cure(method: str, ids) -> None:
-    model = rope_ext.patch(tiny_llama(), method, factor=4)
-    with pytest.raises(rope_ext.UnsupportedModelError, match=r"model\.forward.*call the"):
-        model.model.forward(ids)
-
-
 def test_the_length_of_a_series_is_not_taken_for_tokens() -> None:
     model = tiny_of(transformers.TimesFm2_5Model, context_length=2048, max_position_embeddings=2048)
     cure = "original_max_position_embeddings=64"

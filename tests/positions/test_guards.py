@@ -113,3 +113,20 @@ def test_a_layer_run_by_itself_is_refused(ids) -> None:
     turn = torch.ones(1, 4, 16), torch.zeros(1, 4, 16)
     with pytest.raises(rope_ext.UnsupportedModelError, match="call the whole model"):
         model.model.layers[0](x, position_embeddings=turn)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "alibi"])
+def test_forward_called_by_itself_is_the_model(method: str, ids) -> None:
+    model = tiny_llama()
+    rope_ext.patch(model, method, **({} if method == "alibi" else {"factor": 4}))
+    right = logits(model, ids)
+    torch.testing.assert_close(model.forward(ids).logits, right, **EXACT)
+    states = model.model(ids).last_hidden_state
+    torch.testing.assert_close(model.model.forward(ids).last_hidden_state, states, **EXACT)
+    one, other = DynamicCache(), DynamicCache()
+    for part in ids.split([60, ids.shape[1] - 60], 1):
+        last = model.model.forward(part, past_key_values=one).last_hidden_state
+        right = model.model(part, past_key_values=other).last_hidden_state
+        torch.testing.assert_close(last, right, **EXACT)
+    rope_ext.unpatch(model)
+    assert "forward" not in vars(model.model)

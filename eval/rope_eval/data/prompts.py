@@ -41,12 +41,13 @@ class Frame:
     """The template around the content of a prompt.
 
     ``head`` is the beginning-of-sequence token of a base model, and ``around`` the template of a
-    chat model, which contains that token.
+    chat model, which contains that token. ``model`` is the folder or ID of the model.
     """
 
     tokenizer: Any
     head: tuple[int, ...]
     around: tuple[str, str] | None = None
+    model: str = ""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat: Chat = "auto") -> Frame:

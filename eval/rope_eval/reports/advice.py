@@ -87,10 +87,13 @@ class Advice(Results):
     @property
     def reading(self) -> list[str]:
         """Explain how the recommendation relates to the tables, and its rule for a low cost."""
+        cost = (
+            f'"at most {MAX_COST:.0%}" holds for the whole interval of perplexity, and says '
+            f"nothing of passkeys; "
+        )
         rule = (
-            f'Summary: of all lengths beyond the trained one together; "at most {MAX_COST:.0%}" '
-            f"holds for the whole interval of perplexity, and says nothing of passkeys; methods "
-            f"are compared with intervals of 95 % for all of them together (Bonferroni)."
+            f"Summary: of all lengths beyond the trained one together; {cost * (not self._embeds)}"
+            f"methods are compared with intervals of 95 % for all of them together (Bonferroni)."
         )
         return [rule] if self.recommendations and not self.trainings else []
 
@@ -98,16 +101,20 @@ class Advice(Results):
     def _advice(self) -> list[tuple[list[str], Words]]:
         settings = self.plan.settings
         names = {task.name for task in self.plan.tasks}
-        if settings.servers or not names >= {"perplexity", "passkey"}:
+        if settings.servers or not (self._embeds or names >= {"perplexity", "passkey"}):
             return []
-        scores, advice = gather(self.places), []
+        scores = gather(self.places, self._embeds or ("passkey",))
+        advice = []
         for model in settings.models:
             ours = [s for s in self.plan.systems if s.model == model]
             if len(ours) > 1:
-                patched = [system for system in ours if system.method != UNPATCHED]
-                engines = engines_of(patched, (settings.compose, settings.trained_length))
                 table = {s.label: scores[s.name] for s in ours}
-                found = Recommendation(table, ours[0].trained, engines)
+                if self._embeds:
+                    found = Recommendation(table, ours[0].trained, things="questions")
+                else:
+                    patched = [system for system in ours if system.method != UNPATCHED]
+                    engines = engines_of(patched, (settings.compose, settings.trained_length))
+                    found = Recommendation(table, ours[0].trained, engines)
                 bullets, larger = found.bullets, self._larger_factor(ours)
                 if found.broken:
                     words = command_words("describe", model)  # no method repairs broken weights
@@ -118,6 +125,8 @@ class Advice(Results):
                         f"to {larger:g}."
                     )
                     words = self._comparing(model, settings.lengths, "raised", factor=larger)
+                elif self._embeds:
+                    words = self._next_of_embedder(ours, found.choice)
                 else:
                     words = self._next(model, ours[0].trained, found.choice)
                 advice.append(([_of(ours[0], bullet) for bullet in bullets], words))
@@ -159,6 +168,23 @@ class Advice(Results):
             return command_words("recommend", model, length=reach(settings.factor, trained), **more)
         return self._comparing(model, [longest], "more", **_MORE)
 
+    def _next_of_embedder(self, ours: Sequence[System], choice: Evidence | None) -> Words:
+        """Return the next command: describe the patch that helps, or ask more questions."""
+        settings, model = self.plan.settings, ours[0].model
+        best = next((s for s in ours if choice is not None and s.label == choice.name), None)
+        if best is not None and best.method != UNPATCHED:
+            patch = {"method": best.method, "factor": settings.factor}
+            return command_words("describe", model, **patch, compose=settings.compose)
+        given = {"tasks": "embedding", "method": ",".join(self._methods(model))}
+        given |= {"factor": settings.factor, "lengths": ",".join(map(str, settings.lengths))}
+        sizes = {"queries": 100, "candidates": 100}
+        return command_words("eval", model, **given, **sizes, output=unused("more"))
+
+    @property
+    def _embeds(self) -> tuple[str, ...]:
+        """The names of the tasks for embedders, which are measured alone."""
+        return tuple(task.name for task in self.plan.tasks if task.embeds)
+
     @property
     def _trains(self) -> bool:
         """Whether the next command trains: recipes cannot raise a checkpoint's factor."""
@@ -172,7 +198,7 @@ class Advice(Results):
 
     def _after(self, model: str) -> Words:
         lengths = self.plan.settings.lengths
-        if all(system.method == UNPATCHED for system in self.plan.systems):
+        if self._embeds or all(system.method == UNPATCHED for system in self.plan.systems):
             longer = max(4 * max(system.trained for system in self.plan.systems), *lengths)
             return command_words("recommend", model, length=longer)
         return self._comparing(model, lengths, "compared")

@@ -1,5 +1,7 @@
 """Recommends a method from perplexity and passkeys, by the rule in ``docs/evaluate.md``.
 
+For embedders, from the questions whose document is found, by the same rule without perplexity.
+
 A difference is clear if its interval on identical cases excludes zero and it is at least
 ``SMALLEST_EFFECT``. The intervals are Bonferroni-corrected, 95 % together for all methods, so that
 equal methods are recommended in at most 5 % of cases. A method helps if, beyond the trained length,
@@ -30,8 +32,8 @@ and the largest clear loss of passkeys there."""
 class Scores:
     """All measurements of one method.
 
-    By length: ``losses`` of every document (nats per token, weighted by ``weights``), and
-    ``passes``, 1 or 0, of every passkey.
+    By length: ``losses`` of every document (nats per token, weighted by ``weights``; none for
+    embedders), and ``passes``, 1 or 0, of every passkey or question.
     """
 
     losses: dict[int, Sequence[float]] = field(default_factory=dict)
@@ -42,20 +44,27 @@ class Scores:
         return [x for length in lengths for x in self.passes.get(length, ())]
 
     def losses_at(self, lengths: Sequence[int]) -> list[float]:
-        """Return each document's mean loss over these lengths."""
+        """Return each document's mean loss over these lengths; none if there are no losses."""
+        if not self.losses:
+            return []
         rows = zip(*(self.losses[length] for length in lengths), strict=True)
         return [math.fsum(row) / len(row) for row in rows]
 
 
-def gather(places: Mapping[tuple[str, str, int], Sequence[Outcome]]) -> dict[str, Scores]:
-    """Collect perplexity and passkeys by system, from outcomes by (task, system, length)."""
+def gather(
+    places: Mapping[tuple[str, str, int], Sequence[Outcome]], passes: Sequence[str] = ("passkey",)
+) -> dict[str, Scores]:
+    """Collect perplexity and what is found by system, from outcomes by (task, system, length).
+
+    ``passes`` are the names of the tasks whose answers are found or not.
+    """
     scores: dict[str, Scores] = defaultdict(Scores)
     for (task, system, length), group in places.items():
         score = scores[system]
         if task == "perplexity":
             score.losses[length], score.weights[:] = summary.by_document(group)
-        elif task == "passkey":
-            score.passes[length] = [outcome.value for outcome in group]
+        elif task in passes:
+            score.passes.setdefault(length, []).extend(outcome.value for outcome in group)
     return scores
 
 
@@ -65,10 +74,11 @@ class Evidence:
 
     ``loss`` and ``found`` are beyond the trained length; ``cost``, the relative rise of perplexity,
     and ``lost``, the share of passkeys, within it (None: not measured, or passkeys do not count).
+    An embedder has no ``loss`` and no ``cost``.
     """
 
     name: str
-    loss: float
+    loss: float | None
     found: summary.Estimate | None
     cost: summary.Estimate | None
     lost: summary.Estimate | None
@@ -104,7 +114,8 @@ class Evidence:
     @property
     def cheap(self) -> bool:
         """Whether the method can be called cheap: it costs little and keeps the passkeys."""
-        return self.costs_little is True and not self.loses_passkeys
+        little = self.lost is not None if self.loss is None else self.costs_little is True
+        return little and not self.loses_passkeys
 
 
 class Pick(NamedTuple):
@@ -127,10 +138,13 @@ class Recommendation:
         scores: Mapping[str, Scores],
         trained: int,
         engines: Mapping[str, Sequence[str]] | None = None,
+        things: str = "passkeys",
     ) -> None:
         self.scores, self.trained, self.engines = scores, trained, engines
+        self.things = things
         unpatched = scores[UNPATCHED]
-        lengths = sorted(unpatched.losses)
+        lengths = sorted(unpatched.losses or unpatched.passes)
+        self.measures = f"perplexity or {things}" if unpatched.losses else things
         self.within = [length for length in lengths if length <= trained]
         self.far = [length for length in lengths if length > trained]
         names = [name for name in scores if name != UNPATCHED]
@@ -138,7 +152,9 @@ class Recommendation:
         self.confidence = 1 - (1 - CONFIDENCE) / max(1, len(names))
         passes = unpatched.passes_at(self.within)
         self.found_within = summary.estimate_rate(passes) if passes else None
-        self.counts = self.found_within is not None and self.found_within.value >= MIN_FOUND
+        # An embedder chooses one of many documents, so even few questions are no chance.
+        enough = MIN_FOUND if unpatched.losses else 0
+        self.counts = self.found_within is not None and self.found_within.value >= enough
         self.methods = [self._evidence(name) for name in names] if self.far else []
         self.beyond = self._pick(self.methods)
         self.cheap = self._pick([e for e in self.methods if e.cheap])
@@ -159,6 +175,8 @@ class Recommendation:
     def _lower(self, one: str, other: str) -> bool:
         """Whether the perplexity of ``one`` is clearly lower beyond the trained length."""
         a, b = (self.scores[name].losses_at(self.far) for name in (one, other))
+        if not a:
+            return False
         if not all(map(math.isfinite, b)):  # no difference from infinity
             return all(map(math.isfinite, a))
         return _negative(summary.loss_difference(a, b, self.weights, self.confidence))
@@ -173,7 +191,8 @@ class Recommendation:
     def _evidence(self, name: str) -> Evidence:
         score, unpatched = self.scores[name], self.scores[UNPATCHED]
         passes, cost = score.passes_at(self.far), None
-        if at := self.within[-1:]:
+        losses = score.losses_at(self.far)
+        if (at := self.within[-1:]) and losses:
             cost = summary.loss_difference(
                 score.losses_at(at), unpatched.losses_at(at), self.weights
             )
@@ -182,7 +201,7 @@ class Recommendation:
         worse = self._lower(UNPATCHED, name) or self._fewer(name, UNPATCHED)
         return Evidence(
             name=name,
-            loss=summary.weighted_mean(score.losses_at(self.far), self.weights),
+            loss=summary.weighted_mean(losses, self.weights) if losses else None,
             found=summary.estimate_rate(passes) if passes else None,
             cost=cost,
             lost=self._rates(UNPATCHED, name, self.within),
@@ -196,7 +215,7 @@ class Recommendation:
             return None
         leader = max(methods, key=lambda e: e.found.value if self.counts and e.found else 0.0)
         left = [e for e in methods if not self._fewer(e.name, leader.name)]
-        best, *others = sorted(left, key=lambda e: e.loss)
+        best, *others = sorted(left, key=_rank)
         behind = {e.name for e in others if self._fewer(e.name, best.name)}
         behind |= {e.name for e in others if self._lower(best.name, e.name)}
         return Pick(best, [e for e in others if e.name not in behind])
@@ -234,8 +253,8 @@ class Recommendation:
         elif best.harms:
             which = f"{best.name} does not help" if alone else "No method helps"
             verdict = (
-                f"{which} {where}: {it} is clearly worse than the unpatched model in perplexity or "
-                f"passkeys"
+                f"{which} {where}: {it} is clearly worse than the unpatched model in "
+                f"{self.measures}"
             )
         else:
             which = best.name if alone else "any method"
@@ -244,7 +263,7 @@ class Recommendation:
                 f"unpatched model"
             )
         plain = self._evidence(UNPATCHED)
-        text = f"{verdict}: {_far(best)} (unpatched: {_far(plain)}).{_ties(pick)}"
+        text = f"{verdict}: {self._far(best)} (unpatched: {self._far(plain)}).{_ties(pick)}"
         return text + self._uncounted(plain)
 
     def _within(self, best: Evidence) -> str:
@@ -252,11 +271,12 @@ class Recommendation:
         if not self.within:
             return "The cost within the trained length was not measured."
         where = f"at {self.within[-1]} tokens"
-        text = f"Cost {where}, {best.name}: {_cost(best)}."
+        text = f"Cost {where}, {best.name}: {self._cost(best)}."
         if best.cheap or self.cheap is None:
             none = self.cheap is None and len(self.methods) > 1
             return text + " No method is known to cost so little." * none
-        return f"{text} Best that costs at most {MAX_COST:.0%}: {self._other(self.cheap)}"
+        little = f"costs at most {MAX_COST:.0%}" if best.loss is not None else "loses none"
+        return f"{text} Best that {little}: {self._other(self.cheap)}"
 
     def _engines(self) -> list[str]:
         if self.engines is None or self.beyond is None:
@@ -271,7 +291,7 @@ class Recommendation:
 
     def _other(self, pick: Pick) -> str:
         doubt = "" if pick.best.helps else ", not clearly better than the unpatched model"
-        return f"{pick.best.name}, {_far(pick.best)}{doubt}.{_ties(pick)}"
+        return f"{pick.best.name}, {self._far(pick.best)}{doubt}.{_ties(pick)}"
 
     def _uncounted(self, plain: Evidence) -> str:
         """Say why passkeys do not count, if they were measured and do not."""
@@ -283,35 +303,49 @@ class Recommendation:
                 f"within {self.trained} tokens the unpatched model finds "
                 f"{summary.percent(self.found_within)}, less than half"
             )
-        return f" Passkeys do not count here: {why}."
+        return f" {self.things.capitalize()} do not count here: {why}."
+
+    def _cost(self, evidence: Evidence) -> str:
+        """Return the cost within the trained length: perplexity by its interval, and passkeys."""
+        cost, parts = evidence.cost, []
+        if cost is not None:
+            known = {True: "at most", False: "more than", None: "cannot tell whether at most"}
+            most = f"{known[evidence.costs_little]} {MAX_COST:.0%} of perplexity"
+            parts.append(f"{most} ({summary.signed(cost)} %)")
+        if evidence.lost is not None:
+            clear = "clearly fewer" if evidence.loses_passkeys else "no clear loss of"
+            parts.append(f"{clear} {self.things}")
+        return "; ".join(parts) or "not measured"
+
+    def _far(self, evidence: Evidence) -> str:
+        found, parts = evidence.found, []
+        if evidence.loss is not None:
+            perplexity = summary.perplexity(evidence.loss)
+            parts.append(f"perplexity {summary.number(perplexity)}")
+        if found is not None:
+            parts.append(f"{found.value:.0%} of {self.things}")
+        return ", ".join(parts)
 
 
-def _cost(evidence: Evidence) -> str:
-    """Return the cost within the trained length: of perplexity by its interval, and of passkeys."""
-    cost = evidence.cost
-    if cost is None:
-        return "not measured"
-    known = {True: "at most", False: "more than", None: "cannot tell whether at most"}
-    most = f"{known[evidence.costs_little]} {MAX_COST:.0%} of perplexity"
-    text = f"{most} ({summary.signed(cost)} %)"
-    if evidence.lost is not None:
-        clear = "clearly fewer" if evidence.loses_passkeys else "no clear loss of"
-        text += f"; {clear} passkeys"
-    return text
+def _rank(evidence: Evidence) -> tuple[float, float]:
+    """Sort by perplexity or, without it, by what is found, the best first."""
+    if evidence.loss is not None:
+        return evidence.loss, 0.0
+    return 0.0, -evidence.found.value if evidence.found else 0.0
 
 
 def _negative(gap: summary.Estimate | None) -> bool:
     return gap is not None and summary.is_clear(gap) and gap.value < 0
 
 
-def _far(evidence: Evidence) -> str:
-    words = f"perplexity {summary.number(summary.perplexity(evidence.loss))}"
-    found = evidence.found
-    return words if found is None else f"{words}, {found.value:.0%} of passkeys"
+def _number(evidence: Evidence) -> str:
+    if evidence.loss is not None:
+        return summary.number(summary.perplexity(evidence.loss))
+    return f"{evidence.found.value:.0%}" if evidence.found else ""
 
 
 def _ties(pick: Pick) -> str:
-    labels = [f"{e.name} ({summary.number(summary.perplexity(e.loss))})" for e in pick.rivals]
+    labels = [f"{e.name} ({_number(e)})" for e in pick.rivals]
     return f" Not significantly different: {_listed(labels)}." if labels else ""
 
 

@@ -87,9 +87,10 @@ class Plan:
             written = case.count if case.mode == "write" else None
             groups.setdefault((case.length, case.task, case.mode, written), []).append(case)
         batches = []
-        for (length, *_), cases in groups.items():
-            size = self.settings.batch_size or max(1, automatic_tokens(self.settings) // length)
+        for (length, _, mode, _), cases in groups.items():
+            size = rows_per_forward(self.settings, length)
             size = 1 if self.settings.url else size  # a server makes its own batches
+            size = len(cases) if mode == "rank" else size  # they share documents
             batches += [cases[i : i + size] for i in range(0, len(cases), size)]
         return batches
 
@@ -124,6 +125,11 @@ def automatic_tokens(settings: Settings) -> int:
     return 8192 if models.resolve_device(settings.device) == "cpu" else 32768
 
 
+def rows_per_forward(settings: Settings, length: int) -> int:
+    """Return how many rows of this length a forward has, as asked for or automatically."""
+    return settings.batch_size or max(1, automatic_tokens(settings) // length)
+
+
 def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     """Check the settings, choose texts and prompts; the weights are not touched."""
     _check(settings)
@@ -131,17 +137,22 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     given = (settings.factor, settings.options, settings.adapter, settings.force)
     methods = checked_methods(names, *given)
     parts = _parts(tasks, settings)
+    embeds = any(task.embeds for task in parts)
     require_free(settings)
     Folder(settings.output).check(written(parts))
     read = {model: _read(model, settings) for model in settings.models}
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
+    if not embeds and not settings.url:
+        _refuse_embedders(configs)
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, asked, trained, settings.force))
     notes += [] if settings.url else saved_otherwise(configs)
     frames = {
-        model: Frame.from_tokenizer(models.load_tokenizer(model), settings.chat)
+        model: replace(
+            Frame.from_tokenizer(models.load_tokenizer(model), settings.chat), model=model
+        )
         for model in settings.models
     }
 
@@ -163,7 +174,9 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     notes += [note for built in chosen.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
     systems = tuple(_systems(settings, methods, configs, identities))
-    prompted = any(task.kind == "rate" for task in parts)
+    if embeds:
+        systems = tuple(one for system in systems for one in _with_cut(system, max(lengths)))
+    prompted = any(task.kind == "rate" for task in parts) and not embeds
     chat = {model: frame.around is not None for model, frame in frames.items()} if prompted else {}
     notes = tuple(dict.fromkeys(notes))
     return Plan(settings, parts, lengths, systems, chosen, identities, notes, chat)
@@ -178,6 +191,16 @@ def _read(model: str, settings: Settings) -> tuple[Any, int]:
             raise
         return None, settings.trained_length or max(settings.lengths)
     return config, settings.trained_length or models.trained_length(config)
+
+
+def _refuse_embedders(configs: Mapping[str, Any]) -> None:
+    """Raise OptionError for a model without a language head, which transformers would draw."""
+    for model, config in configs.items():
+        saved = (config.architectures or [config.model_type])[0]
+        refuse(
+            (models.is_embedder(config), f"{model} ({saved}) does not predict text; measure it as "
+             f"an embedder: rope-ext eval {model} --tasks embedding"),
+        )  # fmt: skip
 
 
 def _check(settings: Settings) -> None:
@@ -204,7 +227,14 @@ def _parts(tasks: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
     parts = tuple(part for task in tasks for part in task.parts(settings))
     names = [task.name for task in parts]
     twice = [name for name in names if names.count(name) > 1]
+    embedding = [task.name for task in parts if task.embeds]
+    alone = f"the task {', '.join(embedding[:1])} measures embeddings"
     refuse(
+        (0 < len(embedding) < len(parts), f"{alone}, and others of --tasks measure generated text; "
+         f"run them separately"),
+        (bool(embedding and settings.url), f"{alone}, which --url does not return; leave it out"),
+        (bool(embedding and settings.adapter), f"{alone} without an adapter; merge it with "
+         f"recipes/merge.py of the repository, then measure the merged model"),
         (not parts, "no task is given, so there is nothing to measure; give --tasks some"),
         (bool(twice), f"the task {', '.join(twice[:1])} is given twice; measure one of them at a "
          f"time"),
@@ -259,6 +289,15 @@ def _systems(
             key, trained = digest(identity, method, options), identity["trained_length"]
             known = (model, method, options, trained, dynamic, key, adapted)
             yield System(first + named, named, *known)
+
+
+def _with_cut(system: System, longest: int) -> Iterator[System]:
+    """Yield the system and, after an unpatched one, the same with every text cut at its window."""
+    yield system
+    if system.method == UNPATCHED and longest > system.trained:
+        stage = f", cut at {system.trained} tokens"
+        name, label = system.name + stage, system.label + stage
+        yield replace(system, name=name, label=label, cut=system.trained)
 
 
 def _rows(

@@ -5,7 +5,9 @@ An unfinished batch is repeated as a whole, so that a resumed run computes ident
 
 from __future__ import annotations
 
+import io
 import shutil
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,12 +15,24 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
-from rope_eval.cases import Case, Outcome, Result, case_log, loss, read_outcomes, share_found, tail
-from rope_eval.folder import HIDDEN, log_name, world_size, writing
+from rope_eval.cases import (
+    Case,
+    Outcome,
+    Result,
+    case_log,
+    digest,
+    loss,
+    read_outcomes,
+    share_found,
+    tail,
+)
+from rope_eval.embedder import Embedder, Recipe
+from rope_eval.folder import HIDDEN, log_name, replace_file, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
-from rope_eval.run.plan import Plan, automatic_tokens, require_free
+from rope_eval.run.plan import Plan, automatic_tokens, require_free, rows_per_forward
 from rope_eval.run.served import Served
 from rope_eval.settings import Settings
 from rope_eval.sliding import in_blocks
@@ -81,6 +95,8 @@ def run(
     if ranks.rank == 0 and plan.settings.overwrite:
         plan.folder.clear()
         shutil.rmtree(plan.settings.output / HIDDEN / "harness", ignore_errors=True)
+        for path in (plan.settings.output / HIDDEN).glob(_vectors("*")):
+            path.unlink()
     ranks.wait()
     begin(sum(_work(batch) for batches in work.values() for batch in batches))
     _measure(plan, ranks, work, done, advance)
@@ -115,9 +131,12 @@ def _measure(
         if settings.url:
             runner = Served(name, settings)
         else:
-            how = (settings.dtype, ranks.device, settings.attn, settings.adapter)
+            how = (settings.dtype, ranks.device, settings.attn)
             in_blocks()
-            runner = Runner(models.load_model(name, *how), name, settings)
+            if any(task.embeds for task in plan.tasks):
+                runner = EmbeddingRunner(models.load_embedder(name, *how), name, settings)
+            else:
+                runner = Runner(models.load_model(name, *how, settings.adapter), name, settings)
         for system in systems:  # report methods that cannot be applied before measuring
             if _refused(plan, runner, system):
                 advance(sum(map(_work, work[system])))
@@ -146,7 +165,7 @@ def _harnessed(
         yield from outcomes(tasks, window, plan.chat[system.model], settings.seed, cache, system)
 
 
-def _refused(plan: Plan, runner: Runner | Served, system: System) -> bool:
+def _refused(plan: Plan, runner: Loaded | Served, system: System) -> bool:
     """Try ``system``; note in ``plan.refused`` why the model does not take it.
 
     The error is raised if every other method on every model is refused as well.
@@ -190,17 +209,11 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
     return Outcome(key=system.key(case), system=system.name, **known, **vars(result))
 
 
-class Runner:
-    """One loaded model."""
+class Loaded:
+    """One loaded model, which a system patches for as long as it is measured."""
 
-    def __init__(self, model: Any, name: str, settings: Settings) -> None:
+    def __init__(self, model: Any, settings: Settings) -> None:
         self.model, self.settings = model, settings
-        self.tokenizer = models.load_tokenizer(name)
-        eos = model.generation_config.eos_token_id
-        self.eos = self.tokenizer.eos_token_id if eos is None else eos
-        pad = self.tokenizer.pad_token_id
-        first = self.eos[0] if isinstance(self.eos, list) else self.eos
-        self.pad = next(token for token in (pad, first, 0) if token is not None)
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
@@ -216,6 +229,19 @@ class Runner:
                 if system.adapted and self.settings.adapter is not None:
                     models.load_learned(self.model, self.settings.adapter)
             yield
+
+
+class Runner(Loaded):
+    """A language model that scores or writes text."""
+
+    def __init__(self, model: Any, name: str, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.tokenizer = models.load_tokenizer(name)
+        eos = model.generation_config.eos_token_id
+        self.eos = self.tokenizer.eos_token_id if eos is None else eos
+        pad = self.tokenizer.pad_token_id
+        first = self.eos[0] if isinstance(self.eos, list) else self.eos
+        self.pad = next(token for token in (pad, first, 0) if token is not None)
 
     def results(
         self, system: System, batches: Sequence[Sequence[Case]]
@@ -264,3 +290,69 @@ class Runner:
             else:
                 results.append(loss(case, losses[row, -tails[row] :].double()))
         return results
+
+
+class EmbeddingRunner(Loaded):
+    """An embedder; embeddings of documents are on disk, so an interrupted run keeps them."""
+
+    def __init__(self, model: Any, name: str, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.embedder = Embedder(model, Recipe.from_files(name))
+
+    def results(
+        self, system: System, batches: Sequence[Sequence[Case]]
+    ) -> Iterator[list[tuple[Case, Result]]]:
+        for batch in batches:
+            candidates = batch[0].candidates
+            assert candidates is not None  # of the mode ``rank``, the only one of such tasks
+            cut = candidates.documents if system.cut is None else candidates.cut(system.cut)
+            documents = self._embedded(system, cut)
+            questions = self._embedded(system, [case.ids for case in batch])
+            alike = questions.double() @ documents.double().T
+            yield [(case, ranked(case, row)) for case, row in zip(batch, alike, strict=True)]
+
+    def _embedded(self, system: System, texts: Sequence[array]) -> torch.Tensor:
+        """Return the embedding of every text ``[texts, size]``, each different one computed once.
+
+        Rows of a forward depend on the texts alone, and so does what a resumed run computes.
+        """
+        distinct = list({text.tobytes(): text for text in texts}.values())
+        size = rows_per_forward(self.settings, max(map(len, distinct)))
+        found: dict[bytes, torch.Tensor] = {}
+        for start in range(0, len(distinct), size):
+            rows = distinct[start : start + size]
+            name = digest(system.identity, [row.tobytes().hex() for row in rows])
+            vectors = self._stored(name, len(rows))
+            if vectors is None:
+                if system.is_dynamic:  # as for language models
+                    self.embedder.embed([rows[0][:2]])
+                vectors = self.embedder.embed(rows)
+                self._store(name, vectors)
+            found |= {row.tobytes(): vector for row, vector in zip(rows, vectors, strict=True)}
+        return torch.stack([found[text.tobytes()] for text in texts])
+
+    def _stored(self, name: str, count: int) -> torch.Tensor | None:
+        path = self.settings.output / HIDDEN / _vectors(name)
+        try:
+            vectors = torch.from_numpy(np.load(path, allow_pickle=False))
+        except (OSError, ValueError, EOFError, TypeError):
+            return None
+        sane = vectors.ndim == 2 and len(vectors) == count and vectors.dtype == torch.float32
+        return vectors if sane else None
+
+    def _store(self, name: str, vectors: torch.Tensor) -> None:
+        path = self.settings.output / HIDDEN / _vectors(name)
+        np.save(content := io.BytesIO(), vectors.numpy())
+        with writing(path, "make room; --resume keeps what is finished"):
+            replace_file(path, content.getvalue())
+
+
+def _vectors(name: str) -> str:
+    return f"embeddings-{name}.npy"
+
+
+def ranked(case: Case, alike: torch.Tensor) -> Result:
+    """Score a question by its similarity to every document; the right one must be the nearest."""
+    own = alike[case.right]
+    before = int((alike >= own).sum()) - 1  # a tie is not found
+    return Result(float(before == 0), case.count, f"rank {before + 1}")

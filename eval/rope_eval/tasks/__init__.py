@@ -11,3 +11,4 @@ from rope_eval.tasks.ruler import Ruler
 from rope_eval.tasks.story import Hops, Mrcr
 from rope_eval.tasks.nolima import NoLiMa
 from rope_eval.tasks.helmet import Helmet
+from rope_eval.tasks.embedding import Embedding

@@ -28,6 +28,7 @@ Kind = Literal["rate", "loss"]
 class Task:
     """Base class of all tasks; a subclass sets ``name`` and ``kind``, and builds the questions.
 
+    ``embeds`` is true for a task of cases in mode ``rank``, which loads the model as an embedder.
     ``kind`` is the type of the values: ``rate`` for fractions between 0 and 1; ``loss`` for nats
     per token, shown as perplexity. Tasks with the same ``suite`` also get an average;
     ``suite_size`` is the number of tasks in RULER, whose effective length is defined over all of
@@ -38,6 +39,7 @@ class Task:
     kind: ClassVar[Kind] = "rate"
     suite: ClassVar[str | None] = None
     suite_size: ClassVar[int | None] = None
+    embeds: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,6 +1,7 @@
 """Reads how a saved or merged model is extended, without loading its weights."""
 
 import copy
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 
+from rope_ext.apply.configuration import quieted
+from rope_ext.config.bounds import culprit
 from rope_ext.config.record import record_of
 from rope_ext.config.settings import SCALING_FIELDS, RopeSettings, all_settings, method_of
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
@@ -74,13 +77,28 @@ def built_on_meta(config: PreTrainedConfig) -> nn.Module:
     if config.get_text_config(decoder=True) is not config:  # its causal class may be text-only
         classes.reverse()
     auto = next((cls for cls in classes if type(config) in cls._model_mapping), classes[0])
-    try:
+
+    def build(built: PreTrainedConfig) -> nn.Module:
         with torch.device("meta"):
-            return auto.from_config(config)
+            return auto.from_config(built)
+
+    try:
+        return build(config)
     except Exception as error:
+        fault = None
+        # It may not even be converted to a dict.
+        with suppress(Exception), quieted(logging.getLogger("transformers")):
+            values = config.to_dict()
+            fault = culprit(values, lambda others: build(type(config).from_dict(others)))
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if fault is not None:
+            raise UnsupportedModelError(
+                f"no language model can be built from {type(config).__name__} with {fault} "
+                f"({reason}); correct this field"
+            ) from error
         raise UnsupportedModelError(
             f"no language model can be built from {type(config).__name__} "
-            f"({first_line(error)}); pass the loaded model"
+            f"({reason}); pass the loaded model"
         ) from error
 
 

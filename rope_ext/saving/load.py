@@ -22,14 +22,23 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.apply import configuration, gguf_source
-from rope_ext.config.bounds import MOST_BYTES, require_bounds
+from rope_ext.config.bounds import MOST_BYTES, culprit, require_bounds
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_of
 from rope_ext.config.settings import edits
-from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
+from rope_ext.errors import (
+    CURE,
+    AdapterError,
+    LoadError,
+    NotPatchedError,
+    RecordError,
+    brief,
+    first_line,
+    optional,
+)
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
@@ -216,7 +225,7 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
         raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
     saved = PreTrainedConfig.get_config_dict(place, **hub.of_hub(options))[0]
     require_bounds(saved, f"the configuration of {place}")
-    config = AutoConfig.from_pretrained(place, **options)
+    config = _converted(place, saved, options)
     told = "; ".join(edits(config, saved))
     if told:
         raise RecordError(
@@ -224,6 +233,29 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
             f"or load the original model and patch it with other options"
         )
     return config
+
+
+def _converted(place: str | PathLike[str], saved: Mapping[str, Any], options: Any) -> Any:
+    """Return transformers' configuration; its errors often do not name the field."""
+    try:
+        return AutoConfig.from_pretrained(place, **options)
+    except Exception as error:
+        kind = saved.get("model_type")
+        if kind is not None and not isinstance(kind, str):
+            raise LoadError(
+                f"the configuration of {place} has model_type={brief(kind)}, which is not a name; "
+                f"correct it, or download it again"
+            ) from error
+        if kind is None or kind not in CONFIG_MAPPING:
+            raise
+        with configuration.quieted(logging.getLogger("transformers")):
+            fault = culprit(saved, CONFIG_MAPPING[kind].from_dict)
+        if fault is None:
+            raise
+        raise LoadError(
+            f"the configuration of {place} has {fault}, which transformers cannot read "
+            f"({type(error).__name__}: {first_line(error)}); correct it, or download it again"
+        ) from error
 
 
 def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:

@@ -17,6 +17,7 @@ import copy
 import importlib
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from recipes.contents import digest_of
+from recipes.files import encodable
 from recipes.stream import DataError, Documents
 from rope_eval.data.prompts import beginning
 from rope_eval.data.templates import TemplateError, Templates
@@ -42,11 +44,13 @@ def conversation_of(row: Mapping[str, Any]) -> str:
         DataError: the row has another shape.
     """
     try:
-        return json.dumps(_conversation(row))
-    except (KeyError, TypeError, AttributeError) as error:
+        return encodable(json.dumps(_conversation(row), ensure_ascii=False))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"a row is not a conversation ({type(error).__name__}: {first_line(error)}): "
-            f"{str(dict(row))[:80]}; give rows with {_SHAPES}"
+            f"{reprlib.repr(dict(row))[:80]}; give rows with {_SHAPES}"
         ) from None
 
 

@@ -213,6 +213,17 @@ def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
         return read_config(place, **options)
 
 
+def _require_size(file: str) -> None:
+    """Raise LoadError for a file that is larger than any with settings: it is read as a whole."""
+    if os.path.getsize(file) > MOST_BYTES:
+        raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
+
+
+def _read_json(file: str) -> Any:
+    _require_size(file)
+    return json.loads(Path(file).read_text(encoding="utf-8"))
+
+
 def read_config(place: str | PathLike[str], **options: Any) -> Any:
     """Return ``AutoConfig.from_pretrained(place)``, after a check of the sizes in its JSON.
 
@@ -221,8 +232,8 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
         RecordError: what a patch wrote was partly changed by hand.
     """
     file = os.path.join(place, "config.json")
-    if os.path.isfile(file) and os.path.getsize(file) > MOST_BYTES:
-        raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
+    if os.path.isfile(file):
+        _require_size(file)
     saved = PreTrainedConfig.get_config_dict(place, **hub.of_hub(options))[0]
     require_bounds(saved, f"the configuration of {place}")
     config = _converted(place, saved, options)
@@ -458,7 +469,7 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
         return None
     again = "write it again from the patched model with rope_ext.save_sidecar"
     with hub.loading("record", path, RecordError, again):
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = _read_json(path)
         record, parts = Record.from_json(data, path), (data["before"], data["after"])
         if not all(same(part, part) for part in parts):
             raise ValueError("frequencies that are not numbers")
@@ -481,7 +492,7 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
 def read_adapter(path: str) -> dict[str, Any]:
     """Read ``adapter_config.json``, and the class of the base, which PEFT sets without a task."""
     with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        saved = _read_json(path)
         saved |= saved.get("auto_mapping") or {}
         names = ("base_model_name_or_path", "revision", "base_model_class", "task_type")
         for name in map(saved.get, names):

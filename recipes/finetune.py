@@ -771,8 +771,16 @@ def resume_stream(rows: Stream, args: TrainingArguments) -> None:
     if args.resume_from_checkpoint is None or args.ignore_data_skip:
         return
     file = Path(args.resume_from_checkpoint) / STREAM
-    if file.exists():  # missing if a worker process read the data; then Trainer skips rows
-        rows.start(json.loads(file.read_text(encoding="utf-8")))
+    if not file.exists():  # a worker process read the data; then Trainer skips rows
+        return
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        rows.start(state)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise OptionError(
+            f"cannot read {file} ({first_line(error)}), where the data goes on; delete it to skip "
+            f"the rows before the checkpoint instead"
+        ) from None
 
 
 class Steps(TrainerCallback):

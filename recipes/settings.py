@@ -930,6 +930,7 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "cannot be written to" if there.is_dir() else "is not a directory"
         raise OptionError(f"--output_dir {folder}: {there} {what}; give another --output_dir")
+    _refuse_links(folder)
     last = _last_checkpoint(folder, args)
     if asked is None or asked.lower() == "false":
         args.resume_from_checkpoint = None
@@ -968,6 +969,17 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
             raise OptionError(
                 f"{run} belongs to a run with other settings ({', '.join(changed)}); use the "
                 f"same settings to resume it, or give another --output_dir"
+            )
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise OptionError for a link in a run's directory, which may come from elsewhere."""
+    for path in (*folder.glob("*"), *folder.glob("checkpoint-*/*")):
+        written = not path.is_dir() or path.name.startswith("checkpoint-")
+        if written and path.is_symlink():
+            raise OptionError(
+                f"{path} is a symbolic link, through which the run would write; remove it, or give "
+                f"another --output_dir"
             )
 
 
@@ -1077,9 +1089,13 @@ def _last_checkpoint(folder: Path, args: TrainingArguments) -> Path | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        if isinstance(state, dict) and isinstance(state.get("global_step"), int):
+        kinds = {"global_step": int, "max_steps": int, "best_model_checkpoint": str | None}
+        defaults = {"max_steps": 0}
+        if isinstance(state, dict) and all(
+            isinstance(state.get(name, defaults.get(name)), kind) for name, kind in kinds.items()
+        ):
             return state
     return None
 

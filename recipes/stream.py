@@ -216,5 +216,13 @@ class Stream(torch.utils.data.IterableDataset):
         return {"rows": rows, "sources": states}
 
     def start(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``: yield ``SKIPPED`` for earlier rows without reading them."""
+        """Resume from ``state``: yield ``SKIPPED`` for earlier rows without reading them.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is not a state of this stream.
+        """
+        places = [one and (one["first"], one["given"], one["begun"]) for one in state["sources"]]
+        counts = [state["rows"], *(number for place in places if place for number in place[:2])]
+        if len(places) != len(self.sources) or any(type(number) is not int for number in counts):
+            raise ValueError(f"it is not the state of {len(self.sources)} sources")
         self._start = state

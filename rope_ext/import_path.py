@@ -65,5 +65,7 @@ def _protect(module: str | None) -> None:
 
 
 _module = _started_module()
-if _is_command(_module):
+IN_COMMAND = _is_command(_module)
+"""Whether this process is one of our commands, and not a program that imports the package."""
+if IN_COMMAND:
     _protect(_module)

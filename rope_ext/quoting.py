@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_LINKS = {"](": "]&#40;", "]:": "]&#58;"}
+"""What gives a link or image its address: there, or in a line of its own."""
 _BYTES = range(0xDC80, 0xDD00)  # stands for bytes of a file name that are not UTF-8
 
 
@@ -58,14 +60,17 @@ def shell_word(word: str) -> str:
 def in_markdown(text: object) -> str:
     """Return ``text`` for a line or table cell of Markdown: without HTML, links and images."""
     shown = printable(text)
-    for char, entity in {"&": "&amp;", "<": "&lt;", "|": "&#124;", "](": "]&#40;"}.items():
+    for char, entity in {"&": "&amp;", "<": "&lt;", "|": "&#124;", **_LINKS}.items():
         shown = shown.replace(char, entity)
     return shown
 
 
 def inert_markdown(text: str) -> str:
     """Return a Markdown text with its tables and emphasis, but without HTML, links and images."""
-    return printable_lines(text).replace("<", "&lt;").replace("](", "]&#40;")
+    shown = printable_lines(text)
+    for char, entity in {"<": "&lt;", **_LINKS}.items():
+        shown = shown.replace(char, entity)
+    return shown
 
 
 def preformatted(text: object) -> str:

@@ -203,6 +203,47 @@ def test_mistakes_are_one_line_and_exit_2(
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+DAMAGED = {
+    "rope_parameters": {"rope_type": None, "rope_theta": 10000.0},
+    "num_hidden_layers": 10**7,
+    "id2label": 0,
+    "vocab_size": 8,
+    "num_key_value_heads": 3,
+}
+READING = ("describe M", "recommend M --length 1k", "export M --engine vllm", "memory M --length 9")
+RUNNING = (
+    "verify M --method yarn --factor 2 --engine transformers",
+    "eval M --tasks passkey --method none --lengths 128 --trials 1 --output O",
+)
+
+
+@pytest.mark.parametrize("field", DAMAGED)
+@pytest.mark.every
+def test_a_damaged_configuration_is_one_line_in_every_command(
+    field: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, field: DAMAGED[field]}))
+    for words in (*READING, *RUNNING):
+        names = {"M": folder, "O": tmp_path / "out"}
+        result = call(*(names.get(word, word) for word in words.split()))
+        lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        # The sizes of weights do not fit a description, and those of heads no verdict.
+        assert result.exit_code in (0, 2) and len(lines) == (result.exit_code == 2), words
+        assert isinstance(result.exception, SystemExit | None), words
+        if field not in ("vocab_size", "num_key_value_heads"):
+            assert result.exit_code == 2, words
+
+
+def test_a_model_without_the_tokens_of_its_tokenizer_is_one_line(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    tiny_llama(vocab_size=100, max_position_embeddings=128).save_pretrained(folder)
+    words = ("--tasks", "passkey", "--method", "none", "--lengths", 128, "--trials", 1)
+    result = call("eval", folder, *words, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and "only 100 tokens" in result.stderr
+
+
 def test_the_trained_length_of_a_recipe_reaches_the_next_command(tmp_path: Path) -> None:
     Qwen3Config(max_position_embeddings=40960).save_pretrained(tmp_path)
     told = call("recommend", tmp_path, "--length", "128k", "--engine", "vllm").stderr

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import rope_ext
 from rope_ext.advice.memory import Live, memory
-from rope_ext.errors import OptionError
+from rope_ext.errors import OptionError, UnsupportedModelError
 from tests.helpers.models import tiny_llama
 
 
@@ -55,3 +57,25 @@ def test_a_quantized_cache_is_smaller_by_its_bits() -> None:
 def test_a_number_below_one_is_refused(name: str) -> None:
     with pytest.raises(OptionError, match=f"{name}=0"):
         memory(tiny_llama().config, **{"length": 64, name: 0})
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic_ntk", "dynamic_yarn"])
+def test_frequencies_that_depend_on_the_length_are_estimated_too(kind: str, tmp_path: Path) -> None:
+    """Tensors without storage have no largest position to choose them by."""
+    plain = memory(tiny_llama().config, 300)
+    if kind == "longrope":
+        tables = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **tables}
+        tiny_llama(rope_parameters=rope).save_pretrained(tmp_path)
+    else:
+        rope_ext.patch(tiny_llama(), kind, factor=4).save_pretrained(tmp_path)
+    assert memory(tmp_path, 300) == plain
+
+
+def test_sizes_that_do_not_fit_together_are_one_line(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.config.num_key_value_heads = 3
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="cannot be estimated") as raised:
+        memory(tmp_path, 64)
+    assert "\n" not in str(raised.value)

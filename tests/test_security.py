@@ -14,20 +14,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import peft
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import rope_ext
 from checkpoints import pretrained
 from lab.evidence.questions import MANUALS
-from recipes import django_docs
+from recipes import django_docs, finetune
+from rope_eval.plots import style
 from rope_ext.advice.describe import write_card
-from rope_ext.errors import AdapterError, LoadError, MeasureError, RopeExtError
+from rope_ext.cli import app
+from rope_ext.errors import AdapterError, LoadError, MeasureError, OptionError, RopeExtError
 from rope_ext.import_path import isolated
 from rope_ext.saving.checkpoints import load_config, load_tokenizer
-from tests.helpers.checkpoint import save_checkpoint
+from tests.helpers.checkpoint import save_checkpoint, save_texts
 from tests.helpers.models import tiny_llama
+from tests.helpers.recipe_runs import arguments
 from tests.helpers.sources import ROOT
 
 PLANTED = (
@@ -130,6 +135,33 @@ def test_lm_eval_in_a_model_folder_executes_nothing_of_it(
     assert not executed.exists()
 
 
+def test_a_plot_in_a_model_folder_does_not_use_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On import, matplotlib reads those of the current folder; it runs LaTeX if they say so."""
+    settings = tmp_path / "matplotlibrc"
+    settings.write_text("text.usetex: True")
+    folder = save_checkpoint(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(style, "IN_COMMAND", True)
+    words = ["plot", "spectrum", str(folder), "--method", "yarn", "--factor", "2"]
+    with matplotlib.rc_context(fname=settings):
+        done = CliRunner().invoke(app, [*words, "--output", "one.png"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "one.png").exists()
+
+
+def test_pip_in_a_model_folder_is_that_of_the_environment(
+    hostile: Path, executed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostile)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("ROPE_EXT_PRETRAINED", str(tmp_path / "pretrained"))
+    with pytest.raises(pretrained.UnavailableError, match="cannot download"):
+        pretrained.smollm2()
+    assert not executed.exists()
+
+
 @pytest.mark.parametrize("path", ["", PACKAGES, f"{os.pathsep}{PACKAGES}"])
 def test_a_child_process_imports_nothing_from_the_current_folder(
     path: str, hostile: Path, executed: Path
@@ -194,6 +226,43 @@ def test_what_is_written_into_a_model_folder_does_not_follow_links(
         rope_ext.export(model, "transformers").write(folder)
     assert private.read_text() == "keep me" and not (tmp_path / "absent.md").exists()
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["rope_ext.json", "adapter_config.json"])
+def test_a_file_of_settings_that_is_too_large_is_not_read(name: str, tmp_path: Path) -> None:
+    """A file without content of its own takes no space in an archive."""
+    base = save_checkpoint(tmp_path / "base")
+    model = rope_ext.patch(tiny_llama(), "yarn", factor=4)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    tuned.peft_config["default"].base_model_name_or_path = str(base)
+    tuned.save_pretrained(tmp_path / "adapter")
+    rope_ext.save_sidecar(model, tmp_path / "adapter")
+    with (tmp_path / "adapter" / name).open("r+b") as file:
+        file.truncate(2**40)
+    for read in (rope_ext.describe, rope_ext.from_pretrained):
+        with pytest.raises(RopeExtError, match="more than 16 MB"):
+            read(str(tmp_path / "adapter"))
+
+
+def test_a_run_does_not_write_through_links_in_its_directory(tmp_path: Path, private: Path) -> None:
+    """A directory from elsewhere in which a run is resumed or started."""
+    for name in ("evaluation.json", "checkpoint-5/trainer_state.json", "checkpoint-6"):
+        output = tmp_path / name.replace("/", "-")
+        link = output / name
+        link.parent.mkdir(parents=True)
+        link.symlink_to(tmp_path if name == "checkpoint-6" else private)
+        words = arguments(save_checkpoint(tmp_path / "model"), tmp_path / "texts.jsonl", output)
+        save_texts(tmp_path / "texts.jsonl")
+        with pytest.raises(OptionError, match="symbolic link"):
+            finetune.main(words)
+    assert private.read_text() == "keep me"
+
+
+def test_a_card_has_no_links_whose_address_is_elsewhere(tmp_path: Path) -> None:
+    rope_ext.patch(tiny_llama(), "yarn", factor=4).save_pretrained(tmp_path / "model")
+    (tmp_path / "table.md").write_text("# Report\n![a][1] [b](http://c)\n\n[1]: http://d/e.png\n")
+    card = write_card(tmp_path / "model", report=tmp_path).read_text()
+    assert "[1]:" not in card and "](" not in card.partition("## Evaluation")[2]
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +25,7 @@ from rope_ext.command.cli_arguments import (
     command,
 )
 from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
-from rope_ext.errors import OptionError, RopeExtError
+from rope_ext.errors import MeasureError, OptionError, RopeExtError, first_line
 from rope_ext.quoting import shell_join
 
 app = typer.Typer(rich_markup_mode=None)
@@ -143,7 +145,27 @@ def calibrate(
         tell_next(words)
 
 
+def _without_verdict(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: any error is one line and exit code 2, since 1 is a verdict on the engine."""
+
+    @functools.wraps(function)
+    def run(asked: Asked, **options: Any) -> None:
+        try:
+            with stoppable("run the same command again"):
+                function(asked, **options)
+        except (RopeExtError, OSError):
+            raise
+        except Exception as error:  # of the model's or the engine's code, on sizes that do not fit
+            raise MeasureError(
+                f"a miniature of {asked.model} cannot be built and run ({type(error).__name__}: "
+                f"{first_line(error)}); correct its config.json, or download it again"
+            ) from error
+
+    return run
+
+
 @command(app)
+@_without_verdict
 def verify(
     asked: Asked,
     engine: Literal["llama.cpp", "mlx", "transformers", "vllm", "sglang"] | None = None,

@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from rope_eval.data.templates import with_limits
 from rope_ext.command.arguments import NONE, UNPATCHED
 from rope_ext.command.terminal import clean_errors
 from rope_ext.config.record import ARGUMENTS
@@ -30,12 +31,14 @@ from rope_ext.methods import method_class
 from rope_ext.patching import patch
 from rope_ext.saving.load import from_pretrained
 
-_HFLM: Any = HFLM  # lm-eval's decorator hides its type
+_HFLM = with_limits(HFLM)
 
 
 @register_model("rope_ext")
 class PatchedLM(_HFLM):
     """A transformers model with a patch.
+
+    Its chat template is rendered with limits (rope_eval/data/templates.py).
 
     Args:
         pretrained: folder or Hub ID.

@@ -3,14 +3,16 @@
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rope_ext.errors import OptionError
+from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError, first_line
+from rope_ext.patching import current_patch, unpatch
 from rope_ext.quoting import Printed
 from rope_ext.saving.folder import Given, read_saved
 
@@ -96,20 +98,20 @@ def memory(
             raise OptionError(f"{name}={value} is not valid; it must be at least 1")
     if cache_bits not in (16, 8, 4, 2):
         raise OptionError(f"cache_bits={cache_bits} is not valid; it must be 16, 8, 4 or 2")
-    model: Any = read_saved(given).model.eval().to(dtype)
+    model: Any = read_saved(given).model
+    _fix_frequencies(model)
+    model.eval().to(dtype)
     live = Live()
-    cache = cast("Any", None)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model.to_empty(device="cpu").tie_weights()
-        ids = torch.zeros(batch, length, dtype=torch.long)
-        live.known((*model.parameters(), *model.buffers()))
-        with live:
-            for part in (ids[:, last:], ids[:, :last]):
-                live.peak = live.live  # keep the last chunk's peak: it attends to the most tokens
-                if part.shape[1]:
-                    output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                    cache = output.past_key_values
-                    del output
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            cache = _prefilled(model, live, (batch, length), last)
+    except (RopeExtError, MemoryError):
+        raise
+    except Exception as error:  # of the model's own code, with sizes that do not fit together
+        raise UnsupportedModelError(
+            f"the memory of {type(model).__name__} cannot be estimated, since its forward fails "
+            f"({type(error).__name__}: {first_line(error)}); correct its configuration"
+        ) from error
     # A sliding layer's window is a view into the whole chunk's keys, so all of them stay in memory.
     there = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     sizes = [sum(x.untyped_storage().nbytes() for x in (one.keys, one.values)) for one in there]
@@ -127,6 +129,35 @@ def memory(
     in_bands = batch * length * size * (3 * dtype.itemsize * (queries + keys) + 3 * 4 * queries)
     weights = sum(p.untyped_storage().nbytes() for p in model.parameters())
     return Memory(weights, stored, prefill, in_bands)
+
+
+def _fix_frequencies(model: nn.Module) -> None:
+    """Let no frequency depend on the length: tensors without storage have no positions to read."""
+    patch = current_patch(model)
+    if patch is not None and patch.method.is_dynamic:
+        unpatch(model)
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # one for each layer type
+            vars(module)["rope_type"] = dict.fromkeys(kind, "default")
+        elif kind is not None:
+            vars(module)["rope_type"] = "default"
+
+
+def _prefilled(model: Any, live: Live, shape: tuple[int, int], last: int) -> Any:
+    """Run a prompt with ``last`` tokens in its last chunk; returns its cache."""
+    model.to_empty(device="cpu").tie_weights()
+    cache = None
+    ids = torch.zeros(shape, dtype=torch.long)
+    live.known((*model.parameters(), *model.buffers()))
+    with live:
+        for part in (ids[:, last:], ids[:, :last]):
+            live.peak = live.live  # keep the last chunk's peak: it attends to the most tokens
+            if part.shape[1]:
+                output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = output.past_key_values
+                del output
+    return cache
 
 
 def shown(size: float) -> str:

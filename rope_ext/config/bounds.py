@@ -1,10 +1,13 @@
 """Bounds on the sizes in a configuration, checked before a library builds anything of that size."""
 
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from rope_ext.errors import LoadError
+from rope_ext.errors import LoadError, brief
 
 MOST_BYTES = 16 * 2**20
 """Size of the largest config.json that is read."""
@@ -22,6 +25,7 @@ _BOUNDS = (
 Each is far above every published model.
 """
 _WIDEST = 2**24  # columns of all heads of a layer
+_SECONDS = 5.0  # to look for the field that a library cannot read
 
 
 def require_bounds(values: Mapping[str, Any], where: str) -> None:
@@ -32,6 +36,36 @@ def require_bounds(values: Mapping[str, Any], where: str) -> None:
                 f"{where} has {name}={number}, and no model has more than {most}; "
                 f"the file is damaged, so download it again"
             )
+
+
+def culprit(values: Mapping[str, Any], build: Callable[[dict[str, Any]], Any]) -> str | None:
+    """Return the field because of which ``build(values)`` fails, as ``name=value``; None: several.
+
+    The first one without which it succeeds.
+    """
+    end = time.monotonic() + _SECONDS
+    with suppress(Exception):  # of another library, on values that make no sense
+        build(dict(values))
+        return None  # the field is not among them
+    for name, value in values.items():
+        if time.monotonic() > end:
+            break
+        if name == "rope_type" and isinstance(value, str):
+            continue  # without it, no other field of its entry is read
+        others = {other: values[other] for other in values if other != name}
+        with suppress(Exception):
+            build(others)
+            part = None
+            if isinstance(value, Mapping):
+                part = culprit(value, partial(_build_with, build, others, name))
+            return f"{name}={brief(value)}" if part is None else f"{name}.{part}"
+    return None
+
+
+def _build_with(
+    build: Callable[[dict[str, Any]], Any], others: Mapping[str, Any], name: str, value: Any
+) -> Any:
+    return build({**others, name: value})
 
 
 def _sizes(values: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:

@@ -193,6 +193,8 @@ def overrides(state: Patch, engine: str, family: Family | None = None) -> dict[s
         raise Refusal("models with several rotary embeddings have not been tested")
     parameters = dict(config.rope_parameters)
     if base.is_nested(parameters):
+        if any(site.layer_type not in parameters for site in state.scaled):
+            raise Refusal("its rope_parameters has entries for layer types that share one RoPE")
         for site in state.scaled:
             parameters[site.layer_type] = _named(parameters[site.layer_type], family)
     else:

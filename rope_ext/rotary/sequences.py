@@ -172,8 +172,9 @@ class Sequences(context.Tracker):
         forward: SequenceForward | None = context.current(self)
         if forward is None:
             raise UnsupportedModelError(
-                f"a rotary module was run by itself, or again by gradient checkpointing, and {self.method.name} follows the sequences of "
-                f"whole forwards; call the model itself, without checkpointing, or {self.cure}"
+                f"a rotary module was run by itself, or again by gradient checkpointing, and "
+                f"{self.method.name} follows the sequences of whole forwards; call the model "
+                f"itself, without checkpointing, or {self.cure}"
             )
         if forward.started is None or not forward.started.begun:
             forward.started = forward.begin(t)

@@ -28,7 +28,7 @@ from rope_ext.config.settings import (
     trained_length,
     unscaled,
 )
-from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError
+from rope_ext.errors import NoRopeError, OptionError, UnsupportedModelError, brief
 from rope_ext.methods import FrequencyMethod, Method, Rope, geometric
 from rope_ext.methods.rope import MOST_TOKENS, plain_number, whole_number
 from rope_ext.rotary.probe import Columns, prove
@@ -381,6 +381,11 @@ def _site(
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else str(rope_type)
     buffer = module.get_buffer(f"{prefix}inv_freq").detach()
     loaded = _loaded(decoder, module, f"{prefix}inv_freq", rope_type in _MOVING)
+    if not len(loaded):
+        raise NoRopeError(
+            f"{type(decoder).__name__}: its rotary module {name} rotates no columns; correct "
+            f"partial_rotary_factor or the size of a head in its configuration"
+        )
     columns = prove(decoder, module, layer_type, len(loaded))
     given = length is not None
     length = trained_length(config) if length is None else length
@@ -421,7 +426,7 @@ def _site(
         prefix=prefix,
         rope=Rope(theta, float(base), length),
         loaded=loaded,
-        scaling=float(getattr(module, f"{prefix}attention_scaling", 1.0)),
+        scaling=_scaling(decoder, getattr(module, f"{prefix}attention_scaling", 1.0)),
         rope_type=rope_type,
         local=local,
         shared=shared,
@@ -546,6 +551,19 @@ def _base(decoder: nn.Module, base: Any, loaded: Tensor) -> float:
             f"which is a number above 1; correct rope_parameters in its configuration"
         )
     return float(number)
+
+
+def _scaling(decoder: nn.Module, given: Any) -> float:
+    try:
+        number = float(given)  # of a tensor, too
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__}: attention_factor={brief(given)} is not a finite number; "
+            f"correct rope_parameters in its configuration"
+        )
+    return number
 
 
 def _loaded(decoder: nn.Module, module: Any, name: str, moving: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """Reads how a saved or merged model is extended, without loading its weights."""
 
 import copy
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rope_ext.config.bounds import culprit
 from rope_ext.config.nested import text_of
 from rope_ext.config.record import record_within
 from rope_ext.config.settings import SCALING_FIELDS, RopeSettings, all_settings, method_of
+from rope_ext.config.writing import quieted
 from rope_ext.errors import MeasureError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.methods import FrequencyMethod, Method
 from rope_ext.methods.checked import not_none
@@ -87,17 +90,31 @@ def built_on_meta(config: PreTrainedConfig) -> nn.Module:
         classes.reverse()
     if is_embedder(config):  # saved without a head, or an encoder
         classes = []
-    built: Any = next((cls for cls in classes if type(config) in cls._model_mapping), None)
-    try:
+    auto: Any = next((cls for cls in classes if type(config) in cls._model_mapping), None)
+
+    def build(built: PreTrainedConfig) -> nn.Module:
         with torch.device("meta"):
-            if built is not None:
-                return built.from_config(config)
-            saved = _saved_class(config)
-            return AutoModel.from_config(config) if saved is None else saved._from_config(config)
+            if auto is not None:
+                return auto.from_config(built)
+            saved = _saved_class(built)
+            return AutoModel.from_config(built) if saved is None else saved._from_config(built)
+
+    try:
+        return build(config)
     except Exception as error:
+        fault = None
+        # It may not even be converted to a dict.
+        with suppress(Exception), quieted(logging.getLogger("transformers")):
+            values = config.to_dict()
+            fault = culprit(values, lambda others: build(type(config).from_dict(others)))
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if fault is not None:
+            raise UnsupportedModelError(
+                f"no model can be built from {type(config).__name__} with {fault} "
+                f"({reason}); correct this field"
+            ) from error
         raise UnsupportedModelError(
-            f"no model can be built from {type(config).__name__} "
-            f"({first_line(error)}); pass the loaded model"
+            f"no model can be built from {type(config).__name__} ({reason}); pass the loaded model"
         ) from error
 
 

@@ -22,15 +22,24 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rope_ext.config import writing
-from rope_ext.config.bounds import MOST_BYTES, require_bounds
+from rope_ext.config.bounds import MOST_BYTES, culprit, require_bounds
 from rope_ext.config.nested import configurations
 from rope_ext.config.record import FIELD, SIDECAR, Record, record_within
 from rope_ext.config.settings import edits
-from rope_ext.errors import CURE, AdapterError, LoadError, NotPatchedError, RecordError, optional
+from rope_ext.errors import (
+    CURE,
+    AdapterError,
+    LoadError,
+    NotPatchedError,
+    RecordError,
+    brief,
+    first_line,
+    optional,
+)
 from rope_ext.methods.checked import not_none
 from rope_ext.patching import Patch, current_patch, patch
 from rope_ext.position import learned
@@ -237,6 +246,17 @@ def _config(place: str, path: str, kwargs: Mapping[str, Any]) -> Any:
         return read_config(place, **options)
 
 
+def _require_size(file: str) -> None:
+    """Raise LoadError for a file that is larger than any with settings: it is read as a whole."""
+    if os.path.getsize(file) > MOST_BYTES:
+        raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
+
+
+def _read_json(file: str) -> Any:
+    _require_size(file)
+    return json.loads(Path(file).read_text(encoding="utf-8"))
+
+
 def read_config(place: str | PathLike[str], **options: Any) -> Any:
     """Return ``AutoConfig.from_pretrained(place)``, after a check of the sizes in its JSON.
 
@@ -245,11 +265,11 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
         RecordError: what a patch wrote was partly changed by hand.
     """
     file = os.path.join(place, "config.json")
-    if os.path.isfile(file) and os.path.getsize(file) > MOST_BYTES:
-        raise LoadError(f"{file} has more than {MOST_BYTES >> 20} MB; give the folder of a model")
+    if os.path.isfile(file):
+        _require_size(file)
     saved = PreTrainedConfig.get_config_dict(place, **hub.of_hub(options))[0]
     require_bounds(saved, f"the configuration of {place}")
-    config = AutoConfig.from_pretrained(place, **options)
+    config = _converted(place, saved, options)
     told = "; ".join(edits(config, saved))
     if told:
         raise RecordError(
@@ -257,6 +277,29 @@ def read_config(place: str | PathLike[str], **options: Any) -> Any:
             f"or load the original model and patch it with other options"
         )
     return config
+
+
+def _converted(place: str | PathLike[str], saved: Mapping[str, Any], options: Any) -> Any:
+    """Return transformers' configuration; its errors often do not name the field."""
+    try:
+        return AutoConfig.from_pretrained(place, **options)
+    except Exception as error:
+        kind = saved.get("model_type")
+        if kind is not None and not isinstance(kind, str):
+            raise LoadError(
+                f"the configuration of {place} has model_type={brief(kind)}, which is not a name; "
+                f"correct it, or download it again"
+            ) from error
+        if kind is None or kind not in CONFIG_MAPPING:
+            raise
+        with writing.quieted(logging.getLogger("transformers")):
+            fault = culprit(saved, CONFIG_MAPPING[kind].from_dict)
+        if fault is None:
+            raise
+        raise LoadError(
+            f"the configuration of {place} has {fault}, which transformers cannot read "
+            f"({type(error).__name__}: {first_line(error)}); correct it, or download it again"
+        ) from error
 
 
 def refuse_other_fields(config: Any, model: nn.Module, place: str) -> None:
@@ -465,7 +508,7 @@ def read_sidecar(directory: str, **kwargs: Any) -> Sidecar | None:
         return None
     again = "write it again from the patched model with rope_ext.save_sidecar"
     with hub.loading("record", path, RecordError, again):
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = _read_json(path)
         record = Record.from_json(data, path)
         parts = (data["before"], data["after"])
         if not all(same(part, part) for part in parts):
@@ -489,7 +532,7 @@ def require_sidecar(directory: str, kwargs: Mapping[str, Any]) -> Sidecar:
 def read_adapter(path: str) -> dict[str, Any]:
     """Read ``adapter_config.json``, and the class of the base, which PEFT sets without a task."""
     with hub.loading("configuration", path, AdapterError, _SAVE_AGAIN):
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        saved = _read_json(path)
         saved |= saved.get("auto_mapping") or {}
         names = ("base_model_name_or_path", "revision", "base_model_class", "task_type")
         for name in map(saved.get, names):

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 from typer.testing import CliRunner
 
 import rope_ext
@@ -246,6 +253,15 @@ def test_an_endpoint_is_asked(folder: str, tmp_path: Path, small: Miniature) -> 
     assert result.exit_code == 3, result.output
     assert "cannot tell these apart: " in result.stdout and "(0.01 % more)" in result.stdout
     assert "--dtype float32" in result.stderr and "--factor-error" in result.stderr
+
+
+def test_a_model_that_cannot_be_run_is_no_verdict(tmp_path: Path) -> None:
+    """Exit code 1 says that the engine does not apply the patch."""
+    config = GptOssConfig(**{**CONFIG, "num_hidden_layers": 2}, num_local_experts=0)
+    config.save_pretrained(tmp_path)
+    result = run(tmp_path, "--method", "yarn", "--factor", "2", "--engine", "transformers")
+    assert result.exit_code == 2 and "cannot be built and run" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("raw", ["<html>Not here</html>", '{"error": "Not here"}', "[1]"])

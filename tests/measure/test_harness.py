@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import rope_ext
+from rope_eval.data import templates
 from rope_eval.settings import Settings
 from rope_eval.tasks.harness import Harness
 from rope_eval.tasks.passkey import PasskeyPrompts
@@ -175,6 +177,47 @@ def test_the_harness_loads_what_a_patch_has_saved(lm: Any, tmp_path: Path) -> No
     adapted = lm(str(folder), peft=str(adapter))
     assert adapted.max_length == 4 * TRAINED
     torch.testing.assert_close(adapted.model(ids).logits, tuned.eval()(ids).logits)
+
+
+LOOP = "{% for i in range(99999) %}" * 4 + "a" + "{% endfor %}" * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process with limits needs fork")
+def test_a_chat_template_in_the_harness_has_limits(
+    lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lm(str(save_checkpoint(tmp_path / "model")))
+    model.tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if 'loop' in messages[0]['content'] %}" + LOOP + "{% endif %}"
+    )
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "\u00e9 |b"}]
+    assert model.apply_chat_template(chat) == "<user>\u00e9 |b"  # as the harness retries
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    with pytest.raises(OptionError, match="does not end within"):
+        model.apply_chat_template([{"role": "user", "content": "loop"}])
+    assert model.apply_chat_template(chat[1:], add_generation_prompt=False) == "<user>\u00e9 |b"
+
+
+@pytest.mark.slow
+def test_a_run_of_the_harness_with_an_endless_template_is_one_line(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template behaves in the evaluator's own probe."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
+    monkeypatch.setattr(templates, "SECONDS", 2.0)
+    folder = shutil.copytree(SHIPPED, tmp_path / "model")
+    content = "{{ messages[0]['content'] }}"
+    (folder / "chat_template.jinja").write_text(
+        f"{{% if 'CONTENT' in messages[0]['content'] %}}{content}{{% else %}}{LOOP}{{% endif %}}"
+    )
+    words = ["eval", folder, "--tasks", "early_passkey", "--method", "none", "--lengths", "512"]
+    words += ["--chat", "yes", "--include-path", task, "--output", task / "out"]
+    done = CliRunner().invoke(app, list(map(str, words)))
+    assert done.exit_code == 2 and "does not end within 2 seconds" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.output
 
 
 class Hostile:

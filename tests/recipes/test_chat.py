@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer
 import rope_ext
 from recipes import data, finetune, settings
 from recipes.chat import TokenizeChat, Whole, conversation_of
+from rope_eval.data import templates
 from rope_ext import OptionError
 from tests.helpers.models import tiny_llama
 from tests.helpers.recipe_runs import WORDS, arguments, history
@@ -88,8 +91,8 @@ def test_only_answers_have_a_loss(template: str, chatting: Path) -> None:
 @pytest.mark.parametrize("name", ["phi3", "qwen3"])
 def test_templates_that_change_earlier_messages(name: str, chatting: Path) -> None:
     """Phi-3 ends a conversation with one more token, Qwen3 drops earlier reasoning."""
-    templates = pytest.importorskip("trl.chat_template_utils")
-    with_template(chatting, getattr(templates, f"{name}_chat_template"))
+    known = pytest.importorskip("trl.chat_template_utils")
+    with_template(chatting, getattr(known, f"{name}_chat_template"))
     row = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "six"}]}
     tokenizer, ids, scored = tokenized(chatting, row)
     kept = [token for token, one in zip(ids, scored, strict=True) if one]
@@ -121,6 +124,7 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
         ({"words": "one"}, "columns words"),
         ({"messages": [{"content": "one"}]}, "role"),
         ({"messages": "one"}, "not a conversation"),
+        ({"messages": [{**USER, "content": nested(600)}]}, "not a conversation"),
     ):
         with pytest.raises(data.DataError, match=said):
             conversation_of(row)
@@ -128,6 +132,79 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
         tokenized(checkpoint, SHAPES[0])
     with pytest.raises(data.DataError, match="changes earlier messages"):
         tokenized(with_template(chatting, FORGETFUL), {"messages": [USER, ASSISTANT, USER]})
+    with pytest.raises(data.DataError, match="empty conversation"):
+        tokenized(with_template(chatting, MARKED), {"messages": []})
+
+
+LOOP = "{% for i in range(99999) %}" * 4 + "a" + "{% endfor %}" * 4
+HOSTILE = {  # what each is refused for
+    LOOP: "does not end within",
+    "{{ (messages | length) ** (10 ** 9) }}": "does not end within",  # one operation
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "fails",
+    "{{ 'a' * 10**10 }}": "needs more than 512 MB",
+    "{{ messages[0].content * 10**6 }}": "4 MB of text",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the memory of a process")
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_chat_template_that_does_not_end_is_refused(
+    hostile: str, marked: bool, chatting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that behaves on the first conversations."""
+    monkeypatch.setattr(templates, "SECONDS", 0.5 if "does not end" in HOSTILE[hostile] else 20.0)
+    second = "{% if 'seven' in messages[0]['content'] %}"
+    with_template(chatting, f"{second}{hostile}{{% endif %}}{MARKED if marked else PLAIN}")
+    tokenize = TokenizeChat(AutoTokenizer.from_pretrained(chatting))
+    rows = [{"messages": [{**USER, "content": text}, ASSISTANT]} for text in (ASKED, "seven")]
+    texts = [conversation_of(row) for row in rows]
+    with pytest.raises(data.DataError, match=HOSTILE[hostile]):
+        tokenize({"text": texts})
+    assert any(tokenize({"text": texts[:1]})["scored"][0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="its probe runs in this process")
+def test_the_probe_of_trl_does_not_execute_a_template_without_limits(
+    chatting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL renders conversations with tools to find a template for training."""
+    pytest.importorskip("trl.chat_template_utils")
+    monkeypatch.setattr(templates, "SECONDS", 3.0)
+    probe = f"{{% if messages[0]['content'] != '{ASKED}' %}}{LOOP}{{% endif %}}"
+    with_template(chatting, probe + FORGETFUL)
+    with pytest.raises(data.DataError, match="does not end within"):
+        tokenized(chatting, {"messages": [USER, ASSISTANT, USER]})
+
+
+def test_marked_answers_are_those_of_the_tokenizer(chatting: Path) -> None:
+    with_template(chatting, "{{ tools[0] | tojson }}" + MARKED)
+    row = {"messages": [USER, ASSISTANT, USER, ASSISTANT], "tools": [{"name": "\u00e9 \u732b"}]}
+    tokenizer, ids, scored = tokenized(chatting, row)
+    made = tokenizer.apply_chat_template(
+        row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == made["input_ids"] and scored == list(map(bool, made["assistant_masks"]))
+
+
+def nested(depth: int) -> list:
+    found: list = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def test_a_text_that_is_not_unicode_is_tokenized_as_one_that_is(chatting: Path) -> None:
+    """JSON can contain halves of characters."""
+    for half in ("\ud800", "\udc00 \ud83d\ude00"):
+        whole = half.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for row in ({"prompt": "@", "completion": "@"}, {"messages": [USER, ASSISTANT]}):
+            texts = [
+                conversation_of(json.loads(json.dumps(row).replace(ANSWERED, "@").replace("@", x)))
+                for x in (json.dumps(half)[1:-1], whole)
+            ]
+            found = TokenizeChat(AutoTokenizer.from_pretrained(chatting))({"text": texts})
+            assert found["input_ids"][0] == found["input_ids"][1] and any(found["scored"][0])
 
 
 def test_conversations_are_kept_whole_by_hand() -> None:

@@ -15,6 +15,7 @@ import datasets
 import pytest
 
 from recipes import data, finetune, settings, stream
+from rope_ext import OptionError
 from tests.helpers.recipe_runs import arguments, history
 
 
@@ -168,13 +169,35 @@ def test_a_killed_run_goes_on_with_the_rows_that_follow(
     shutil.copytree(run, killed, ignore=shutil.ignore_patterns("checkpoint-4", "*.safetensors"))
     shutil.copytree(run / "checkpoint-2", killed / "checkpoint-2", dirs_exist_ok=True)
     assert json.loads((killed / "checkpoint-2" / "stream.json").read_text())["rows"] == 8
-    finetune.main(
-        [*arguments(checkpoint, texts, killed, **more), "--resume_from_checkpoint", "true"]
-    )
+    given = arguments(checkpoint, texts, killed, **more)
+    finetune.main([*given, "--resume_from_checkpoint", "true"])
     assert history(killed / "checkpoint-4") == history(run / "checkpoint-4")
     epochs = [
         [entry["epoch"] for entry in json.loads(file.read_text())["log_history"]]
         for file in sorted(tmp_path.glob("*/checkpoint-4/trainer_state.json"))
     ]
     assert epochs[0] == epochs[1]
+    state = killed / "checkpoint-2" / "stream.json"
+    for damaged in ("[" * 99999, "[]", '{"rows": 8, "sources": []}', '{"rows": "8"}'):
+        state.write_text(damaged)
+        with pytest.raises(OptionError, match=r"cannot read .*stream\.json"):
+            finetune.main([*given, "--resume_from_checkpoint", str(state.parent)])
     assert not (killed / "stream.json").exists()  # it is no part of the model
+
+
+@pytest.mark.parametrize("state", ["[" * 99999, '{"global_step": 5, "max_steps": "5"}'])
+def test_a_damaged_state_of_a_run_is_no_checkpoint(
+    state: str, checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "run" / "checkpoint-5"
+    damaged.mkdir(parents=True)
+    (damaged / "trainer_state.json").write_text(state)
+    given = arguments(checkpoint, texts, tmp_path / "run")
+    with pytest.raises(OptionError, match="no checkpoint to resume from"):
+        finetune.main([*given, "--resume_from_checkpoint", str(damaged)])
+
+
+def test_a_deep_file_is_left_out_like_others_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"text": ' + "[" * 99999)
+    with pytest.raises(data.DataError, match="is not JSON"):
+        data.documents(str(tmp_path), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import rope_ext
+from rope_ext.advice.memory import memory
 from rope_ext.saving import checkpoints
 from tests.families.checks import changed, snapshot
 from tests.helpers.models import tiny_llama
@@ -220,6 +222,47 @@ def test_a_configuration_of_a_size_that_no_model_has(tmp_path, folders, values: 
     assert time.monotonic() - start < 10
 
 
+UNREADABLE = {  # the field that the error names, and its value
+    "rope_parameters.rope_type": 1.5,
+    "rope_parameters.partial_rotary_factor": math.inf,
+    "rope_parameters": [1],
+    "attention_factor": [1],
+    "partial_rotary_factor": 0,
+    "id2label": 0,
+    "dtype": [],
+    "hidden_act": "none",
+    "num_labels": "two",
+    "num_attention_heads": 3,
+    "layer_types": ["none", "none"],
+    "model_type": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("field", UNREADABLE)
+@pytest.mark.every
+def test_an_error_names_the_field_of_a_configuration_that_cannot_be_read(
+    tmp_path, folders, field: str
+) -> None:
+    """Transformers raises KeyError: None, or that an int has no attribute items."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "base", folder)
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    *_, name = field.split(".")
+    if field == "attention_factor" or "." in field or name == "partial_rotary_factor":
+        edit(folder / "config.json", rope_parameters={**rope, name: UNREADABLE[field]})
+    else:
+        edit(folder / "config.json", **{name: UNREADABLE[field]})
+    for read in (
+        rope_ext.describe,
+        lambda path: rope_ext.recommend(path, 512),
+        lambda path: rope_ext.export(path, "vllm"),
+        lambda path: memory(path, 64),
+    ):
+        with pytest.raises(rope_ext.RopeExtError, match=name) as raised:
+            read(str(folder))
+        assert "\n" not in str(raised.value)
+
+
 def nested(depth: int) -> dict:
     found: dict = {}
     for _ in range(depth):
@@ -236,6 +279,7 @@ ABSURD = (
     {"max_position_embeddings": 10**400},
     {"text_config": nested(900)},
     {"layer_types": ["full_attention"] * 10**6},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "full_attention": {}}},
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rope_ext.errors import OptionError, optional
+from rope_ext.import_path import IN_COMMAND
 from rope_ext.quoting import printable_lines
 from rope_ext.saving.drafts import may_replace
 
@@ -81,10 +83,23 @@ def style_of(index: int) -> dict[str, Any]:
     }
 
 
+def _ignore_settings_here() -> None:
+    """Use matplotlib's defaults in a command if the current folder, maybe a model's, has others.
+
+    With them, matplotlib would run LaTeX on what they say.
+    """
+    import matplotlib
+
+    here = os.path.dirname(os.path.abspath(matplotlib.matplotlib_fname()))
+    if IN_COMMAND and here == os.getcwd():
+        matplotlib.rcdefaults()
+
+
 def figure_of(width: float, height: float) -> Any:
     """Create a figure with a size in inches; pyplot's global state is left to the user."""
     from matplotlib.figure import Figure
 
+    _ignore_settings_here()
     return Figure(figsize=(width, height), layout="constrained")
 
 

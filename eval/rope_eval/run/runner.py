@@ -40,7 +40,7 @@ from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
 from rope_ext.command.arguments import UNPATCHED
 from rope_ext.command.terminal import tell
-from rope_ext.errors import MeasureError, RopeExtError
+from rope_ext.errors import MeasureError, RopeExtError, first_line
 from rope_ext.saving import checkpoints as models
 
 LOG = log_name(0)
@@ -209,6 +209,18 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
     return Outcome(key=system.key(case), system=system.name, **known, **vars(result))
 
 
+def _largest(case: Case) -> int:
+    return max(case.ids)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # On CPUs and Macs it is a plain RuntimeError.
+    plain = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in plain)
+
+
 class Loaded:
     """One loaded model, which a system patches for as long as it is measured."""
 
@@ -236,6 +248,7 @@ class Runner(Loaded):
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
         super().__init__(model, settings)
+        self.name = name
         self.tokenizer = models.load_tokenizer(name)
         eos = model.generation_config.eos_token_id
         self.eos = self.tokenizer.eos_token_id if eos is None else eos
@@ -255,12 +268,9 @@ class Runner(Loaded):
         """Return the results of these cases, in one forward if memory allows."""
         try:
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
-        except RuntimeError as error:
-            # On CPUs and Macs it is a plain RuntimeError.
-            plain = ("MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
-            if not isinstance(error, torch.OutOfMemoryError) and not any(
-                text in str(error) for text in plain
-            ):
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                self._require_runs(batch)
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
                 raise MeasureError(
@@ -270,6 +280,22 @@ class Runner(Loaded):
         # Halves depend on this batch alone, and so does what a resumed run computes.
         half = len(batch) // 2
         return self.measure(batch[:half]) + self.measure(batch[half:])
+
+    def _require_runs(self, batch: Sequence[Case]) -> None:
+        """Raise MeasureError if the model fails on any text, or lacks tokens of its tokenizer."""
+        known, largest = len(self.model.get_input_embeddings().weight), max(map(_largest, batch))
+        if largest >= known:
+            raise MeasureError(
+                f"the tokenizer of {self.name} has token {largest}, and the model only {known} "
+                f"tokens; give --model the folder that both were saved in"
+            ) from None
+        try:
+            score(self.model, [[0, 0]], 1, self.pad)
+        except Exception as error:
+            raise MeasureError(
+                f"{self.name} cannot be run ({type(error).__name__}: {first_line(error)}); correct "
+                f"its config.json, or download it again"
+            ) from error
 
     def _written(self, batch: Sequence[Case]) -> list[Result]:
         texts = write(self.model, [case.ids for case in batch], batch[0].count, self.pad, self.eos)

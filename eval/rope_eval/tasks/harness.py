@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from rope_eval.cases import Outcome, Questions, digest
 from rope_eval.data.prompts import Frame
+from rope_eval.data.templates import with_limits
 from rope_eval.settings import Settings
 from rope_eval.tasks.base import Task, all_tasks, option, register, unknown
 from rope_ext.command.arguments import split
@@ -181,7 +182,7 @@ def outcomes(
     first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
     answers = cache / f"{digest(system.identity, length)}.db"
     found = harness.simple_evaluate(
-        _remembering(made.HFLM(**window), answers),
+        _remembering(with_limits(made.HFLM)(**window), answers),
         tasks=[task.name for task in tasks],
         task_manager=first.manager,
         num_fewshot=first.num_fewshot,

@@ -39,9 +39,10 @@ demo-tiny: $(CHECKPOINTS:%=demo-%) ## three methods on the shipped checkpoints, 
 $(CHECKPOINTS:%=demo-%): demo-%: $(VENV)/evaluators
 	$(BIN)/rope-ext $(call DEMO,$*)
 
-evidence: $(VENV)/evaluators ## every method on two pretrained models: hours on a CPU, minutes on a GPU
+evidence: $(VENV)/evaluators ## every method on three pretrained models: hours on a CPU, minutes on a GPU
 	$(BIN)/python -m lab.evidence smollm2
 	$(BIN)/python -m lab.evidence gemma3
+	$(BIN)/python -m lab.evidence embeddinggemma
 
 evidence-pages: $(VENV)/evaluators ## put docs/evidence/*.jsonl into the pages and into recommend
 	$(BIN)/python -m lab.evidence pages

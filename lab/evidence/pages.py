@@ -441,7 +441,8 @@ def write(root: Path) -> None:
         put(page, f"{name} conditions", f"\n{retrieval_page.conditions(one)}\n")
         for factor in FACTORS:
             if text := retrieval_page.table(one, factor):
-                put(page, f"{name} {factor}x", f"\n{text}\n")
+                where = f"At {factor} times the trained length, factor {factor}:"
+                put(page, f"{name} {factor}x", f"\n{where}\n\n{text}\n")
     judged = [one for one in found if len(one.losses("unpatched", "2x")) >= 4]
     put(root / "README.md", "table", f"\n{short(judged[0])}\n")
     ranked = (made for made in map(retrieval_page.summary, embedders) if made["methods"])

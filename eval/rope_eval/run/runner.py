@@ -6,6 +6,7 @@ An unfinished batch is repeated as a whole, so that a resumed run computes ident
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from rope_eval.cases import (
     tail,
 )
 from rope_eval.embedder import Embedder, Recipe
-from rope_eval.folder import HIDDEN, log_name, replace_file, world_size, writing
+from rope_eval.folder import HIDDEN, log_name, world_size, writing
 from rope_eval.forward import Advance, cost, score, write
 from rope_eval.run.plan import Plan, automatic_tokens, require_free, rows_per_forward
 from rope_eval.run.served import Served
@@ -95,7 +96,7 @@ def run(
     if ranks.rank == 0 and plan.settings.overwrite:
         plan.folder.clear()
         shutil.rmtree(plan.settings.output / HIDDEN / "harness", ignore_errors=True)
-        for path in (plan.settings.output / HIDDEN).glob(_vectors("*")):
+        for path in (plan.settings.output / HIDDEN).glob(f"{_vectors('*')}*"):
             path.unlink()
     ranks.wait()
     begin(sum(_work(batch) for batches in work.values() for batch in batches))
@@ -273,10 +274,7 @@ class Runner(Loaded):
                 self._require_runs(batch)
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
-                raise MeasureError(
-                    f"out of memory at {len(batch)} x {batch[0].length} tokens ({batch[0].task}); "
-                    f"give smaller --batch-size or --lengths, or --dtype bfloat16, and --resume"
-                ) from None
+                raise _out_of_memory(len(batch), batch[0].length, batch[0].task) from None
         # Halves depend on this batch alone, and so does what a resumed run computes.
         half = len(batch) // 2
         return self.measure(batch[:half]) + self.measure(batch[half:])
@@ -318,6 +316,13 @@ class Runner(Loaded):
         return results
 
 
+def _out_of_memory(rows: int, length: int, task: str) -> MeasureError:
+    return MeasureError(
+        f"out of memory at {rows} x {length} tokens ({task}); give smaller --batch-size or "
+        f"--lengths, or --dtype bfloat16, and --resume"
+    )
+
+
 class EmbeddingRunner(Loaded):
     """An embedder; embeddings of documents are on disk, so an interrupted run keeps them."""
 
@@ -352,7 +357,12 @@ class EmbeddingRunner(Loaded):
             if vectors is None:
                 if system.is_dynamic:  # as for language models
                     self.embedder.embed([rows[0][:2]])
-                vectors = self.embedder.embed(rows)
+                try:
+                    vectors = self.embedder.embed(rows)
+                except RuntimeError as error:
+                    if not _is_out_of_memory(error):
+                        raise
+                    raise _out_of_memory(len(rows), len(rows[0]), "embedding") from None
                 self._store(name, vectors)
             found |= {row.tobytes(): vector for row, vector in zip(rows, vectors, strict=True)}
         return torch.stack([found[text.tobytes()] for text in texts])
@@ -369,8 +379,13 @@ class EmbeddingRunner(Loaded):
     def _store(self, name: str, vectors: torch.Tensor) -> None:
         path = self.settings.output / HIDDEN / _vectors(name)
         np.save(content := io.BytesIO(), vectors.numpy())
+        # Two processes may embed the same questions, for the unpatched and the cut model.
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
         with writing(path, "make room; --resume keeps what is finished"):
-            replace_file(path, content.getvalue())
+            draft.unlink(missing_ok=True)
+            with draft.open("xb") as file:
+                file.write(content.getvalue())
+            draft.replace(path)
 
 
 def _vectors(name: str) -> str:

@@ -395,11 +395,19 @@ def write_card(
         package = "from transformers import AutoModelForCausalLM"
     call = f"model = {loader}.from_pretrained({json.dumps(name)})"
     lines += [
-        *("---", "", f"# {in_markdown(name)}", ""),
+        "---",
+        "",
+        f"# {in_markdown(name)}",
+        "",
         f"{in_markdown(found.model)}, extended from {found.length} to {found.target_length} tokens "
         f"with `{call_text(state.record.method)}` ({state.method.paper}) "
         f"by rope_ext {__version__}.",
-        *("", "```python", package, "", call, "```"),
+        "",
+        "```python",
+        package,
+        "",
+        call,
+        "```",
     ]
     commands = serving_commands(dataclasses.replace(saved, name=name))
     lines += ["", "```bash", *commands, "```"] if commands else []

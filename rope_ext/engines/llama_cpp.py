@@ -250,7 +250,8 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
             f"there is no flag for a table, so the first command writes {output} with the tensor "
             f"{TABLE}"
         )
-        notes += ["FOLDER: written by model.save_pretrained"] * (" FOLDER " in before)
+        if " FOLDER " in before:
+            notes.append("FOLDER: written by model.save_pretrained")
     return Export("llama.cpp", made.settings, command, notes=tuple(notes))
 
 

@@ -302,7 +302,9 @@ class Sequences(context.Tracker):
                 "which are made for %d: by generate on a patched model (not its decoder), prompt "
                 "plus max_new_tokens; else the first forward. To go on with a cache beyond that, "
                 "in a chat for instance, pass length=TOKENS to rope_ext.patch",
-                *(self.method.name, reached, stored.room),
+                self.method.name,
+                reached,
+                stored.room,
             )
         return stored
 

@@ -430,7 +430,14 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     length = method.target_length(rope)
     note = "whether this family accepts it is checked when the weights are loaded"
     saved = writing.unsaved(place, length)
-    return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
+    return Applied(
+        method=method.resolved(rope),
+        target_length=length,
+        saved=saved,
+        plain=False,
+        precise=options.is_precise(length),
+        notes=(note,),
+    )
 
 
 def configuration_notes(sites: Sequence[RotarySite]) -> tuple[str, ...]:

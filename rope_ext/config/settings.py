@@ -88,7 +88,9 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
             target = reach(factor, length)
     elif kind == "linear" and factor and target:
         length = round(target / factor)
-    return RopeSettings(parameters, kind, factor, length, target)
+    return RopeSettings(
+        parameters=parameters, rope_type=kind, factor=factor, length=length, target=target
+    )
 
 
 def all_settings(config: Any) -> dict[str | None, RopeSettings]:

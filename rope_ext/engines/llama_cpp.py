@@ -268,7 +268,13 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
     notes = (*named, "run it where the Modelfile is", note, *base.precise_note(state))
     command = f"{before} && ollama create NAME --file Modelfile"
-    return Export("ollama", made.settings, command, {"Modelfile": file}, notes)
+    return Export(
+        engine="ollama",
+        settings=made.settings,
+        command=command,
+        files={"Modelfile": file},
+        notes=notes,
+    )
 
 
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:

@@ -248,7 +248,9 @@ class Sequences(context.Tracker):
                 torch._assert_async(filled > 0, _FILLED)
         elif context.current(self.requests) is not None:
             return None  # the lengths of its sequences have to be read
-        forward = SequenceForward(self, rows, tokens, 0, None, True)
+        forward = SequenceForward(
+            patch=self, rows=rows, tokens=tokens, filled=0, cache=None, traced=True
+        )
         forward.started = stored
         forward.mask = given.get("attention_mask")
         return forward
@@ -267,7 +269,9 @@ class Sequences(context.Tracker):
         rows, tokens = context.shape_of(given)
         cache = context.cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
-        forward = SequenceForward(self, rows, tokens, filled, cache, False)
+        forward = SequenceForward(
+            patch=self, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
+        )
         forward.mask = given.get("attention_mask")
         request = context.current(self.requests)
         if filled:

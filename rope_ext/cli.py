@@ -86,7 +86,14 @@ def recommend(
     best = found.method
     served = found.serve or found.method
     trained = found.original_max_position_embeddings
-    asked = Asked(model, best.name, best.factor, None, found.compose, trained)
+    asked = Asked(
+        model=model,
+        method=best.name,
+        factor=best.factor,
+        option=None,
+        compose=found.compose,
+        trained_length=trained,
+    )
     calibrated = calibration is not None and not (finetune or engine)  # otherwise compare first
     if calibrated and found.serve != best:
         tell(f"done: use it in Python: {found.call}")

@@ -175,10 +175,18 @@ def patch(
         length = length or method.original_max_position_embeddings
         method = method.method
     method = _method(method, options)
-    given: dict[str, Any] = {"bias": bias, "layers": layers, "frequency": frequency}
-    given |= {"kernel": kernel, "sliding_layers": sliding_layers, "precise": precise}
-    given |= {"compose": compose, "tokenizer": tokenizer}
-    keywords = Options(**given, original_max_position_embeddings=length)
+    given: dict[str, Any] = {  # unchecked until Options has converted names
+        "frequency": frequency,
+        "bias": bias,
+        "layers": layers,
+        "kernel": kernel,
+        "compose": compose,
+        "sliding_layers": sliding_layers,
+        "precise": precise,
+        "original_max_position_embeddings": length,
+        "tokenizer": tokenizer,
+    }
+    keywords = Options(**given)
     keywords.check(method)
     decoder = text_decoder(model)
     root = text_root(model)
@@ -204,7 +212,10 @@ def patch(
         _logger.warning(
             "rope_ext: %s replaces %s; %d learned parameters are no longer in the model, such as "
             "%s",
-            *(method.name, _encoding(earlier) or earlier.method.name, len(dropped), dropped[0]),
+            method.name,
+            _encoding(earlier) or earlier.method.name,
+            len(dropped),
+            dropped[0],
         )
     state = decoder.__dict__[_STATE]
     family = type(decoder).__name__
@@ -212,7 +223,9 @@ def patch(
         _logger.warning(
             "rope_ext: %s on %s: the model was not trained with %s; train it before you use it "
             "(lab/surgery.py of the repository)",
-            *(method.name, family, _encoding(state)),
+            method.name,
+            family,
+            _encoding(state),
         )
     for text in _changed(state.sites):
         _logger.warning("rope_ext: %s on %s: configuration: %s", method.name, family, text)
@@ -552,7 +565,14 @@ def _noted(place: PatchTarget, method: Method, options: Options, changes: Change
     length = method.target_length(rope)
     note = "whether this family accepts it is checked when the weights are loaded"
     saved = writing.unsaved(place, length)
-    return Applied(method.resolved(rope), length, saved, False, options.is_precise(length), (note,))
+    return Applied(
+        method=method.resolved(rope),
+        target_length=length,
+        saved=saved,
+        plain=False,
+        precise=options.is_precise(length),
+        notes=(note,),
+    )
 
 
 def configuration_notes(sites: Sequence[RotarySite]) -> tuple[str, ...]:
@@ -657,7 +677,10 @@ class _Limit:
             _logger.warning(
                 "rope_ext: this text has %d tokens, more than the %d that %s reaches; patch with "
                 "factor=%g or more (replace=True)",
-                *(tokens, self.target, self.method, math.ceil(tokens / self.trained * 100) / 100),
+                tokens,
+                self.target,
+                self.method,
+                math.ceil(tokens / self.trained * 100) / 100,
             )
 
     def generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -670,7 +693,9 @@ class _Limit:
                 _logger.warning(
                     "rope_ext: the assistant_model reaches %d tokens and this model %d; beyond, "
                     "its drafts are rejected; call rope_ext.patch(assistant_model, ..., factor=%g)",
-                    *(reach, self.target, math.ceil(self.target / reach * 100) / 100),
+                    reach,
+                    self.target,
+                    math.ceil(self.target / reach * 100) / 100,
                 )
         return original(*args, **kwargs)
 
@@ -701,6 +726,8 @@ def _load_adapter(record: Record, original: Any, *args: Any, **kwargs: Any) -> A
         _logger.warning(
             "rope_ext: the adapter in %s was trained under %s, and this model is patched by %s; "
             "patch it like that (replace=True)",
-            *(folder, trained.call(), trained.difference(record)),
+            folder,
+            trained.call(),
+            trained.difference(record),
         )
     return original(*args, **kwargs)

@@ -136,7 +136,15 @@ def methods() -> list[MethodInfo]:
     for cls in all_methods():
         defaults = {option.name: option.default for option in dataclasses.fields(cls)}
         options = {k: ... if v is dataclasses.MISSING else v for k, v in defaults.items()}
-        found.append(MethodInfo(cls.name, cls.aliases, options, cls.summary, cls.paper))
+        found.append(
+            MethodInfo(
+                name=cls.name,
+                aliases=cls.aliases,
+                options=options,
+                summary=cls.summary,
+                paper=cls.paper,
+            )
+        )
     return found
 
 
@@ -163,7 +171,16 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     changed = any(site.changed for site in sites)
     found = None if changed else configured(text_config(decoder))
     length, scaling = (target, None) if found is None else (found[1], call_text(found[0]))
-    return Description(name, None, {}, length, target, shown, notes, scaling)
+    return Description(
+        model=name,
+        method=None,
+        options={},
+        length=length,
+        target_length=target,
+        sites=shown,
+        notes=notes,
+        configured=scaling,
+    )
 
 
 def _described_as_saved(given: PreTrainedConfig | str | Path) -> Description:
@@ -203,7 +220,15 @@ def _site(site: RotarySite, patch: Patch | None) -> SiteDescription:
     after = tuple(after.tolist())
     name = site.name or "rotary"
     layers = site.layer_type or "all layers"
-    return SiteDescription(name, layers, site.rope.base, before, after, scaling, status)
+    return SiteDescription(
+        name=name,
+        layer_type=layers,
+        base=site.rope.base,
+        inv_freq_before=before,
+        inv_freq_after=after,
+        attention_scaling=scaling,
+        status=status,
+    )
 
 
 def _unpatched_notes(decoder: nn.Module, sites: list[RotarySite]) -> Iterator[str]:
@@ -327,7 +352,14 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     method = None if patch is None else call_text(patch.method)
     sites = find_sites(decoder) if patch is None else patch.sites
     shown = tuple(_diagnosed(text_config(decoder), site, patch, length) for site in sites)
-    return Diagnosis(described.model, method, length, described.length, shown, described.notes)
+    return Diagnosis(
+        model=described.model,
+        method=method,
+        length=length,
+        trained_length=described.length,
+        sites=shown,
+        notes=described.notes,
+    )
 
 
 def _diagnosed(config: Any, site: RotarySite, patch: Patch | None, length: int) -> SiteDiagnosis:
@@ -395,11 +427,19 @@ def write_card(
         package = "from transformers import AutoModelForCausalLM"
     call = f"model = {loader}.from_pretrained({json.dumps(name)})"
     lines += [
-        *("---", "", f"# {in_markdown(name)}", ""),
+        "---",
+        "",
+        f"# {in_markdown(name)}",
+        "",
         f"{in_markdown(found.model)}, extended from {found.length} to {found.target_length} tokens "
         f"with `{call_text(state.record.method)}` ({state.method.paper}) "
         f"by rope_ext {__version__}.",
-        *("", "```python", package, "", call, "```"),
+        "",
+        "```python",
+        package,
+        "",
+        call,
+        "```",
     ]
     commands = serving_commands(dataclasses.replace(saved, name=name))
     lines += ["", "```bash", *commands, "```"] if commands else []

@@ -230,7 +230,9 @@ def _write_all(
         else:  # the hook replaces them; the buffer keeps the trained ones
             write_buffers(site, site.loaded, site.scaling)
         if precise or sequences is not None:
-            hooks.RotaryHook(site, inv_freq, scaling, precise, sequences).put(changes)
+            hooks.RotaryHook(
+                site=site, inv_freq=inv_freq, scaling=scaling, precise=precise, sequences=sequences
+            ).put(changes)
 
 
 def _notes(place: PatchTarget, precise: bool, per_sequence: bool) -> list[str]:
@@ -301,7 +303,13 @@ class _Beside:
 def _described(given: PositionMethod, options: Options) -> _Beside:
     """Return a position method with the words of its errors."""
     label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
-    return _Beside(given, options, label, given.name, "use a frequency method such as 'yarn'")
+    return _Beside(
+        method=given,
+        options=options,
+        label=label,
+        named=given.name,
+        instead="use a frequency method such as 'yarn'",
+    )
 
 
 def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _Beside:
@@ -320,7 +328,13 @@ def _standing(place: PatchTarget, given: FrequencyMethod, options: Options) -> _
     divisors = (trained.inv_freq / given.inv_freq(trained)).nan_to_num(1.0)  # 0 / 0: at rest
     method = _Standing(of=given, divisors=divisors, temperature=temperature)
     label = str(given) if options.frequency is None else f"{given} on {options.frequency}"
-    return _Beside(method, replace(options, frequency=given), label, method.name, instead)
+    return _Beside(
+        method=method,
+        options=replace(options, frequency=given),
+        label=label,
+        named=method.name,
+        instead=instead,
+    )
 
 
 def _with_added(one: _Beside) -> _Beside:
@@ -501,7 +515,9 @@ def raise_factor(
         )
     for module, scale in scales.items():
         set_attribute(module, "scaling", scale, changes)
-    notes = [f"softmax scale: that of the raised factor in {len(scales)} layers"] * bool(scales)
+    notes = []
+    if scales:
+        notes.append(f"softmax scale: that of the raised factor in {len(scales)} layers")
     sites = [found[site][0] if site in found else site for site in place.sites]
     place = replace(place, sites=sites, scaled=[found[site][0] for site in scaled])
     return place, methods.pop(), notes

@@ -68,7 +68,9 @@ class Pairs:
         second = self.second
         a = x[..., first]
         b = x[..., second]
-        turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
+        turned_a = torch.addcmul(a * cos, b, sin, value=-1)
+        turned_b = torch.addcmul(b * cos, a, sin)
+        wider = turned_a.dtype  # of the rotation, if that is more precise
         if (
             isinstance(first, slice)
             and isinstance(second, slice)
@@ -76,11 +78,13 @@ class Pairs:
             and {first.step, second.step} <= {None, 1}
         ):  # two adjacent ranges; inductor turns writes to slices into masks
             if first.start == 0 and second.stop == x.shape[-1]:
-                return torch.cat(turned, dim=-1).to(to)
-            parts = x[..., : first.start], *turned, x[..., second.stop :]
-            return torch.cat([part.to(turned[0].dtype) for part in parts], dim=-1).to(to)
-        out = x.to(turned[0].dtype, copy=True)
-        out[..., first], out[..., second] = turned
+                return torch.cat((turned_a, turned_b), dim=-1).to(to)
+            before = x[..., : first.start].to(wider)
+            after = x[..., second.stop :].to(wider)
+            return torch.cat((before, turned_a, turned_b, after), dim=-1).to(to)
+        out = x.to(wider, copy=True)
+        out[..., first] = turned_a
+        out[..., second] = turned_b
         return out.to(to)
 
 

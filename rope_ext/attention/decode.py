@@ -73,14 +73,14 @@ def ranges_of(
         low.append(first)
         high.append(end)
     return Ranges(
-        torch.stack(low).int(),
-        torch.stack(high).int(),
-        origin.int(),
-        filled.int(),
-        _stacked([band.query for band in bands]),
-        sum((band.query is not None) << number for number, band in enumerate(bands)),
-        _stacked([band.key for band in bands if band.key is not None]),
-        temperature,
+        low=torch.stack(low).int(),
+        high=torch.stack(high).int(),
+        origin=origin.int(),
+        filled=filled.int(),
+        query=_stacked([band.query for band in bands]),
+        query_rotated=sum((band.query is not None) << number for number, band in enumerate(bands)),
+        key=_stacked([band.key for band in bands if band.key is not None]),
+        temperature=temperature,
     )
 
 

@@ -93,7 +93,9 @@ def _mirrored(geometry: Ahead, queries: int, keys: int) -> list[Tile]:
 
 def _around(geometry: Around, queries: int, keys: int) -> list[Tile]:
     if geometry.last is None or geometry.last >= keys:
-        return [Tile(WHOLE, 0, queries, 0, keys)] if queries and keys and geometry.last != 0 else []
+        if not queries or not keys or geometry.last == 0:
+            return []
+        return [Tile(shape=WHOLE, row=0, rows=queries, key=0, keys=keys)]
     near = _causal(Distance(0, geometry.last), queries, keys)
     return near + _mirrored(Ahead(1, geometry.last), queries, keys)
 

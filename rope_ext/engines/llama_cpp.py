@@ -250,7 +250,8 @@ def llama_cpp(state: Patch, saved: Saved | None) -> Export:
             f"there is no flag for a table, so the first command writes {output} with the tensor "
             f"{TABLE}"
         )
-        notes += ["FOLDER: written by model.save_pretrained"] * (" FOLDER " in before)
+        if " FOLDER " in before:
+            notes.append("FOLDER: written by model.save_pretrained")
     return Export("llama.cpp", made.settings, command, notes=tuple(notes))
 
 
@@ -267,7 +268,13 @@ def ollama(state: Patch, saved: Saved | None) -> Export:
     note = "tested with the llama.cpp that Ollama runs, not with Ollama itself"
     notes = (*named, "run it where the Modelfile is", note, *base.precise_note(state))
     command = f"{before} && ollama create NAME --file Modelfile"
-    return Export("ollama", made.settings, command, {"Modelfile": file}, notes)
+    return Export(
+        engine="ollama",
+        settings=made.settings,
+        command=command,
+        files={"Modelfile": file},
+        notes=notes,
+    )
 
 
 def _writing(state: Patch, saved: Saved | None) -> tuple[str, str, str, tuple[str, ...]]:

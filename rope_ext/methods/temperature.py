@@ -66,7 +66,9 @@ class LogN(Temperature):
     scale: Annotated[float, Number(above=0, maximum=100)] = 1.0
 
     def at(self, t: torch.Tensor) -> torch.Tensor:
-        return 1 + self.scale * ((t + 1).log() / math.log(not_none(self.length)) - 1).clamp(min=0)
+        assert self.length is not None, "`filled` sets it"
+        grown = (t + 1).log() / math.log(self.length) - 1
+        return 1 + self.scale * grown.clamp(min=0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

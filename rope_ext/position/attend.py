@@ -230,7 +230,9 @@ def _prepared(
         made = asked.mask.made
         name = "step", layer.number, offset, forward.device, whole
         if name not in made:
-            made[name] = Step(forward, layer, offset, asked.mask, whole)
+            made[name] = Step(
+                forward=forward, layer=layer, offset=offset, mask=asked.mask, whole=whole
+            )
         step = made[name]
     if count is not None and count != key.shape[2]:  # a static cache has empty slots after these
         key = key[:, :, :count]

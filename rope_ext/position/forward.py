@@ -93,7 +93,9 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
                 filled = layer.cumulative_length.clone()  # since layers increment it in place
             elif layer.is_initialized:
                 torch._assert_async(layer.cumulative_length == 0, context.UNKNOWN)
-    forward = PositionForward(patch, rows, tokens, filled, cache, True)
+    forward = PositionForward(
+        patch=patch, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=True
+    )
     forward.room = room
     return forward
 
@@ -478,7 +480,14 @@ class PositionForward(ForwardContext):
             inv_freq = stored * inv_freq
             stored = torch.ones_like(t)
             inv_freq = inv_freq if phase is None else inv_freq + phase.unsqueeze(-1)
-        made = hooks.rotation(site, stored, inv_freq, scaling, self.map.precise, like)
+        made = hooks.rotation(
+            site=site,
+            t=stored,
+            inv_freq=inv_freq,
+            scaling=scaling,
+            precise=self.map.precise,
+            like=like,
+        )
         self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
         return self.made[name]
 

@@ -294,7 +294,14 @@ def _forward(
             return None
         like = output if site.columns.complex else output[0]
         ones = like.real.new_ones(2, like.shape[-2])
-        return rotation(site, ones, of_rows, factors.to(ones.device), True, output)
+        return rotation(
+            site=site,
+            t=ones,
+            inv_freq=of_rows,
+            scaling=factors.to(ones.device),
+            precise=True,
+            like=output,
+        )
 
     tokens = (torch.arange(_TOKENS, device="cpu") * 37 + 3) % vocabulary_of(decoder).num_embeddings
     handle = site.module.register_forward_hook(rotate, with_kwargs=True)
@@ -379,7 +386,7 @@ def _look(
         raise _RefusedError(f"{type(module).__name__} makes an attention mask of its own")
     look = context.forward_context.look
     assert look is not None, "only _forward sets this attention function"
-    look(_Seen(module, query, key, value, attention_mask, kwargs))
+    look(_Seen(module=module, query=query, key=key, value=value, mask=attention_mask, given=kwargs))
     rows, heads, tokens = query.shape[:3]
     return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
 

@@ -58,7 +58,9 @@ class PagedForward(PositionForward):
             if start == end:  # padding, after the last request
                 continue
             filled = first[start]
-            request = PositionForward(self.map, 1, end - start, filled, None, False)
+            request = PositionForward(
+                patch=self.map, rows=1, tokens=end - start, filled=filled, cache=None, traced=False
+            )
             request.locate(self.query[:, start:end])
             self.requests.append((slice(start, end), request))
         self._check_pages()

@@ -176,8 +176,9 @@ class Layer:
         if self.biased is None:
             return call
         module = getattr(self.biased, learned.BIAS)  # looked up each time, since peft may wrap it
+        # The first argument by position, since peft's wrapper takes one.
         added = module(
-            count=distances, device=like.device, dtype=wide(like), owner=self.biased, both=both
+            distances, device=like.device, dtype=wide(like), owner=self.biased, both=both
         )
         return replace(call, **added)
 

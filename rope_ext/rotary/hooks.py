@@ -40,7 +40,14 @@ class RotaryHook:
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         if self.sequences is None:
             inv_freq = context.cached_on_device(self, "inv_freq", positions.device)
-            return rotation(self.site, positions, inv_freq, self.scaling, self.precise, output)
+            return rotation(
+                site=self.site,
+                t=positions,
+                inv_freq=inv_freq,
+                scaling=self.scaling,
+                precise=self.precise,
+                like=output,
+            )
         dtype = torch.float64 if self.precise else torch.float32
         used = self.sequences.frequencies(self.site, positions, dtype)
         return rotation(self.site, positions, *used, self.precise, output)

@@ -28,6 +28,10 @@ _FILLED = (
 _logger = logging.getLogger("rope_ext")
 
 
+Tables = dict[tuple[str, str | None, torch.device, torch.dtype], tuple[Tensor, Tensor]]
+"""Frequencies and scaling, by name and layer type of the site, device and dtype."""
+
+
 @dataclass(frozen=True)
 class Started:
     """The last sequence in each row of a batch, whose frequencies stay fixed.
@@ -41,8 +45,15 @@ class Started:
     lengths: Tensor
     room: int  # number of tokens in the whole batch including padding, as counted by a cache
     begun: bool = True  # whether every row has a token
-    # frequencies and scaling, by site, device and dtype
-    made: dict[tuple, Any] = field(default_factory=dict)
+    made: Tables = field(default_factory=dict)  # for these lengths
+
+
+@dataclass(eq=False)
+class Packed:
+    """The documents of a forward that starts several in one row."""
+
+    lengths: Tensor  # of every token's document, [rows, tokens]
+    made: Tables = field(default_factory=dict)  # for these lengths
 
 
 @dataclass(eq=False)
@@ -66,22 +77,22 @@ class SequenceForward(context.ForwardContext):
     started: Started | None = None
     request: Request | None = None  # the call of generate that runs it
     mask: Any = None  # the attention mask that the decoder received
-    # as in Started: frequencies, and lengths of documents that start here, [rows, tokens]
-    packed: tuple[dict[tuple, Any], Tensor] | None = None
+    packed: Packed | None = None
 
     def begin(self, positions: Tensor) -> Started:
-        """Find the sequences from ``positions``, the model's position ids."""
+        """Find the sequences from ``positions``, the model's position ids.
+
+        These are ``[rows or 1, tokens]``, or have several axes in front, of which the largest
+        position counts.
+        """
         filled = self.filled
         old = self.started
-        positions = positions.amax(0) if positions.ndim == 3 else positions
-        if positions.shape[-1] != self.tokens:  # positions of compressed keys
-            positions = torch.arange(filled, filled + self.tokens, device=positions.device)
-        positions = positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
-        lengths = documents(positions, *masks.read(self.mask, filled, self.tokens))
+        real, edges = masks.read(self.mask, filled, self.tokens)
+        lengths = documents(self._by_row(positions), real, edges)
         of_row = lengths[:, -1]
-        if self.traced:
+        if self.traced:  # a graph cannot tell whether there are several documents
             torch._assert_async((of_row > 0).all(), _EMPTY)
-            self.packed = {}, lengths
+            self.packed = Packed(lengths)
             return Started(self.patch.method, of_row.cpu(), self.tokens)
         packed = ((lengths != of_row[:, None]) & (lengths > 0)).any()
         # Read them once, since it synchronizes with the device.
@@ -96,13 +107,21 @@ class SequenceForward(context.ForwardContext):
             elif self.request.guided:  # guidance subtracts the outputs of both branches
                 of_row = self.request.lengths
         elif old is None and packed:
-            self.packed = {}, lengths
+            self.packed = Packed(lengths)
         if old is not None:  # rows with only padding so far start here
             of_row = torch.where(old.lengths > 0, old.lengths, of_row)
             room = max(room, old.room)
         if bool((of_row == of_row[0]).all()):
-            of_row = of_row[:1]
+            of_row = of_row[:1]  # one set of frequencies for all rows
         return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
+
+    def _by_row(self, positions: Tensor) -> Tensor:
+        """Return position ids on one axis, ``[rows, tokens]``."""
+        positions = positions.amax(0) if positions.ndim == 3 else positions
+        if positions.shape[-1] != self.tokens:  # positions of compressed keys
+            first = self.filled
+            positions = torch.arange(first, first + self.tokens, device=positions.device)
+        return positions.reshape(-1, self.tokens)[-self.rows :].expand(self.rows, -1)
 
 
 def documents(positions: Tensor, real: Tensor | None, edges: Tensor | None) -> Tensor:
@@ -179,18 +198,26 @@ class Sequences(context.Tracker):
         if forward.started is None or not forward.started.begun:
             forward.started = forward.begin(t)
         key = (site.name, site.layer_type, t.device, dtype)
-        # If stored on a cache, later forwards of its sequences reuse them, including graphs.
-        tables = [(forward.started.made, forward.started.lengths[:, None])]
-        if forward.packed is not None and forward.packed[1].shape[1] == t.shape[-1]:
-            tables.append(forward.packed)
-        for made, lengths in tables:
-            if key not in made:
-                inv_freq, scaling = self._at_lengths(site, lengths.flatten().cpu().double())
-                made[key] = (
-                    inv_freq.unflatten(0, lengths.shape).to(t.device, dtype),
-                    scaling.view(*lengths.shape, 1).to(t.device, dtype),
-                )
-        return tables[-1][0][key]
+        # Made even if this forward uses others: with the cache that stores them, later forwards of
+        # its sequences reuse them, including graphs.
+        made = forward.started.made
+        if key not in made:
+            made[key] = self._table(site, forward.started.lengths[:, None], t.device, dtype)
+        packed = forward.packed
+        if packed is None or packed.lengths.shape[1] != t.shape[-1]:
+            return made[key]
+        if key not in packed.made:
+            packed.made[key] = self._table(site, packed.lengths, t.device, dtype)
+        return packed.made[key]
+
+    def _table(
+        self, site: RotarySite, lengths: Tensor, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return frequencies, ``[rows, tokens, pairs]``, and scaling for ``[rows, tokens]``."""
+        inv_freq, scaling = self._at_lengths(site, lengths.flatten().cpu().double())
+        inv_freq = inv_freq.unflatten(0, lengths.shape)
+        scaling = scaling.view(*lengths.shape, 1)
+        return inv_freq.to(device, dtype), scaling.to(device, dtype)
 
     def _at_lengths(self, site: RotarySite, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """``[lengths, pairs]`` and ``[lengths]``, float64."""
@@ -223,7 +250,9 @@ class Sequences(context.Tracker):
                 torch._assert_async(filled > 0, _FILLED)
         elif context.current(self.requests) is not None:
             return None  # the lengths of its sequences have to be read
-        forward = SequenceForward(self, rows, tokens, 0, None, True)
+        forward = SequenceForward(
+            patch=self, rows=rows, tokens=tokens, filled=0, cache=None, traced=True
+        )
         forward.started = stored
         forward.mask = given.get("attention_mask")
         return forward
@@ -242,7 +271,9 @@ class Sequences(context.Tracker):
         rows, tokens = context.shape_of(given)
         cache = context.cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
-        forward = SequenceForward(self, rows, tokens, filled, cache, False)
+        forward = SequenceForward(
+            patch=self, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
+        )
         forward.mask = given.get("attention_mask")
         request = context.current(self.requests)
         if filled:
@@ -277,7 +308,9 @@ class Sequences(context.Tracker):
                 "which are made for %d: by generate on a patched model (not its decoder), prompt "
                 "plus max_new_tokens; else the first forward. To go on with a cache beyond that, "
                 "in a chat for instance, pass length=TOKENS to rope_ext.patch",
-                *(self.method.name, reached, stored.room),
+                self.method.name,
+                reached,
+                stored.room,
             )
         return stored
 

@@ -400,7 +400,15 @@ def _site(
     settings = rope_settings(config, layer_type)
     changed = None
     if getattr(config, FIELD, None) is None:  # else the record has the trained length
-        found = _Loaded(decoder, config, name, module, layer_type, rope_type, loaded)
+        found = _Loaded(
+            decoder=decoder,
+            config=config,
+            name=name,
+            module=module,
+            layer_type=layer_type,
+            rope_type=rope_type,
+            inv_freq=loaded,
+        )
         settings, changed = found.settings(settings)
         length = settings.target if changed and not given else length
     if length is None:

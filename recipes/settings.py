@@ -973,13 +973,13 @@ def check_output(recipe: Recipe, args: TrainingArguments) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise OptionError for a link in a run's directory, which may come from elsewhere."""
+    """Raise OptionError for a link or pipe in a run's directory, which may come from elsewhere."""
     for path in (*folder.glob("*"), *folder.glob("checkpoint-*/*")):
         written = not path.is_dir() or path.name.startswith("checkpoint-")
-        if written and path.is_symlink():
+        if written and (path.is_symlink() or not (path.is_file() or path.is_dir())):
             raise OptionError(
-                f"{path} is a symbolic link, through which the run would write; remove it, or give "
-                f"another --output_dir"
+                f"{path} is a symbolic link, through which the run would write, or not a regular "
+                f"file; remove it, or give another --output_dir"
             )
 
 

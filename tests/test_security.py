@@ -258,6 +258,43 @@ def test_a_run_does_not_write_through_links_in_its_directory(tmp_path: Path, pri
     assert private.read_text() == "keep me"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="it has no pipes")
+def test_pipes_in_folders_from_elsewhere_are_not_read(tmp_path: Path) -> None:
+    """Reading one waits for ever; an archive can contain them."""
+    results = tmp_path / "results"
+    (results / ".rope-ext").mkdir(parents=True)
+    os.mkfifo(results / ".rope-ext" / "files.json")
+    model = save_checkpoint(tmp_path / "model")
+    words = ["eval", model, "--tasks", "passkey", "--method", "none", "--lengths", 128]
+    words += ["--trials", 1, "--output", results, "--overwrite"]
+    done = CliRunner().invoke(app, list(map(str, words)))
+    assert done.exit_code == 2 and "not a regular file" in done.stderr
+    run = tmp_path / "run" / "checkpoint-5"
+    run.mkdir(parents=True)
+    os.mkfifo(run / "trainer_state.json")
+    with pytest.raises(OptionError, match="not a regular file"):
+        finetune.main(arguments(model, save_texts(tmp_path / "texts.jsonl"), run.parent))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokenizer_config.json", {"model_max_length": "long"}),
+        ("generation_config.json", {"eos_token_id": "end"}),
+    ],
+)
+def test_damaged_files_beside_a_model_are_one_line(name: str, values: dict, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    words = ["eval", folder, "--tasks", "passkey", "--method", "none", "--lengths", 128]
+    done = CliRunner().invoke(
+        app, list(map(str, [*words, "--trials", 1, "--output", tmp_path / "out"]))
+    )
+    assert done.exit_code == 2 and done.stderr.count("error: ") == 1, done.output
+    assert isinstance(done.exception, SystemExit)
+
+
 def test_a_card_has_no_links_whose_address_is_elsewhere(tmp_path: Path) -> None:
     rope_ext.patch(tiny_llama(), "yarn", factor=4).save_pretrained(tmp_path / "model")
     (tmp_path / "table.md").write_text("# Report\n![a][1] [b](http://c)\n\n[1]: http://d/e.png\n")

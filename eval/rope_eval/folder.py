@@ -8,6 +8,7 @@ elsewhere: links in it are refused, and the list is not trusted to name files wi
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -49,11 +50,13 @@ def writing(path: Path, cure: str = "give --output another folder") -> Iterator[
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise OSError if the hidden folder of ``folder`` or a file in it is a symbolic link."""
+    """Raise OSError if the hidden folder of ``folder`` or a file in it is a link or a pipe."""
     hidden = folder / HIDDEN
     refuse_link(hidden)
     for path in hidden.rglob("*"):
         refuse_link(path)
+        if not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def replace_file(path: Path, content: bytes) -> None:

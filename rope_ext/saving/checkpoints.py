@@ -59,8 +59,12 @@ def _read_config(model: str, gguf_file: str | None = None) -> Any:
 
 
 def load_tokenizer(model: str) -> Any:
-    tokenizer = _load("tokenizer", AutoTokenizer.from_pretrained, model)
-    if not tokenizer("a", verbose=False)["input_ids"]:  # transformers builds one without files
+    def load(*place: Any, **options: Any) -> tuple[Any, bool]:
+        made = AutoTokenizer.from_pretrained(*place, **options)
+        return made, bool(made("a", verbose=False)["input_ids"])  # it may also fail in use
+
+    tokenizer, used = _load("tokenizer", load, model)
+    if not used:  # transformers builds one without files
         raise MeasureError(
             f"the tokenizer of {model!r} has an empty vocabulary; save its files next to the model "
             f"with tokenizer.save_pretrained"

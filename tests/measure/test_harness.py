@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 
 import rope_ext
 from rope_eval.data import templates
+from rope_eval.folder import HEADER
 from rope_eval.settings import Settings
 from rope_eval.tasks.harness import Harness
 from rope_eval.tasks.passkey import PasskeyPrompts
@@ -246,4 +247,24 @@ def test_answers_in_a_folder_from_elsewhere_execute_nothing(
             assert changed.rowcount > 0
     done = call(task, "--method", "none", "--resume")
     assert not (task / "executed").exists()
+    assert done.exit_code == 2 and "give --overwrite" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_query_without_end_in_a_folder_from_elsewhere_is_not_run(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
+    assert call(task, "--method", "none").exit_code == 0
+    (task / "out" / "cases.jsonl").write_bytes(HEADER)
+    endless = (
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+        "SELECT 'k' || i AS key, i AS value FROM n"
+    )
+    for file in (task / "out" / ".rope-ext" / "harness").glob("*.db"):
+        with sqlite3.connect(file) as answers:
+            answers.execute("DROP TABLE unnamed")
+            answers.execute(f"CREATE VIEW unnamed AS {endless}")
+    done = call(task, "--method", "none", "--resume")
     assert done.exit_code == 2 and "give --overwrite" in " ".join(done.stderr.split())

@@ -15,6 +15,7 @@ import typer
 from recipes import memory
 from rope_eval.cases import dump
 from rope_eval.command import command_for
+from rope_eval.reports.page import Cell, Picture, Row, Section, Table, render
 from rope_eval.reports.report import Report
 from rope_eval.reports.summary import TOO_FEW, Estimate, interval, is_clear, signed
 from rope_eval.run import runner as run
@@ -125,6 +126,16 @@ def test_one_document_has_no_interval_anywhere(
     assert all(e["note"] == TOO_FEW for e in data["summary"] if e["task"] == "perplexity")
     assert interval(Estimate(66.2, None, None, 1)) == "66.2"
     assert signed(Estimate(0.25, None, None, 1)) == "+25.0"
+
+
+def test_a_page_contains_no_control_characters() -> None:
+    """Names are from elsewhere, and the page may be printed in a terminal."""
+    name = "a\x1b[31m<b>\u202e"
+    table = Table(name, (name,), (Row((Cell(name, below=name),)),), (name,))
+    section = Section(name, (name,), [table], [Picture(name, b"png")])
+    page = render(name, [name], [name], [section], name, [name], [name])
+    assert page.count(r"a\x1b[31m&lt;b&gt;\u202e") > 10
+    assert page.replace("\n", "").isprintable()
 
 
 def test_a_positive_cost_is_worse_for_every_kind(report: Report, settings: Settings) -> None:

@@ -6,8 +6,9 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rope_ext.quoting import in_markdown
+from rope_ext.quoting import in_markdown, printable_lines
 
 BOLD = "Bold: the 95 % interval excludes zero, and the difference is at least 0.5 (% or points)."
 """Explains ``Cell.clear`` on every page with such a cell."""
@@ -91,4 +92,9 @@ def render(
     from jinja2 import Environment
 
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True).from_string(text).render(locals())
+    return Environment(autoescape=True, finalize=_literal).from_string(text).render(locals())
+
+
+def _literal(value: Any) -> Any:
+    """Return a text without control characters: somebody may print the page in a terminal."""
+    return printable_lines(value) if isinstance(value, str) else value

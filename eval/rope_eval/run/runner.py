@@ -41,7 +41,7 @@ from rope_eval.systems import System, under
 from rope_eval.tasks.harness import HarnessTask, outcomes
 from rope_ext.command.arguments import UNPATCHED
 from rope_ext.command.terminal import tell
-from rope_ext.errors import MeasureError, RopeExtError, first_line
+from rope_ext.errors import MeasureError, RopeExtError, brief, first_line
 from rope_ext.saving import checkpoints as models
 
 LOG = log_name(0)
@@ -253,6 +253,12 @@ class Runner(Loaded):
         self.tokenizer = models.load_tokenizer(name)
         eos = model.generation_config.eos_token_id
         self.eos = self.tokenizer.eos_token_id if eos is None else eos
+        ends = self.eos if isinstance(self.eos, list) else [self.eos]
+        if not all(isinstance(end, int | None) for end in ends):
+            raise MeasureError(
+                f"the generation_config.json of {name} has eos_token_id={brief(self.eos)}, which "
+                f"is no token; correct it, or download it again"
+            )
         pad = self.tokenizer.pad_token_id
         first = self.eos[0] if isinstance(self.eos, list) else self.eos
         self.pad = next(token for token in (pad, first, 0) if token is not None)

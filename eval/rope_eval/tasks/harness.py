@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -124,6 +126,25 @@ class HarnessTask(Harness):
         )
 
 
+def _unknown_answers(file: Path) -> MeasureError:
+    return MeasureError(
+        f"{file} holds no answers of this program; give --overwrite, or another --output"
+    )
+
+
+def _require_table(file: Path) -> None:
+    """Raise MeasureError if a database has more than a table: a view may be a query without end."""
+    if not file.exists():
+        return
+    try:
+        with closing(sqlite3.connect(file)) as answers:
+            kinds = {kind for (kind,) in answers.execute("SELECT type FROM sqlite_master")}
+    except sqlite3.DatabaseError:
+        raise _unknown_answers(file) from None
+    if kinds - {"table", "index"}:
+        raise _unknown_answers(file)
+
+
 def _remembering(model: Any, answers: Path) -> Any:
     """Return a model of the harness that keeps its answers in a file, and reads them from there.
 
@@ -137,10 +158,10 @@ def _remembering(model: Any, answers: Path) -> Any:
         try:
             answer = json.loads(text)
         except (ValueError, RecursionError):
-            raise MeasureError(
-                f"{answers} holds no answers of this program; give --overwrite, or another --output"
-            ) from None
+            raise _unknown_answers(answers) from None
         return tuple(answer) if isinstance(answer, list) else answer
+
+    _require_table(answers)
 
     class Remembering(CachingLM):
         """Wraps the model as the harness does with ``use_cache``."""

@@ -1,5 +1,6 @@
 """Entry points that change a model: ``patch``, ``unpatch``, ``patched`` and ``unpatched``."""
 
+import copy
 import functools
 import json
 import logging
@@ -426,7 +427,31 @@ def _place(model: Any, part: nn.Module, options: Options) -> PatchTarget:
     sites = find_sites(part, length)
     scaled = chosen_sites(part, sites, options.sliding_layers)
     refuse_changed(part, scaled, length)
+    _refuse_tables(part)
     return PatchTarget(model, part, sites, scaled)
+
+
+def _refuse_tables(part: nn.Module) -> None:
+    """Raise if a text model also has a table of learned positions, which a patch cannot extend."""
+    config = text_config(part)
+    length = getattr(config, LONGEST, None)
+    named = [(name, one) for name, one in part.named_modules() if isinstance(one, nn.Embedding)]
+    tables = [(name, one) for name, one in named if one.num_embeddings == length]
+    if not tables:
+        return
+    longer = copy.deepcopy(config)
+    try:
+        setattr(longer, LONGEST, 2 * length)
+        with torch.device("meta"):
+            built = type(part)(longer)
+    except Exception:  # it cannot be told what the table is for
+        return
+    for name, one in tables:
+        if built.get_submodule(name).num_embeddings != one.num_embeddings:
+            raise UnsupportedModelError(
+                f"{type(part).__name__}: its table {name} has a row for each of {length} positions "
+                f"({LONGEST}), which a patch cannot extend: this family is not supported"
+            )
 
 
 def _half(

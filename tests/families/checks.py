@@ -147,8 +147,8 @@ class Subject:
         said, total = self.decoded(way)
         right = self.logits(tokens=total) if recomputed is None else recomputed
         return max(
-            _distance(said[0], right[0]),
-            _distance(said[1, way.padding :], right[1, : total - way.padding]),
+            distance_of(said[0], right[0]),
+            distance_of(said[1, way.padding :], right[1, : total - way.padding]),
         )
 
     @functools.cached_property
@@ -173,6 +173,13 @@ class Subject:
         return rope_ext.patched(self.model, method, factor=FACTOR, **options)
 
     @property
+    def loader(self) -> Any:
+        """What plain transformers loads it with."""
+        # The text part of some families has a model class but no entry in the Auto mapping.
+        auto = type(self.model.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        return AutoModelForCausalLM if auto else type(self.model)
+
+    @property
     def scales_all(self) -> bool:
         """Whether sets of layers with a limited window are scaled too."""
         return self.options.get("sliding_layers") == "scale"
@@ -187,13 +194,13 @@ def _changes(subject: Subject) -> Iterator[Check]:
     with subject.patched("yarn"):
         after = subject.logits()
     beyond = slice(LENGTH, None)
-    distance = _distance(after[:, beyond], subject.unpatched[:, beyond])
-    again = _distance(subject.logits(), subject.unpatched)
+    distance = distance_of(after[:, beyond], subject.unpatched[:, beyond])
+    again = distance_of(subject.logits(), subject.unpatched)
     yield Check("repeatable", again == 0, f"{again:.1e} between two unpatched forwards")
     yield Check("changes", bool(after.isfinite().all()) and distance > CHANGED, f"{distance:.1e}")
 
 
-def _equals_native(subject: Subject) -> Iterator[Check]:
+def equals_native(subject: Subject) -> Iterator[Check]:
     """The patched model is the one that transformers builds from a configuration of its own."""
     pairs = {len(site.loaded) for site in subject.sites() if not site.local or subject.scales_all}
     table = torch.linspace(1, FACTOR, max(pairs)).tolist()
@@ -216,11 +223,11 @@ def _equals_native(subject: Subject) -> Iterator[Check]:
         try:
             theirs = subject.logits(_native_twin(subject, entry))
         except Exception as error:  # whatever transformers raises, there is nothing to compare
-            yield Check(name, None, _line(error))
+            yield Check(name, None, last_line(error))
             continue
         with subject.patched(method, **options):
-            distance = _distance(subject.logits(), theirs)
-        yield _equal(name, distance, EQUAL)
+            distance = distance_of(subject.logits(), theirs)
+        yield equal(name, distance, EQUAL)
 
 
 def _native_twin(subject: Subject, entry: dict[str, Any]) -> PreTrainedModel:
@@ -259,7 +266,7 @@ def _scaled(parameters: dict[str, Any], entry: dict[str, Any], all_sets: bool) -
     return parameters
 
 
-def _leaves_sliding(subject: Subject) -> Iterator[Check]:
+def leaves_sliding(subject: Subject) -> Iterator[Check]:
     """Rotary sets of layers with a limited window: same buffers, same cosines and sines."""
     if subject.scales_all:
         return
@@ -274,13 +281,13 @@ def _leaves_sliding(subject: Subject) -> Iterator[Check]:
     buffers |= {f"{site.name}.{site.buffer}": site.loaded for site in left}
     if not buffers:
         return
-    before = [_rotations(site) for site in left]
+    before = [rotations(site) for site in left]
     with subject.patched("yarn"):
         now = dict(subject.model.named_buffers()) | {
             f"{site.name}.{site.buffer}": site.module._buffers[site.buffer] for site in left
         }
         same = all(torch.equal(buffer, now[name]) for name, buffer in buffers.items())
-        after = [_rotations(site) for site in left]
+        after = [rotations(site) for site in left]
     same = same and bool(left) and all(map(torch.equal, before, after))
     yield Check("sliding untouched", same, f"{len(left)} sets, {len(buffers)} buffers")
 
@@ -296,15 +303,16 @@ def _keeps_sliding(subject: Subject) -> Iterator[Check]:
             kept, after = subject.logits(), _received(subject)
     except rope_ext.UnsupportedModelError as error:
         subject.remarks.append("sliding_layers='keep' is refused: its attention takes no cosines")
-        yield Check("sliding kept", None, _line(error))
+        yield Check("sliding kept", None, last_line(error))
         return
     moved: dict[bool, list[float]] = {True: [], False: []}
     for index, value in after.items():
-        moved[any(word in kinds[index] for word in _LOCAL)].append(_distance(value, before[index]))
+        local = any(word in kinds[index] for word in _LOCAL)
+        moved[local].append(distance_of(value, before[index]))
     stayed = max(moved[True], default=math.inf)
     passed = stayed <= KEPT and min(moved[False], default=math.inf) > CHANGED
     yield Check("sliding kept", passed, f"{stayed:.1e}; full layers {moved[False]}")
-    if _distance(kept, subject.unpatched) <= EQUAL:
+    if distance_of(kept, subject.unpatched) <= EQUAL:
         subject.remarks.append(NOTHING_GAINED)
 
 
@@ -342,7 +350,7 @@ def _decodes(subject: Subject) -> Iterator[Check]:
         ways = subject.ways
     except Exception as error:  # a family whose unpatched forward takes no cache
         for method in ("yarn", "dynamic_ntk"):
-            yield Check(f"cached {method}", None, f"the unpatched model cannot: {_line(error)}")
+            yield Check(f"cached {method}", None, f"the unpatched model cannot: {last_line(error)}")
         subject.remarks.append("its own cache does not work here, so cached decoding is not tested")
         return
     yield _decoding(subject, "yarn")
@@ -351,8 +359,8 @@ def _decodes(subject: Subject) -> Iterator[Check]:
         said, total = subject.decoded(way)
     # A sequence keeps the frequencies of its first forward: recompute with those.
     with subject.patched("dynamic_ntk", length=way.prefill[0]):
-        distance = _distance(said, subject.logits(tokens=total))
-    yield _equal("cached dynamic_ntk", distance, max(CACHED, 2 * native * (native > CACHED)))
+        distance = distance_of(said, subject.logits(tokens=total))
+    yield equal("cached dynamic_ntk", distance, max(CACHED, 2 * native * (native > CACHED)))
     if native > CACHED:
         subject.remarks.append(
             f"its own cached decoding differs from recomputation, by {native:.1e} unpatched"
@@ -365,35 +373,46 @@ def _decoding(subject: Subject, method: str, **options: Any) -> Check:
     with subject.patched(method, **options):
         for way, native in subject.ways:
             worst = max(worst, subject.off(way) / max(1, 2 * native / CACHED * (native > CACHED)))
-    return _equal(f"cached {method}", worst, CACHED)
+    return equal(f"cached {method}", worst, CACHED)
 
 
-def _maps_positions(subject: Subject) -> Iterator[Check]:
-    """Position methods: nothing changes within the window; caches do what recomputing does."""
+def accepted_positions(subject: Subject) -> dict[str, Any] | None:
+    """Note whether position methods are accepted; returns the options, or None."""
     options: dict[str, Any] = {}
     for verdict, options in ((POSITIONS, {}), (POSITIONS_WINDOWED, {"sliding_layers": "scale"})):
         try:
             with subject.patched("rerope", **options):
                 subject.positions = POSITIONS_WINDOWED if subject.scales_all else verdict
-                break
+                return options
         except rope_ext.UnsupportedModelError as error:
             refusal = error
-    if subject.positions == POSITIONS_REFUSED:
-        reason = _line(refusal).split(": ", 2)[-1].split(", so ")[0]
-        subject.remarks.append(f"position methods are refused: {reason}")
-        yield Check("positions unchanged", None, reason)
-        return
+    reason = last_line(refusal).split(": ", 2)[-1].split(", so ")[0]
+    subject.remarks.append(f"position methods are refused: {reason}")
+    return None
+
+
+def changes_positions(subject: Subject, options: dict[str, Any]) -> Iterator[Check]:
+    """Nothing changes within the window, and something beyond it."""
     told = {"original_max_position_embeddings": 2 * TOKENS}  # so that the window is within
     with subject.patched("rerope", window=2 * TOKENS, log_n=False, **{**options, **told}):
-        distance = _distance(subject.logits(), subject.unpatched)
-    yield _equal("positions unchanged", distance, CACHED)
+        distance = distance_of(subject.logits(), subject.unpatched)
+    yield equal("positions unchanged", distance, CACHED)
     with subject.patched("rerope", window=5, **options):
-        distance = _distance(subject.logits(), subject.unpatched)
+        distance = distance_of(subject.logits(), subject.unpatched)
     yield Check("positions changed", distance > CHANGED, f"{distance:.1e}")
+
+
+def _maps_positions(subject: Subject) -> Iterator[Check]:
+    """Position methods: nothing changes within the window; caches do what recomputing does."""
+    options = accepted_positions(subject)
+    if options is None:
+        yield Check("positions unchanged", None, subject.remarks[-1])
+        return
+    yield from changes_positions(subject, options)
     try:
         _ = subject.ways
     except Exception as error:  # as for frequency methods
-        yield Check("cached rerope", None, f"the unpatched model cannot: {_line(error)}")
+        yield Check("cached rerope", None, f"the unpatched model cannot: {last_line(error)}")
         return
     yield _decoding(subject, "rerope", window=5, **options)
 
@@ -416,43 +435,43 @@ def _takes_images(subject: Subject) -> Iterator[Check]:
     unpatched = logits()
     with subject.patched("yarn"):
         ours = logits()
-    distance = _distance(ours[:, LENGTH:], unpatched[:, LENGTH:])
+    distance = distance_of(ours[:, LENGTH:], unpatched[:, LENGTH:])
     yield Check("image changes", distance > CHANGED, f"{distance:.1e}")
     entry = {"rope_type": "yarn", "factor": float(FACTOR)}
     try:
         theirs = logits(_native_twin(subject, entry | {"original_max_position_embeddings": LENGTH}))
-    except Exception as error:  # as in _equals_native
-        yield Check("image native yarn", None, _line(error))
+    except Exception as error:  # as in equals_native
+        yield Check("image native yarn", None, last_line(error))
     else:
-        yield _equal("image native yarn", _distance(ours, theirs), EQUAL)
+        yield equal("image native yarn", distance_of(ours, theirs), EQUAL)
     options = {"sliding_layers": "scale"} if subject.positions == POSITIONS_WINDOWED else {}
     positional = subject.positions != POSITIONS_REFUSED
     if positional:
         wide = {"original_max_position_embeddings": 2 * TOKENS, "window": 2 * TOKENS}
         try:
             with subject.patched("rerope", log_n=False, **{**options, **wide}):
-                distance = _distance(logits(), unpatched)
+                distance = distance_of(logits(), unpatched)
         except rope_ext.UnsupportedModelError as error:
             positional = False
             subject.remarks.append("position methods take text alone")
-            yield Check("image positions unchanged", None, _line(error))
+            yield Check("image positions unchanged", None, last_line(error))
         else:
-            yield _equal("image positions unchanged", distance, CACHED)
+            yield equal("image positions unchanged", distance, CACHED)
     try:
         native = _generated(subject, ids, pixels)
     except Exception as error:  # as in _decodes
-        yield Check("image generate yarn", None, f"the unpatched model cannot: {_line(error)}")
+        yield Check("image generate yarn", None, f"the unpatched model cannot: {last_line(error)}")
         return
     limit = max(CACHED, 2 * native * (native > CACHED))
     with subject.patched("yarn"):
-        yield _equal("image generate yarn", _generated(subject, ids, pixels), limit)
+        yield equal("image generate yarn", _generated(subject, ids, pixels), limit)
     if positional:
         try:
             with subject.patched("rerope", window=5, **options):
-                yield _equal("image generate rerope", _generated(subject, ids, pixels), limit)
+                yield equal("image generate rerope", _generated(subject, ids, pixels), limit)
         except rope_ext.UnsupportedModelError as error:
             subject.remarks.append("position methods need a window as long as a prompt's prefix")
-            yield Check("image generate rerope", None, _line(error))
+            yield Check("image generate rerope", None, last_line(error))
     if native > CACHED:
         subject.remarks.append(
             f"generating with an image differs from recomputation, by {native:.1e} unpatched"
@@ -485,58 +504,59 @@ def _generated(subject: Subject, ids: torch.Tensor, pixels: dict[str, Any]) -> f
         model(input_ids=image, **pixels, **kinds(model, image, TOKENS)).logits,
         model(input_ids=text, **kinds(model, text, TOKENS - padding)).logits,
     ]
-    return _distance(generated, torch.cat([one[:, -_DECODED:] for one in alone]))
+    return distance_of(generated, torch.cat([one[:, -_DECODED:] for one in alone]))
 
 
-def _restores(subject: Subject) -> Iterator[Check]:
+def restores(subject: Subject) -> Iterator[Check]:
     """After unpatch: tensors, attributes, hooks, classes, configuration, logits, bit for bit."""
     accepted = subject.positions == POSITIONS or subject.scales_all
     positional = ("rerope",) if accepted and subject.positions != POSITIONS_REFUSED else ()
     for method in ("yarn", "dynamic_ntk", *positional):
-        with subject.patched(method):
-            subject.logits()
+        try:
+            with subject.patched(method):
+                subject.logits()
+        except rope_ext.UnsupportedModelError as error:  # dynamic methods without length=
+            yield Check(f"unpatch {method}", None, last_line(error))
+            continue
         wrong = changed(subject.pristine, snapshot(subject.model)) - subject.running
         if not torch.equal(subject.logits(), subject.unpatched):
             wrong.add("logits")
         yield Check(f"unpatch {method}", not wrong, ", ".join(sorted(wrong)[:5]) or "bit for bit")
 
 
-def _reloads(subject: Subject) -> Iterator[Check]:
+def reloads(subject: Subject) -> Iterator[Check]:
     """Saved and loaded by plain transformers, or by rope_ext where only that can: same logits."""
     with subject.patched("yarn"), tempfile.TemporaryDirectory() as folder:
         ours = subject.logits()
         native = saved_as(subject.model) != "patch again"
         subject.model.save_pretrained(folder)
-        # The text part of some families has a model class but no entry in the Auto mapping.
-        auto = type(subject.model.config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        loader = AutoModelForCausalLM if auto else type(subject.model)
-        loaded = (loader if native else rope_ext).from_pretrained(folder)
-    distance = _distance(subject.logits(loaded.eval()), ours)
-    yield _equal("reloaded" if native else "reloaded and patched again", distance, EQUAL)
+        loaded = (subject.loader if native else rope_ext).from_pretrained(folder)
+    distance = distance_of(subject.logits(loaded.eval()), ours)
+    yield equal("reloaded" if native else "reloaded and patched again", distance, EQUAL)
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     _changes,
-    _equals_native,
-    _leaves_sliding,
+    equals_native,
+    leaves_sliding,
     _keeps_sliding,
     _decodes,
     _maps_positions,
-    _restores,
-    _reloads,
+    restores,
+    reloads,
     _takes_images,  # last: some vision towers install hooks of their own in the first call
 )
 
 
-def _equal(name: str, distance: float, limit: float) -> Check:
+def equal(name: str, distance: float, limit: float) -> Check:
     return Check(name, distance <= limit, f"{distance:.1e}")
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance_of(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
-def _line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """An error's last line, which in transformers' wrapped errors is the one that says why."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
@@ -553,7 +573,7 @@ def saved_as(model: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def _rotations(site: RotarySite) -> torch.Tensor:
+def rotations(site: RotarySite) -> torch.Tensor:
     """What the rotary module returns, cosine and sine or the complex number, as one tensor."""
     positions = torch.arange(TOKENS).unsqueeze(0)
     extra = {} if site.layer_type is None else {"layer_type": site.layer_type}

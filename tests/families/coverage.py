@@ -1,7 +1,7 @@
-"""Every causal-LM and image-text family of transformers, patched and checked.
+"""Every class of transformers that rotates, patched and checked.
 
     python -m tests.families.coverage                            all of them
-    python -m tests.families.coverage llama gemma3               these families, check by check
+    python -m tests.families.coverage llama EuroBertModel        these families, check by check
     python -m tests.families.coverage --write docs/FAMILIES.md   and the page
 
 Each family is built tiny and random (``zoo``), patched, and run through ``checks``.
@@ -10,13 +10,14 @@ Each family is built tiny and random (``zoo``), patched, and run through ``check
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import logging
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,15 +40,20 @@ from tests.families.checks import (
     TOKENS,
     Check,
     Subject,
+    last_line,
     saved_as,
 )
+from tests.families.others import OTHER_CHECKS, ROTATIONS_ALONE, OtherSubject
 from tests.families.zoo import (
     LENGTH,
     NotBuildable,
     class_name,
     image_text_types,
     model_types,
+    other_classes,
+    rotating_modules,
     tiny_model,
+    tiny_of,
 )
 
 SUPPORTED = "supported"
@@ -109,15 +115,51 @@ def check_family(model_type: str) -> FamilyResult:
         except NotBuildable as error:
             reason, _, _ = str(error).removeprefix(f"{model_type}: ").partition(". ")
             return replace(found, verdict=NOT_BUILDABLE, reason=reason, rotary=False)
-        error = _refusal(model)
-        if error is None:
-            return _checked(found)
-        found = replace(found, verdict=REFUSED, reason=str(error), error=type(error).__name__)
-        if not isinstance(error, rope_ext.NoRopeError):
-            return _check_refused(model, found)
-        if _rotates_by_table(model):
-            return replace(found, reason="rotates by a fixed table, not from frequencies")
-        return replace(found, verdict=NO_ROPE, reason="", rotary=False)
+        return _judged(model, found, _Kind(functools.partial(tiny_model, model_type)))
+
+
+def check_class(cls: type[PreTrainedModel]) -> FamilyResult:
+    """The same for a class outside of both mappings, by the checks of ``others``."""
+    found = FamilyResult(cls.__name__, cls.__name__, SUPPORTED)
+    with _quiet():
+        try:
+            model = tiny_of(cls)
+        except NotBuildable as error:
+            reason = str(error).removeprefix(f"{cls.__name__}: ").partition(". ")[0]
+            return replace(found, verdict=NOT_BUILDABLE, reason=reason, rotary=False)
+        kind = _Kind(functools.partial(tiny_of, cls), OtherSubject, OTHER_CHECKS)
+        result = _judged(model, found, kind)
+        return shortened(result) if result.verdict == REFUSED else result
+
+
+def shortened(result: FamilyResult) -> FamilyResult:
+    """With a reason that says the same of many classes: without their names and details."""
+    reason = re.sub(r"^\w+: ", "", result.reason)
+    reason = re.sub(r"^\w+(?= does not return)", "its rotary module", reason)
+    reason = re.sub(r"^\w+(?= consists of)", "it", reason)
+    details = r" \((?:[^()]|\([^()]*\))*\)"
+    return replace(result, reason=re.sub(details, "", reason))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How models of a family are built and checked."""
+
+    build: Callable[..., PreTrainedModel]
+    subject: Callable[..., Subject] = Subject
+    checks: tuple[Callable[[Any], Iterator[Check]], ...] = CHECKS
+
+
+def _judged(model: PreTrainedModel, found: FamilyResult, kind: _Kind) -> FamilyResult:
+    error = _refusal(model)
+    if error is None:
+        return _checked(found, kind)
+    found = replace(found, verdict=REFUSED, reason=str(error), error=type(error).__name__)
+    if not isinstance(error, rope_ext.NoRopeError):
+        return _check_refused(model, found, kind)
+    if _rotates_by_table(model):
+        return replace(found, reason="rotates by a fixed table, not from frequencies")
+    return replace(found, verdict=NO_ROPE, reason="", rotary=False)
 
 
 def _refusal(model: PreTrainedModel, **options: Any) -> rope_ext.RopeExtError | None:
@@ -128,23 +170,27 @@ def _refusal(model: PreTrainedModel, **options: Any) -> rope_ext.RopeExtError | 
         return error
 
 
-def _check_refused(model: PreTrainedModel, refused: FamilyResult) -> FamilyResult:
-    """Try again without the family's window, then with ``sliding_layers="scale"``."""
+def _check_refused(model: PreTrainedModel, refused: FamilyResult, kind: _Kind) -> FamilyResult:
+    """Try again with a length or without the window, then with ``sliding_layers="scale"``."""
+    told = {"original_max_position_embeddings": LENGTH}
+    if _refusal(model, **told) is None:
+        remark = "needs original_max_position_embeddings="
+        return _checked(refused, kind, options=told, remarks=[remark])
     layers = len(getattr(model.config, "layer_types", None) or ())
     for off in ({"sliding_window": None}, {"layer_types": ["full_attention"] * layers}):
         try:
-            opened = tiny_model(refused.model_type, **off)
+            opened = kind.build(**off)
         except NotBuildable:
             continue
         if _refusal(opened) is None:
             remark = f"with its window off ({_setting(off)}); refused with it: every layer slides"
-            return _checked(refused, overrides=off, remarks=[remark])
+            return _checked(refused, kind, overrides=off, remarks=[remark])
     options: dict[str, Any] = {"sliding_layers": "scale"}
     if getattr(text_config(model), "max_position_embeddings", None) is None:
         options["original_max_position_embeddings"] = LENGTH
     if _refusal(model, **options) is not None:
         return refused
-    result = _checked(refused, options=options)
+    result = _checked(refused, kind, options=options)
     if result.verdict == FAILED:
         return result
     reason = f"every layer with RoPE has a window; {_setting(options)} scales it anyway"
@@ -153,14 +199,15 @@ def _check_refused(model: PreTrainedModel, refused: FamilyResult) -> FamilyResul
 
 def _checked(
     found: FamilyResult,
+    kind: _Kind,
     overrides: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     remarks: Iterable[str] = (),
 ) -> FamilyResult:
     """All checks, on a model that nothing has patched yet."""
-    subject = Subject(tiny_model(found.model_type, **(overrides or {})), options or {}, remarks)
+    subject = kind.subject(kind.build(**(overrides or {})), options or {}, remarks)
     layout = _layout(subject.sites())
-    checks = tuple(check for make in CHECKS for check in make(subject))
+    checks = tuple(check for make in kind.checks for check in _made(make, subject))
     with subject.patched("yarn"):
         saves = saved_as(subject.model)
     remarks = list(subject.remarks)
@@ -182,6 +229,14 @@ def _checked(
     )
 
 
+def _made(make: Callable[[Any], Iterator[Check]], subject: Subject) -> Iterator[Check]:
+    """The checks of one function; an error in it is a check that failed."""
+    try:
+        yield from make(subject)
+    except Exception as error:
+        yield Check(make.__name__.strip("_"), False, last_line(error))
+
+
 def _rotates_by_table(model: PreTrainedModel) -> bool:
     """Whether a family without ``inv_freq`` rotates by sines it has written down."""
     names = [name for name, _ in [*model.named_buffers(), *model.named_parameters()]]
@@ -195,7 +250,8 @@ def _layout(sites: list[RotarySite]) -> str:
     local = {site.local for site in sites}
     words = ["full + sliding sets" if len(local) == 2 else "sliding only" if True in local else ""]
     words += ["shared with sliding layers" if any(site.shared for site in sites) else ""]
-    words += [f"sets {' + '.join(sorted(types))}" if len(types) > 1 and len(local) == 1 else ""]
+    named = " + ".join(sorted(map(str, types)))
+    words += [f"sets {named}" if len(types) > 1 and len(local) == 1 else ""]
     words += [f"{len(modules)} modules" if len(modules) > 1 else ""]
     words += ["complex" if any(site.columns.complex for site in sites) else ""]
     words += ["three axes" if any(site.columns.axis is not None for site in sites) else ""]
@@ -251,7 +307,8 @@ _USUAL = ("one set", "yarn", "")
 def page(results: list[FamilyResult]) -> str:
     """The content of docs/FAMILIES.md."""
     causal = [result for result in results if result.model_type in model_types()]
-    others = [result for result in results if result not in causal]
+    seeing = [result for result in results if result.model_type in image_text_types()]
+    others = [result for result in results if result not in (*causal, *seeing)]
     left = [result for result in results if not result.rotary]
     return f"""# Families
 
@@ -275,19 +332,31 @@ the model has one set of frequencies, and plain transformers reloads a saved YaR
 
 ## Vision-language models
 
-{totals(others, "image-text mapping that are not in the causal one")} Only the language model is
+{totals(seeing, "image-text mapping that are not in the causal one")} Only the language model is
 extended. *{TEXT_ALONE.capitalize()}*: without images.
 
-{_markdown(_COLUMNS, _grouped(_rotary(others)))}
+{_markdown(_COLUMNS, _grouped(_rotary(seeing)))}
+
+## All other classes
+
+{totals(others, "other modules that may rotate")} These are encoders, embedders, heads,
+encoder-decoders, audio, vision and series. Where attention reads both directions, a position
+method equals its dense formula in float64. *{ROTATIONS_ALONE.capitalize()}*: so the model itself
+was not run.
+
+{_markdown(("classes", *_COLUMNS[1:]), _grouped(_rotary(others)))}
 
 ## Without rotary embedding, or not built
+
+`patch` examines each model when it is called: a class that was not built here is proved or refused
+then, too.
 
 {_markdown(("families", "verdict", "", "reason"), _grouped(left))}
 
 Each class is built as a tiny random model with a trained length of {LENGTH} tokens, patched with
 factor {FACTOR} and run on {TOKENS}. `python -m tests.families.coverage --write docs/FAMILIES.md`
 wrote this page with transformers {transformers.__version__} and torch {torch.__version__};
-`tests/families/test_families.py` compares its verdicts.
+`tests/families/test_families.py` and `test_other_classes.py` compare its verdicts.
 """
 
 
@@ -345,8 +414,25 @@ def outdated(text: str, results: list[FamilyResult]) -> list[str]:
     ]
 
 
+@functools.cache
+def _others() -> dict[str, type[PreTrainedModel]]:
+    classes = [cls for module in rotating_modules() for cls in other_classes(module)]
+    return {cls.__name__: cls for cls in classes}
+
+
+def names() -> list[str]:
+    """Everything on the page: model types of both mappings, then the names of other classes."""
+    return [*model_types(), *image_text_types(), *_others()]
+
+
+def check(name: str) -> FamilyResult:
+    """Check a model type of both mappings, or another class by its name."""
+    cls = _others().get(name)
+    return check_family(name) if cls is None else check_class(cls)
+
+
 def main() -> None:
-    """Patch and check every causal-LM and image-text family of transformers, or those named."""
+    """Patch and check every class of transformers that rotates, or the families that are named."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path, help="write the page here")
@@ -354,13 +440,13 @@ def main() -> None:
     if given.families and given.write:
         parser.error("a page is about all families; name none with --write")
     results = []
-    for model_type in given.families or [*model_types(), *image_text_types()]:
-        results.append(check_family(model_type))
+    for name in given.families or names():
+        results.append(check(name))
         print(" | ".join(filter(None, _row(results[-1]))), flush=True)
         for made in results[-1].checks if given.families else ():
             word = {True: "passed", False: "FAILED", None: "not made"}[made.passed]
             print(f"  {made.name}: {word}, {made.detail}")
-    print(totals(results, "two mappings"))
+    print(totals(results, "mappings and other modules"))
     if given.write is not None:
         given.write.write_text(page(results), encoding="utf-8")
 

@@ -18,6 +18,7 @@ from rope_ext.config.writing import UNPATCHED
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import find_sites, text_decoder, vocabulary_of
 from rope_ext.saving.load import frequencies_of, same
+from tests.families import coverage
 from tests.families.zoo import LENGTH, NotBuildable, other_classes, rotating_modules, tiny_of
 
 OPTIONS: dict[str, Any] = {"factor": 4, "original_max_position_embeddings": LENGTH}
@@ -104,6 +105,35 @@ def test_plain_transformers_reloads_what_describe_says(module: str, tmp_path: Pa
                 continue
             assert reloads_as_described(model, tmp_path / f"{number}-{method}"), type(model)
             rope_ext.unpatch(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", rotating_modules())
+def test_every_class_is_on_the_page_as_it_is_found(module: str) -> None:
+    """An accepted class passes every check, and the page says what was found."""
+    page = (Path(__file__).parents[2] / "docs/FAMILIES.md").read_text("utf-8")
+    for cls in other_classes(module):
+        result = coverage.check_class(cls)
+        assert [check for check in result.checks if check.passed is False] == [], cls
+        different = coverage.outdated(page, [result])
+        assert not [line for line in different if line.startswith(f"{cls.__name__}: ")]
+
+
+def test_a_table_of_learned_positions_beside_the_rotation_is_refused() -> None:
+    model = tiny_of(transformers.MoonshineStreamingModel)
+    with pytest.raises(rope_ext.UnsupportedModelError, match="pos_emb"):
+        rope_ext.patch(model, "yarn", factor=4)
+    assert not rope_ext.describe(model).method
+
+
+EXAMINED = ("EuroBertForMaskedLM", "LasrForCTC", "NeoMMEModel", "T5GemmaEncoderModel")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", EXAMINED)
+def test_a_class_of_each_kind_passes_every_check(name: str) -> None:
+    result = coverage.check(name)
+    assert result.verdict == coverage.SUPPORTED, result.reason
 
 
 @pytest.mark.parametrize("name", ["DiaModel", "T5GemmaModel"])

@@ -17,7 +17,7 @@ import rope_ext
 from rope_ext.config.writing import UNPATCHED
 from rope_ext.patching import current_patch
 from rope_ext.rotary.sites import find_sites, text_decoder, vocabulary_of
-from rope_ext.saving.load import frequencies_of, same
+from rope_ext.saving.load import same, saved_frequencies
 from tests.families import coverage
 from tests.families.zoo import LENGTH, NotBuildable, other_classes, rotating_modules, tiny_of
 
@@ -83,14 +83,14 @@ def reloads_as_described(model: PreTrainedModel, folder: Path) -> bool:
     said = str(rope_ext.describe(model))
     state = current_patch(model)
     assert state is not None
-    promised = frequencies_of(state.sites, state, start=True)
+    promised = saved_frequencies(state.sites, state, start=True)
     model.save_pretrained(folder)
     try:
         again = type(model).from_pretrained(folder)
     except Exception as error:  # the refusal reads as the family raises it
         return "reloads it" not in said and "rope_ext" in str(error)
     length = OPTIONS["original_max_position_embeddings"]  # some configurations count no tokens
-    equal = same(frequencies_of(find_sites(text_decoder(again), length)), promised)
+    equal = same(saved_frequencies(find_sites(text_decoder(again), length)), promised)
     return equal if "reloads it" in said else UNPATCHED in said
 
 

@@ -158,9 +158,10 @@ class BatchMask:
     def belong_to(self, forward: PositionForward) -> None:
         """Set the forward of a mask that was created before or in it."""
         self.owner = forward
-        of_itself = self.padding is not None and (forward.both or self.causal)  # no cross-attention
-        if of_itself and forward.padding is None and not forward.located:
-            forward.pad(self.padding)  # some decoders find padding in their tokens
+        padding = self.padding
+        of_itself = forward.both or self.causal  # not of cross-attention
+        if padding is not None and of_itself and forward.padding is None and not forward.located:
+            forward.pad(padding)  # some decoders find padding in their tokens
         documents = documents_of(self.arguments["mask_function"]) if self.arguments else None
         if documents is not None:
             forward.split(documents)

@@ -122,7 +122,7 @@ def _saved_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that a configuration names, if it has that configuration."""
     names = config.architectures
     name = names[0] if isinstance(names, (list, tuple)) and names else ""
-    cls = getattr(transformers, str(name), None)
+    cls: Any = getattr(transformers, str(name), None)
     known = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     return cls if known and cls.config_class is type(config) else None
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext.saving.gguf_source import is_file_name
 from rope_ext.errors import LoadError
+from rope_ext.saving.gguf_source import is_file_name
 from rope_ext.saving.load import from_pretrained
 
 

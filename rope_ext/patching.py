@@ -434,7 +434,7 @@ def _place(model: Any, part: nn.Module, options: Options) -> PatchTarget:
 def _refuse_tables(part: nn.Module) -> None:
     """Raise if a text model also has a table of learned positions, which a patch cannot extend."""
     config = text_config(part)
-    length = getattr(config, LONGEST, None)
+    length: Any = getattr(config, LONGEST, None)
     named = [(name, one) for name, one in part.named_modules() if isinstance(one, nn.Embedding)]
     tables = [(name, one) for name, one in named if one.num_embeddings == length]
     if not tables:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rope_ext.command.arguments import command_words, parse_length
-from rope_ext.command.cli_arguments import Asked, Commands, Model, Target, command
+from rope_ext.command.cli_arguments import Commands, Model, PatchOptions, Target, command
 from rope_ext.command.terminal import show, stoppable, tell, tell_next, unused
 from rope_ext.errors import ExportError
 from rope_ext.quoting import shell_join
@@ -36,7 +36,7 @@ def main(
 
 
 @command(app)
-def describe(asked: Asked) -> None:
+def describe(asked: PatchOptions) -> None:
     """Show a model's rotary embedding, before and after a patch."""
     import rope_ext
 
@@ -86,7 +86,7 @@ def recommend(
     best = found.method
     served = found.serve or found.method
     trained = found.original_max_position_embeddings
-    asked = Asked(
+    asked = PatchOptions(
         model=model,
         method=best.name,
         factor=best.factor,
@@ -137,7 +137,7 @@ def memory(
 
 
 @command(app)
-def diagnose(asked: Asked, length: str) -> None:
+def diagnose(asked: PatchOptions, length: str) -> None:
     """Show which rotary pairs leave the trained range at a length.
 
     Options:
@@ -156,7 +156,7 @@ def diagnose(asked: Asked, length: str) -> None:
 
 @command(app)
 def export(
-    asked: Asked, engine: EngineName, legacy: bool = False, output: Path | None = None
+    asked: PatchOptions, engine: EngineName, legacy: bool = False, output: Path | None = None
 ) -> None:
     """Print the settings that make an engine run a method.
 
@@ -182,7 +182,7 @@ def export(
 
 @command(app)
 def serve(
-    asked: Asked,
+    asked: PatchOptions,
     continuous_batching: bool = False,
     blocks: int | None = None,
     batch_tokens: int | None = None,
@@ -241,7 +241,7 @@ def card(model: Model, base: str | None = None, report: Path | None = None) -> N
 
 @command(app)
 def gguf(
-    asked: Asked,
+    asked: PatchOptions,
     file: Annotated[
         str | None, typer.Argument(help="GGUF file of the model, if that is a patched directory.")
     ] = None,

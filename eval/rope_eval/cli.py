@@ -16,11 +16,11 @@ from rope_eval.tune.options import CalibrationOptions, Loading, SearchOptions
 from rope_ext.command.arguments import command_words, parse_length, parse_options, split
 from rope_ext.command.cli_arguments import (
     RUN_HERE,
-    Asked,
     Compose,
     Model,
     ModelCommand,
     Option,
+    PatchOptions,
     Target,
     command,
 )
@@ -149,7 +149,7 @@ def _without_verdict(function: Callable[..., None]) -> Callable[..., None]:
     """Decorator: any error is one line and exit code 2, since 1 is a verdict on the engine."""
 
     @functools.wraps(function)
-    def run(asked: Asked, **options: Any) -> None:
+    def run(asked: PatchOptions, **options: Any) -> None:
         try:
             with stoppable("run the same command again"):
                 function(asked, **options)
@@ -167,7 +167,7 @@ def _without_verdict(function: Callable[..., None]) -> Callable[..., None]:
 @command(app)
 @_without_verdict
 def verify(
-    asked: Asked,
+    asked: PatchOptions,
     engine: Literal["llama.cpp", "mlx", "transformers", "vllm", "sglang"] | None = None,
     flags: str | None = None,
     as_saved: bool = False,

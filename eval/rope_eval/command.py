@@ -38,7 +38,7 @@ Models = Annotated[
 
 
 @dataclass
-class Asked:
+class TaskOptions:
     """The tasks that `rope-ext eval` measures."""
 
     tasks: tuple[str, ...] = option(
@@ -81,7 +81,7 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     what = f"{', '.join(tasks[:-1])} and {tasks[-1]}" if len(tasks) > 1 else "".join(tasks)
     what += ", or embedding for embedders" * (name == "compare")
     about = f"Measure {what or 'any tasks'}, and write one report."
-    options = (Settings, *classes) if name == "compare" else (Asked, Settings, *classes)
+    options = (Settings, *classes) if name == "compare" else (TaskOptions, Settings, *classes)
     # What `compare` sets by itself is no option of it, unless it is a name that may change.
     fixed = [option for option in COMPARE if option != "output"] if name == "compare" else []
     app.command(name, cls=ModelCommand, help=about)(command_options(*options, without=fixed)(run))

@@ -52,7 +52,7 @@ RUN_HERE = ("llama.cpp", "mlx", "transformers")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PatchOptions:
     """A model, and the patch requested with the options of a command."""
 
     model: Model
@@ -131,7 +131,7 @@ class Asked:
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Any]:
     """Decorator: add a command to ``app``, with option help from its docstring.
 
-    A parameter of type :class:`Asked` becomes one option or argument for each field.
+    A parameter of type :class:`PatchOptions` becomes one option or argument for each field.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -142,8 +142,8 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         shared: dict[str, inspect.Parameter] = {}
         for one in inspect.signature(function, eval_str=True).parameters.values():
             kind = one.annotation
-            if kind is Asked:
-                shared |= inspect.signature(Asked, eval_str=True).parameters
+            if kind is PatchOptions:
+                shared |= inspect.signature(PatchOptions, eval_str=True).parameters
                 shown += shared.values()
                 continue
             if get_origin(kind) is not Annotated:
@@ -154,7 +154,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 
         def run(**typed: Any) -> None:
             given = {name: typed.pop(name) for name in shared}
-            function(*([Asked(**given)] if shared else []), **typed)
+            function(*([PatchOptions(**given)] if shared else []), **typed)
 
         made: Any = run
         made.__signature__ = inspect.Signature(parameters)

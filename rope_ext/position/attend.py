@@ -55,7 +55,7 @@ def _mask_eagerly(forward: PositionForward | None, arguments: dict[str, Any]) ->
     return mask
 
 
-class Asked(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of the attention function by a layer."""
 
     module: nn.Module
@@ -96,7 +96,7 @@ def _attend(
     layout = None if layer is None or layer.window is not None else layer.layout
     pairs = _NO_PAIRS if layout is None else layout.pairs
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked = Asked(
+    layer_call = LayerCall(
         module=module,
         layer=layer,
         query=query,
@@ -112,55 +112,57 @@ def _attend(
         # Gradient checkpointing reruns layers when no forward is in progress.
         of_mask = getattr(attention_mask, "owner", None)
         if not getattr(forward or of_mask, "both", False) and not layer.layout.by_mask:
-            _require_causal(asked, layer)
+            _require_causal(layer_call, layer)
     if forward is not None and forward.traced:
-        return _by_layer(asked, forward), None
-    return _attend_eagerly(asked)
+        return _by_layer(layer_call, forward), None
+    return _attend_eagerly(layer_call)
 
 
 @run_eagerly(WHY)
-def _attend_eagerly(asked: Asked) -> tuple[Tensor, Tensor | None]:
-    layer = asked.layer
-    forward = getattr(asked.mask, "owner", None)
+def _attend_eagerly(layer_call: LayerCall) -> tuple[Tensor, Tensor | None]:
+    layer = layer_call.layer
+    forward = getattr(layer_call.mask, "owner", None)
     if layer is not None and layer.layout is not None:
-        mask = _batch_mask(layer.map, asked.module, asked.mask)
-        asked = asked._replace(mask=mask)
+        mask = _batch_mask(layer.map, layer_call.module, layer_call.mask)
+        layer_call = layer_call._replace(mask=mask)
         forward = mask.forward
         if layer.map.encoding.computes_positions():
-            query, key = inputs.rotated(forward, asked.module, asked.query, asked.key)
-            asked = asked._replace(query=query, key=key)
+            query, key = inputs.rotated(
+                forward, layer_call.module, layer_call.query, layer_call.key
+            )
+            layer_call = layer_call._replace(query=query, key=key)
     if isinstance(forward, PagedForward):
-        return _attend_paged(asked, forward), None
-    out = _by_layer(asked, forward)
+        return _attend_paged(layer_call, forward), None
+    out = _by_layer(layer_call, forward)
     forward = forward or (None if layer is None else current(layer.map))
     weights = forward is not None and forward.weights
     look = forward_context.look
     if look is not None:
-        look(asked.module, _dense(asked, forward), asked.more.get("sliding_window"))
+        look(layer_call.module, _dense(layer_call, forward), layer_call.more.get("sliding_window"))
     if not weights:
         return out, None
-    return out, _dense(asked, forward).weights().to(asked.query.dtype)
+    return out, _dense(layer_call, forward).weights().to(layer_call.query.dtype)
 
 
-def _attend_paged(asked: Asked, row: PagedForward) -> Tensor:
+def _attend_paged(layer_call: LayerCall, row: PagedForward) -> Tensor:
     """Cache the keys of a row of requests in pages, and compute the attention of every request."""
-    given = dict(asked.more)
-    number = asked.module.layer_idx
+    given = dict(layer_call.more)
+    number = layer_call.module.layer_idx
     key, value = row.pages.update(
-        key_states=asked.key, value_states=asked.value, layer_idx=number, kwargs=given
+        key_states=layer_call.key, value_states=layer_call.value, layer_idx=number, kwargs=given
     )
-    more = {name: x for name, x in asked.more.items() if name not in ARGUMENTS}
+    more = {name: x for name, x in layer_call.more.items() if name not in ARGUMENTS}
     lengths = row.pages.layer_to_allocator[number]  # layers with a window keep fewer keys
-    heads, tokens = asked.query.shape[1:3]
+    heads, tokens = layer_call.query.shape[1:3]
     out = value.new_zeros(1, tokens, heads, value.shape[-1])
     first = 0
     for at, request in row.requests:
         last = first + lengths.get_seqlen_k(request.filled, request.tokens)
-        one = asked._replace(
-            query=asked.query[:, :, at],
+        one = layer_call._replace(
+            query=layer_call.query[:, :, at],
             key=key[:, :, first:last],
             value=value[:, :, first:last],
-            mask=row.mask_of(asked.mask, request, last - first),
+            mask=row.mask_of(layer_call.mask, request, last - first),
             more=more,
         )
         out[:, at] = _by_layer(one, request)
@@ -168,32 +170,36 @@ def _attend_paged(asked: Asked, row: PagedForward) -> Tensor:
     return out
 
 
-def _require_causal(asked: Asked, layer: Layer) -> None:
+def _require_causal(layer_call: LayerCall, layer: Layer) -> None:
     """Raise if a call without a mask tensor shows later keys, as the patch found that none does."""
-    if asked.query.shape[2] > 1 and _sees_all(asked):
-        what = f"{type(asked.module).__name__} with is_causal=False"
+    if layer_call.query.shape[2] > 1 and _sees_all(layer_call):
+        what = f"{type(layer_call.module).__name__} with is_causal=False"
         why = f"{layer.map.named} takes the model for causal: set config.is_causal = False"
         raise direction.not_causal(what, why, layer.map.instead)
 
 
-def _sees_all(asked: Asked) -> bool:
+def _sees_all(layer_call: LayerCall) -> bool:
     """Whether queries see every key; a mask tensor decides by itself."""
-    given = asked.mask if isinstance(asked.mask, Tensor) else getattr(asked.mask, "given", None)
-    return given is None and direction.sees_all(asked.module, asked.mask, asked.more)
+    given = (
+        layer_call.mask
+        if isinstance(layer_call.mask, Tensor)
+        else getattr(layer_call.mask, "given", None)
+    )
+    return given is None and direction.sees_all(layer_call.module, layer_call.mask, layer_call.more)
 
 
-def _by_layer(asked: Asked, forward: Any) -> Tensor:
+def _by_layer(layer_call: LayerCall, forward: Any) -> Tensor:
     """Compute the attention of a layer, ``[rows, queries, heads, columns of value]``."""
-    layer = asked.layer
+    layer = layer_call.layer
     if layer is None or layer.layout is None:
-        return _natively(asked, forward)
-    if asked.dropout:
+        return _natively(layer_call, forward)
+    if layer_call.dropout:
         raise OptionError(
             f"{layer.map.method.name} has no attention dropout, and "
-            f"{type(asked.module).__name__} asks for {asked.dropout}; set "
+            f"{type(layer_call.module).__name__} asks for {layer_call.dropout}; set "
             f"config.attention_dropout = 0 before the model is built"
         )
-    found = _prepared(asked, layer, forward)
+    found = _prepared(layer_call, layer, forward)
     out = found.step.attend(found.query, found.key, found.value, found.call)
     return out.transpose(1, 2).contiguous()
 
@@ -209,29 +215,29 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(
-    asked: Asked, layer: Layer, forward: PositionForward, whole: bool = False
+    layer_call: LayerCall, layer: Layer, forward: PositionForward, whole: bool = False
 ) -> _Prepared:
     """Return the step of a layer, made in the first one of its layout, and its own arguments.
 
     ``whole``: the attention weights of all queries are needed.
     """
-    forward = forward.on(asked.query.device)
-    value = asked.value
+    forward = forward.on(layer_call.query.device)
+    value = layer_call.value
     # Under autocast they may differ, and autocast does not apply to this function.
-    query = asked.query.to(value.dtype)
-    key = asked.key.to(value.dtype)
+    query = layer_call.query.to(value.dtype)
+    key = layer_call.key.to(value.dtype)
     if forward.traced:
         count = forward.tokens if forward.regular else None
         step = forward.shared(("step", layer.number), lambda: Step(forward, layer))
     else:  # layers with our own window may keep only the last tokens
         kept = layer.window is not None
-        offset = max(0, forward.room - key.shape[2]) if kept else asked.mask.offset
+        offset = max(0, forward.room - key.shape[2]) if kept else layer_call.mask.offset
         count = forward.room - offset
-        made = asked.mask.made
+        made = layer_call.mask.made
         name = "step", layer.number, offset, forward.device, whole
         if name not in made:
             made[name] = Step(
-                forward=forward, layer=layer, offset=offset, mask=asked.mask, whole=whole
+                forward=forward, layer=layer, offset=offset, mask=layer_call.mask, whole=whole
             )
         step = made[name]
     if count is not None and count != key.shape[2]:  # a static cache has empty slots after these
@@ -245,54 +251,56 @@ def _prepared(
             ("growth", dtype), lambda: temperature.growth(t.double().clamp(min=0))
         )
         growth = growth[:, None, :, None].to(dtype)
-        query = getattr(asked.module, learned.TEMPERATURE)(query, growth)
-    call = layer.adding(asked.call, forward.distances, query, forward.both)
+        query = getattr(layer_call.module, learned.TEMPERATURE)(query, growth)
+    call = layer.adding(layer_call.call, forward.distances, query, forward.both)
     return _Prepared(step=step, query=query, key=key, value=value, call=call)
 
 
-def _natively(asked: Asked, forward: Any) -> Tensor:
+def _natively(layer_call: LayerCall, forward: Any) -> Tensor:
     """Compute attention like transformers; ``forward`` is the layer's, if known."""
-    mask = asked.mask
+    mask = layer_call.mask
     if isinstance(mask, BatchMask):
         if forward is None or not forward.traced:
-            mask = mask.dense_on(asked.query.device)
+            mask = mask.dense_on(layer_call.query.device)
         elif mask.ready is not None:
             mask = mask.ready
         else:
             arguments = {**(mask.arguments or {}), "q_offset": forward.filled}
             mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
-    if asked.call.softcap is None and asked.call.sinks is None:
-        given = {"dropout": asked.dropout, "scaling": asked.call.scale, **asked.more}
+    if layer_call.call.softcap is None and layer_call.call.sinks is None:
+        given = {"dropout": layer_call.dropout, "scaling": layer_call.call.scale, **layer_call.more}
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(asked.module, asked.query, asked.key, asked.value, mask, **given)[0]
-    dense = _native_dense(asked, mask)  # sdpa has no soft cap and no sinks
-    out = plain.attend(dense.query, dense.key, asked.value, dense.call, dense.places)
+        return sdpa(
+            layer_call.module, layer_call.query, layer_call.key, layer_call.value, mask, **given
+        )[0]
+    dense = _native_dense(layer_call, mask)  # sdpa has no soft cap and no sinks
+    out = plain.attend(dense.query, dense.key, layer_call.value, dense.call, dense.places)
     return out.transpose(1, 2).contiguous()
 
 
-def _native_dense(asked: Asked, mask: Tensor | None) -> Dense:
+def _native_dense(layer_call: LayerCall, mask: Tensor | None) -> Dense:
     """Return the call of a layer that the map does not change.
 
     Without a mask, a single query sees every key, and several causal queries are the first keys, as
     in transformers, where a static cache has empty slots after them.
     """
-    count = asked.query.shape[2]
-    keys = torch.arange(asked.key.shape[2], device=asked.key.device)
-    causal = mask is None and count > 1 and not _sees_all(asked)
+    count = layer_call.query.shape[2]
+    keys = torch.arange(layer_call.key.shape[2], device=layer_call.key.device)
+    causal = mask is None and count > 1 and not _sees_all(layer_call)
     queries = keys[:count] if causal else keys[-1:].expand(count)
     places = Places(queries, keys, None if mask is None else shown(mask))
     bands = [RotatedBand(Distance(0, None), None, None)]
-    call = replace(asked.call, bands=bands)
-    return Dense(query=asked.query, key=asked.key, call=call, places=places)
+    call = replace(layer_call.call, bands=bands)
+    return Dense(query=layer_call.query, key=layer_call.key, call=call, places=places)
 
 
-def _dense(asked: Asked, forward: PositionForward | None) -> Dense:
-    layer = asked.layer
-    mask = asked.mask
+def _dense(layer_call: LayerCall, forward: PositionForward | None) -> Dense:
+    layer = layer_call.layer
+    mask = layer_call.mask
     if layer is None or layer.layout is None or forward is None:
-        mask = mask.dense_on(asked.query.device) if isinstance(mask, BatchMask) else mask
-        return _native_dense(asked, mask)
-    found = _prepared(asked, layer, forward, whole=True)
+        mask = mask.dense_on(layer_call.query.device) if isinstance(mask, BatchMask) else mask
+        return _native_dense(layer_call, mask)
+    found = _prepared(layer_call, layer, forward, whole=True)
     return found.step.dense(found.query, found.key, found.call)
 
 

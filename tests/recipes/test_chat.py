@@ -136,7 +136,9 @@ def test_conversations_that_cannot_be_used_are_refused(chatting: Path, checkpoin
         tokenized(with_template(chatting, MARKED), {"messages": []})
 
 
-LOOP = "{% for i in range(99999) %}" * 4 + "{% if i < 0 %}a{% endif %}" + "{% endfor %}" * 4  # no text
+LOOP = (
+    "{% for i in range(99999) %}" * 4 + "{% if i < 0 %}a{% endif %}" + "{% endfor %}" * 4
+)  # no text
 HOSTILE = {  # what each is refused for
     LOOP: "does not end within",
     "{{ (messages | length) ** (10 ** 9) }}": "does not end within",  # one operation

@@ -40,7 +40,7 @@ class AnyOf:
         return float(any(answer.lower() in text for answer in self.answers))
 
 
-class Asked(NamedTuple):
+class AnsweredQuestion(NamedTuple):
     """A question: its answers, the documents it needs, and preferred distractors."""
 
     question: str
@@ -54,11 +54,11 @@ class Source(NamedTuple):
 
     name: str
     option: str
-    read: Callable[[Sequence[Row]], tuple[list[Asked], list[str]]]
+    read: Callable[[Sequence[Row]], tuple[list[AnsweredQuestion], list[str]]]
     made_up: Callable[[], list[dict[str, Any]]]
 
 
-def _squad(articles: Sequence[Row]) -> tuple[list[Asked], list[str]]:
+def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     """Return answerable questions (distractors are from the same article), and all documents."""
     parts = [article.rows("paragraphs") for article in articles]
     documents = sorted({part.text("context") for article in parts for part in article})
@@ -72,11 +72,11 @@ def _squad(articles: Sequence[Row]) -> tuple[list[Asked], list[str]]:
                     answers = tuple(one.text("text") for one in qa.rows("answers"))
                     if not answers:  # an empty answer cannot score
                         raise qa.wrong("answers", "at least one")
-                    asked.append(Asked(qa.text("question"), answers, (own,), near))
+                    asked.append(AnsweredQuestion(qa.text("question"), answers, (own,), near))
     return asked, documents
 
 
-def _hotpotqa(rows: Sequence[Row]) -> tuple[list[Asked], list[str]]:
+def _hotpotqa(rows: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     """Return all questions, each with its ten documents, and all documents."""
     texts = []
     for row in rows:
@@ -87,7 +87,9 @@ def _hotpotqa(rows: Sequence[Row]) -> tuple[list[Asked], list[str]]:
     documents = sorted({text for context in texts for text in context})
     number = {text: index for index, text in enumerate(documents)}
     asked = [
-        Asked(row.text("question"), (row.text("answer"),), tuple(map(number.__getitem__, context)))
+        AnsweredQuestion(
+            row.text("question"), (row.text("answer"),), tuple(map(number.__getitem__, context))
+        )
         for row, context in zip(rows, texts, strict=True)
     ]
     return asked, documents
@@ -183,7 +185,7 @@ SQUAD = Source("SQuAD", "squad", _squad, like_squad)
 HOTPOTQA = Source("HotpotQA", "hotpotqa", _hotpotqa, like_hotpotqa)
 
 
-def read(source: Source, path: str | None) -> tuple[list[Asked], list[str]]:
+def read(source: Source, path: str | None) -> tuple[list[AnsweredQuestion], list[str]]:
     option = f"--{source.option}"
     if path is not None:
         return source.read(read_rows(path, option))
@@ -206,7 +208,7 @@ class Answering(Prompts):
         )
 
     @cached_property
-    def _data(self) -> tuple[list[Asked], list[str]]:
+    def _data(self) -> tuple[list[AnsweredQuestion], list[str]]:
         return read(self.source, self.path)
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:

@@ -191,6 +191,7 @@ def patch(
     keywords.check(method)
     decoder = text_decoder(model)
     root = text_root(model)
+    before = _patches(model)
     earlier = current_patch(model)
     values = Earlier(root)
     grown = Grown(root)
@@ -206,7 +207,7 @@ def patch(
         _patch(model, method, keywords)
         dropped = values.carry(root)
     except BaseException:
-        _go_back(model, earlier, values, grown)  # if the replacement fails, restore the model
+        _go_back(model, before, values, grown)  # if the replacement fails, restore the model
         torch.set_rng_state(random)
         raise
     if dropped and earlier is not None:
@@ -245,13 +246,15 @@ def unpatch(model: Model) -> Model:
     """Undo a patch, restore every buffer, scalar and configuration value bit for bit.
 
     ``model`` is the one that was passed to :func:`rope_ext.patch`, or any wrapper of it, and is
-    returned. Raises NotPatchedError if it is not patched.
+    returned. Halves of an encoder-decoder that were patched one by one are both undone. Raises
+    NotPatchedError if it is not patched.
     """
-    state = current_patch(model)
-    if state is None:
+    states = _patches(model)
+    if not states:
         raise NotPatchedError("this model is not patched, so there is nothing to undo")
     with torch.inference_mode(False):
-        undo(state.changes)
+        for state in states:
+            undo(state.changes)
     return model
 
 
@@ -292,7 +295,7 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
     quiet = functools.partial(writing.quieted, _logger)  # only temporary
     with _lock, quiet():
         root = text_root(model)
-        earlier = current_patch(model)
+        earlier = _patches(model)
         values = Earlier(root)
         grown = Grown(root)
         change()
@@ -303,16 +306,23 @@ def _returning(model: nn.Module, change: Callable[[], Any]) -> Iterator[None]:
             _go_back(model, earlier, values, grown)
 
 
-def _go_back(model: nn.Module, earlier: Patch | None, values: Earlier, grown: Grown) -> None:
-    """Undo the model's patch, and apply an earlier one with its learned parameters."""
+def _go_back(model: nn.Module, earlier: list[Patch], values: Earlier, grown: Grown) -> None:
+    """Undo the model's patch, and apply earlier ones with their learned parameters."""
     if current_patch(model) is not None:
         unpatch(model)
-    if earlier is not None:
+    for state in earlier:
+        given = model if state.model is unwrap(model) else state.model  # a half by itself
         with torch.random.fork_rng(devices=[]):  # initial values, replaced below
-            _patch(model, earlier.record.method, earlier.options)
-        values.carry(text_root(model))
-        if getattr(earlier.record.method, "mode", None) == "growing":
-            grown.put_back()
+            _patch(given, state.record.method, state.options)
+    values.carry(text_root(model))
+    if any(getattr(state.record.method, "mode", None) == "growing" for state in earlier):
+        grown.put_back()
+
+
+def _patches(model: nn.Module) -> list[Patch]:
+    """Return the patches of ``model``, each once: halves may have been patched one by one."""
+    states = [part.__dict__[_STATE] for part in text_parts(model) if _STATE in vars(part)]
+    return [*{id(state.changes): state for state in reversed(states)}.values()]
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -383,7 +393,7 @@ def _patch(
         for encoder, error in left.items():
             halves[0].notes.append(_left_alone(halves[0], encoder, error))
         for half in halves[1:]:
-            halves[0].notes.append(_patched_too(half))
+            halves[0].notes.append(_patched_too(half, tried=apply is None))
         for half in halves:
             writing.write(half.place, half.values, half.record, changes)
         if options.tokenizer is not None:  # the encoder reads what it makes
@@ -538,12 +548,15 @@ def _is_accepted(
     return True
 
 
-def _patched_too(half: _Half) -> str:
+def _patched_too(half: _Half, tried: bool) -> str:
     """Return a sentence for ``describe`` about the encoder of an encoder-decoder."""
+    name = type(half.place.decoder).__name__
+    lengths = f"{half.record.trained_length} -> {half.applied.target_length} tokens"
+    if not tried:  # without weights
+        return f"encoder: {name} is patched, too, if it accepts the method, {lengths}"
     return (
-        f"encoder: {type(half.place.decoder).__name__} is patched, too, "
-        f"{half.record.trained_length} -> {half.applied.target_length} tokens; "
-        f"rope_ext.describe(model.get_encoder()) shows it"
+        f"encoder: {name} is patched, too, {lengths}; rope_ext.describe(model.get_encoder()) "
+        f"shows it"
     )
 
 

@@ -356,9 +356,24 @@ def test_serve_refuses_what_it_cannot_serve_before_loading(checkpoint: Path) -> 
                 [str(checkpoint), "--method", "yarn", "--factor", "4", "--port", port],
                 "another --port",
             ),
+            ([str(checkpoint), "--port", "70000"], "--port"),
+            ([str(checkpoint), "--dtype", "float7"], "--dtype"),
+            ([str(checkpoint), "--device", "foo"], "--device"),
         ):
             result = call("serve", *words)
             assert result.exit_code == 2 and reason in result.stderr
+
+
+def test_serve_names_a_folder_without_weights_and_tokenizer(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    result = call("serve", str(tmp_path), "--device", "cpu", "--port", port)
+    assert result.exit_code == 2 and "tokenizer" in result.stderr
 
 
 def test_the_list_of_commands_fits_80_columns_in_one_style() -> None:

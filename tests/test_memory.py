@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import rope_ext
 from rope_ext.advice.memory import Live, memory
 from rope_ext.errors import OptionError, UnsupportedModelError
+from tests.families.zoo import tiny_of
 from tests.helpers.models import tiny_llama
 
 
@@ -79,3 +81,9 @@ def test_sizes_that_do_not_fit_together_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="cannot be estimated") as raised:
         memory(tmp_path, 64)
     assert "\n" not in str(raised.value)
+
+
+def test_an_encoder_decoder_is_refused_by_name() -> None:
+    model = tiny_of(transformers.T5GemmaForConditionalGeneration)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        memory(model.config, 128)

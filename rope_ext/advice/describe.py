@@ -157,8 +157,8 @@ def describe(model: nn.Module | PreTrainedConfig | str | Path) -> Description:
     """
     if not isinstance(model, nn.Module):
         return _described_as_saved(model)
-    decoder = text_decoder(model)
     patch = current_patch(model)
+    decoder = text_decoder(model) if patch is None else patch.decoder  # it may be the encoder alone
     name = type(decoder).__name__
     sites = find_sites(decoder) if patch is None else patch.sites
     shown = tuple(_site(site, patch) for site in sites)
@@ -346,8 +346,8 @@ def diagnose(model: nn.Module | PreTrainedConfig | str | Path, length: int) -> D
     require_length("length", length)
     if not isinstance(model, nn.Module):
         model = read_saved(model).model
-    decoder = text_decoder(model)
     patch = current_patch(model)
+    decoder = text_decoder(model) if patch is None else patch.decoder
     described = describe(model)
     method = None if patch is None else call_text(patch.method)
     sites = find_sites(decoder) if patch is None else patch.sites

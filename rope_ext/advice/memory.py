@@ -99,6 +99,11 @@ def memory(
     if cache_bits not in (16, 8, 4, 2):
         raise OptionError(f"cache_bits={cache_bits} is not valid; it must be 16, 8, 4 or 2")
     model: Any = read_saved(given).model
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"the memory of {type(model).__name__} cannot be estimated: it is an encoder-decoder, "
+            f"and this counts the forward of one text model"
+        )
     _fix_frequencies(model)
     model.eval().to(dtype)
     live = Live()

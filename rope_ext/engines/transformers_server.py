@@ -5,7 +5,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext.errors import LoadError
+import torch
+
+from rope_ext.errors import LoadError, OptionError, brief
+from rope_ext.saving import hub
+from rope_ext.saving.checkpoints import resolve_device
 from rope_ext.saving.gguf_source import is_file_name
 from rope_ext.saving.load import from_pretrained
 
@@ -22,6 +26,7 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
     Raises:
         LoadError: the port is taken, the packages of ``transformers[serving]`` are missing, or no
             model loads.
+        OptionError, MeasureError: there is no such dtype, port or device.
     """
     from transformers.utils.import_utils import is_serve_available
 
@@ -35,6 +40,9 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
             "the server needs fastapi and uvicorn; install it with: pip install "
             '"transformers[serving]"'
         )
+    _require_dtype(options["dtype"])
+    if options["device"] != "auto":
+        resolve_device(options["device"])
     _require_free(options["host"], options["port"])
     from transformers.cli import serve
     from transformers.cli.serving import model_manager
@@ -62,7 +70,8 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
     model_manager.ModelManager = Patched
     try:
         # Its blocking mode never stops the thread of continuous batching, and the process stays.
-        made = serve.Serve(model, non_blocking=True, **options)
+        with hub.loading("weights or tokenizer", model):
+            made = serve.Serve(model, non_blocking=True, **options)
     finally:
         model_manager.ModelManager = plain
     try:
@@ -72,8 +81,18 @@ def run(model: str, patch: Callable[[Any], Any] | None, **options: Any) -> None:
         made.kill_server()
 
 
+def _require_dtype(name: str) -> None:
+    if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise OptionError(
+            f"--dtype {brief(name)} is not valid; it must be auto, or a dtype of torch such as "
+            f"bfloat16"
+        )
+
+
 def _require_free(host: str, port: int) -> None:
     """Raise LoadError if the server could not listen here, which uvicorn finds after loading."""
+    if not 1 <= port <= 65535:
+        raise OptionError(f"--port {port} is not valid; it must be between 1 and 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

@@ -230,3 +230,39 @@ def test_padding_that_the_encoder_finds_by_itself_is_that_of_a_mask(
         found = model.get_encoder()(ids)[0]
         wanted = model.get_encoder()(ids, attention_mask=mask)[0]
     torch.testing.assert_close(found[mask == 1], wanted[mask == 1], **CLOSE)
+
+
+@pytest.mark.parametrize("name", (WITH_TOKENS[0], SPEECH[1]))
+def test_halves_that_were_patched_one_by_one_are_undone_and_replaced_together(name: str) -> None:
+    model = built(name)
+    before = outputs(model)
+    wanted = outputs(rope_ext.patch(built(name), "yarn", factor=2))
+
+    def equal(to: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        return all(map(torch.equal, outputs(model), to))
+
+    rope_ext.patch(model.get_encoder(), "ntk", factor=4)
+    assert rope_ext.describe(model).model == type(model.get_encoder()).__name__
+    rope_ext.patch(model.get_decoder(), "pi", factor=3)
+    by_halves = outputs(model)
+    with rope_ext.unpatched(model):
+        assert equal(before)
+    assert equal(by_halves)
+    with pytest.raises(rope_ext.OptionError):
+        rope_ext.patch(model, "yarn", length=10**9, replace=True)
+    with pytest.raises(rope_ext.RopeExtError):  # found while it is applied
+        rope_ext.patch(model, "longrope", factor=2, long_factor=[1.0] * 5, replace=True)
+    assert equal(by_halves)
+    rope_ext.patch(model, "yarn", factor=2, replace=True)
+    assert equal(wanted)
+    rope_ext.unpatch(model)
+    assert equal(before)
+    with pytest.raises(rope_ext.NotPatchedError):
+        rope_ext.unpatch(model)
+
+
+def test_a_folder_does_not_say_that_its_encoder_accepts_the_method(tmp_path: Path) -> None:
+    model = rope_ext.patch(built(SPEECH[1]), "self_extend", factor=4, **METHODS["self_extend"])
+    model.save_pretrained(tmp_path)
+    notes = [note for note in rope_ext.describe(tmp_path).notes if note.startswith("encoder:")]
+    assert all("if it accepts" in note for note in notes) and notes

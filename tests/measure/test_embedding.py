@@ -272,6 +272,23 @@ def test_compare_measures_the_task_on_an_embedder(embedder: Path, tmp_path: Path
     assert ran.exit_code == 2 and "--digits" in ran.output and "embedder" in ran.output
 
 
+@pytest.mark.parametrize("fault", ["tokens", "cannot be run"])
+def test_a_model_that_cannot_be_run_ends_in_one_line(
+    fault: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs_more(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AttributeError("decoder_input_ids")
+
+    folder = save_embedder(tmp_path / "model")
+    if fault == "tokens":
+        encoder(vocab_size=60).save_pretrained(folder)
+    else:
+        monkeypatch.setattr(EuroBertModel, "forward", needs_more)
+    given = dataclasses.replace(settings, models=(str(folder),), methods=("unpatched",))
+    with pytest.raises(MeasureError, match=fault):
+        evaluate(given, (TASK,))
+
+
 def scores(found: int, of: int = 100) -> Scores:
     made = Scores()
     made.passes.update({128: [1.0] * of, 512: [1.0] * found + [0.0] * (of - found)})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -225,8 +226,29 @@ def _is_out_of_memory(error: Exception) -> bool:
 class Loaded:
     """One loaded model, which a system patches for as long as it is measured."""
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: Any, name: str, settings: Settings) -> None:
+        self.model, self.name, self.settings = model, name, settings
+
+    def require_runs(self, largest: int, short: Callable[[], Any]) -> None:
+        """Raise MeasureError if the model lacks the token ``largest``, or fails on any text.
+
+        ``short`` runs it on a short one.
+        """
+        known = len(self.model.get_input_embeddings().weight)
+        if largest >= known:
+            raise MeasureError(
+                f"the tokenizer of {self.name} has token {largest}, and the model only {known} "
+                f"tokens; give --model the folder that both were saved in"
+            ) from None
+        try:
+            short()
+        except RopeExtError:  # a patch refuses it, and says why
+            raise
+        except Exception as error:
+            raise MeasureError(
+                f"{self.name} cannot be run ({type(error).__name__}: {first_line(error)}); correct "
+                f"its config.json, or download it again"
+            ) from error
 
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
@@ -248,8 +270,7 @@ class Runner(Loaded):
     """A language model that scores or writes text."""
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
-        super().__init__(model, settings)
-        self.name = name
+        super().__init__(model, name, settings)
         self.tokenizer = models.load_tokenizer(name)
         eos = model.generation_config.eos_token_id
         self.eos = self.tokenizer.eos_token_id if eos is None else eos
@@ -277,29 +298,14 @@ class Runner(Loaded):
             return self._written(batch) if batch[0].mode == "write" else self._scored(batch)
         except Exception as error:
             if not _is_out_of_memory(error):
-                self._require_runs(batch)
+                short = partial(score, self.model, [[0, 0]], 1, self.pad)
+                self.require_runs(max(map(_largest, batch)), short)
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
                 raise _out_of_memory(len(batch), batch[0].length, batch[0].task) from None
         # Halves depend on this batch alone, and so does what a resumed run computes.
         half = len(batch) // 2
         return self.measure(batch[:half]) + self.measure(batch[half:])
-
-    def _require_runs(self, batch: Sequence[Case]) -> None:
-        """Raise MeasureError if the model fails on any text, or lacks tokens of its tokenizer."""
-        known, largest = len(self.model.get_input_embeddings().weight), max(map(_largest, batch))
-        if largest >= known:
-            raise MeasureError(
-                f"the tokenizer of {self.name} has token {largest}, and the model only {known} "
-                f"tokens; give --model the folder that both were saved in"
-            ) from None
-        try:
-            score(self.model, [[0, 0]], 1, self.pad)
-        except Exception as error:
-            raise MeasureError(
-                f"{self.name} cannot be run ({type(error).__name__}: {first_line(error)}); correct "
-                f"its config.json, or download it again"
-            ) from error
 
     def _written(self, batch: Sequence[Case]) -> list[Result]:
         texts = write(self.model, [case.ids for case in batch], batch[0].count, self.pad, self.eos)
@@ -333,7 +339,7 @@ class EmbeddingRunner(Loaded):
     """An embedder; embeddings of documents are on disk, so an interrupted run keeps them."""
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
-        super().__init__(model, settings)
+        super().__init__(model, name, settings)
         self.embedder = Embedder(model, Recipe.from_files(name))
 
     def results(
@@ -361,12 +367,14 @@ class EmbeddingRunner(Loaded):
             name = digest(system.identity, [row.tobytes().hex() for row in rows])
             vectors = self._stored(name, len(rows))
             if vectors is None:
-                if system.is_dynamic:  # as for language models
-                    self.embedder.embed([rows[0][:2]])
                 try:
+                    if system.is_dynamic:  # as for language models
+                        self.embedder.embed([rows[0][:2]])
                     vectors = self.embedder.embed(rows)
-                except RuntimeError as error:
+                except Exception as error:
                     if not _is_out_of_memory(error):
+                        short = partial(self.embedder.embed, [[0, 0]])
+                        self.require_runs(max(map(max, rows)), short)
                         raise
                     raise _out_of_memory(len(rows), len(rows[0]), "embedding") from None
                 self._store(name, vectors)

@@ -49,7 +49,8 @@ def output(model: PreTrainedModel) -> torch.Tensor | None:
     """What the decoder makes of one text; None if token ids are not enough for it."""
     decoder: Any = text_decoder(model)
     try:
-        ids = torch.arange(WITHIN)[None] * 37 % vocabulary_of(decoder).num_embeddings
+        # Without special tokens: what a padding token gives is not defined.
+        ids = 3 + torch.arange(WITHIN)[None] * 37 % (vocabulary_of(decoder).num_embeddings - 3)
         return decoder(input_ids=ids)[0]
     except Exception:  # whatever a model raises that needs other inputs
         return None

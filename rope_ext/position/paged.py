@@ -107,12 +107,16 @@ def initialize(attention: Any, named: str, original: Any, *args: Any, **kwargs: 
 def require_pages(named: str) -> None:
     """Raise CacheError unless this version of transformers updates pages in attention functions."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.integrations import eager_paged
 
     update: Any = getattr(PagedAttentionCache, "update")  # noqa: B009
-    if "kwargs" not in inspect.signature(update).parameters:
+    # From 5.24 on, layers cache keys before they call the attention function.
+    later = "cache" not in inspect.getsource(eager_paged.eager_paged_attention_forward)
+    if later or "kwargs" not in inspect.signature(update).parameters:
         raise CacheError(
-            f"continuous batching under {named} needs transformers 5.19 or later, and this is "
-            f"{transformers.__version__}; upgrade it, or call generate with a padded batch"
+            f"continuous batching under {named} needs transformers 5.19 to 5.23, and this is "
+            f"{transformers.__version__}; install one of these, or call generate with a padded "
+            f"batch"
         )
 
 

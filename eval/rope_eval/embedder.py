@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rope_ext.errors import MeasureError
 from rope_ext.saving import hub
+from rope_ext.saving.embedders import MODULES, SETTINGS
 
-MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLINGS = ("mean", "cls", "lasttoken", "max")
 ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU}
 _LEGACY = {
@@ -72,11 +72,11 @@ class Recipe:
                     f"{model}: {MODULES} names {kind} in {path!r}, which this evaluator does not "
                     f"know; it knows Transformer (in the folder itself), Pooling, Dense, Normalize"
                 )
-        settings = _read(model, PROMPTS) or {}
+        settings = _read(model, SETTINGS) or {}
         similarity = settings.get("similarity_fn_name") or "cosine"
         if similarity != "cosine" and not (similarity == "dot" and normalized):
             raise MeasureError(
-                f"{model}: {PROMPTS} has similarity_fn_name={similarity!r}, and this evaluator "
+                f"{model}: {SETTINGS} has similarity_fn_name={similarity!r}, and this evaluator "
                 f"knows cosine"
             )
         prompts = settings.get("prompts") or {}

@@ -211,10 +211,6 @@ def _outcome(system: System, case: Case, result: Result) -> Outcome:
     return Outcome(key=system.key(case), system=system.name, **known, **vars(result))
 
 
-def _largest(case: Case) -> int:
-    return max(case.ids)
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -299,7 +295,7 @@ class Runner(Loaded):
         except Exception as error:
             if not _is_out_of_memory(error):
                 short = partial(score, self.model, [[0, 0]], 1, self.pad)
-                self.require_runs(max(map(_largest, batch)), short)
+                self.require_runs(max(max(case.ids) for case in batch), short)
                 raise
             if self.settings.batch_size is not None or len(batch) == 1:
                 raise _out_of_memory(len(batch), batch[0].length, batch[0].task) from None

@@ -191,8 +191,18 @@ class _Characters:
 
 
 class _CharacterEncoding(dict):
-    def char_to_token(self, row: int, char: int) -> int:
+    """Where the characters of a text are; transformers asks in one of two ways, by its version."""
+
+    def char_to_token(self, row: int, char: int) -> int:  # before 5.24
         return char
+
+    @property
+    def encodings(self) -> list[_CharacterEncoding]:
+        return [self]
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return [(at, at + 1) for at in self["input_ids"]]
 
 
 def _trl_templates() -> Any:

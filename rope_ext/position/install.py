@@ -236,6 +236,12 @@ class Installed(context.Tracker):
             notes.append(f"sliding layers: {windowed} see a limited window and {what}")
         return notes
 
+    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        super().begin(decoder, args, kwargs)
+        if isinstance(context.current(self.map), paged.PagedForward):
+            return args, {**kwargs, "cache": paged.RowCache()}
+        return None
+
     def trace(self, given: dict[str, Any]) -> PositionForward | None:
         native = self._config._attn_implementation != NAME
         if native or self.both or not direction.is_causal(self._config, given):

@@ -105,19 +105,35 @@ def initialize(attention: Any, named: str, original: Any, *args: Any, **kwargs: 
 
 
 def require_pages(named: str) -> None:
-    """Raise CacheError unless this version of transformers updates pages in attention functions."""
+    """Raise CacheError unless this version of transformers gives pages to attention functions."""
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
-    from transformers.integrations import eager_paged
 
     update: Any = getattr(PagedAttentionCache, "update")  # noqa: B009
-    # From 5.24 on, layers cache keys before they call the attention function.
-    later = "cache" not in inspect.getsource(eager_paged.eager_paged_attention_forward)
-    if later or "kwargs" not in inspect.signature(update).parameters:
+    if "kwargs" not in inspect.signature(update).parameters:
         raise CacheError(
-            f"continuous batching under {named} needs transformers 5.19 to 5.23, and this is "
-            f"{transformers.__version__}; install one of these, or call generate with a padded "
-            f"batch"
+            f"continuous batching under {named} needs transformers 5.19 or later, and this is "
+            f"{transformers.__version__}; upgrade it, or call generate with a padded batch"
         )
+
+
+class RowCache:
+    """Replaces the pages in a decoder, whose layers then leave caching to the attention function.
+
+    From transformers 5.24 on, layers cache keys before they call that function, where some
+    encodings have yet to rotate them, and a decoder given pages requests no masks, which tell
+    windows. Before, layers are given no cache.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
 
 class _Accepted:

@@ -140,8 +140,8 @@ class Tracker:
         whole = nn.functional.scaled_dot_product_attention is _ATTENTION
         return torch.compiler.is_compiling() and whole
 
-    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Decoder pre-hook: starts a forward."""
+    def begin(self, decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Decoder pre-hook: starts a forward, and returns other arguments if it needs them."""
         stack = forward_context.stack
         if stack and not torch.compiler.is_compiling():  # as _forgetting, also if an export fails
             stack[:] = [x for x in stack if not x.exported and x.patch is not self.patch]

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import rope_ext
+from rope_ext.rotary.context import cache_among
 from tests.families.zoo import tiny_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.positions import FAMILIES, NEW, patch
@@ -79,7 +80,7 @@ def test_an_interrupted_call_frees_its_cache(name: str, ids) -> None:
     model, caches = rope_ext.patch(tiny_llama(), name, factor=4), []
 
     def interrupt(_: Any, args: Any, kwargs: Any) -> None:
-        caches.append(weakref.ref(kwargs["past_key_values"]))
+        caches.append(weakref.ref(cache_among(kwargs)))
         raise KeyboardInterrupt
 
     with model.model.layers[1].register_forward_pre_hook(interrupt, with_kwargs=True):

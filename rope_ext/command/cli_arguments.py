@@ -103,12 +103,15 @@ class PatchOptions:
         return patch_without_weights(model_of(self.model), method, self.arguments())
 
     def tell_compare(self, trained: int, target: int, **more: Any) -> None:
-        """Print the command that compares the method with the unpatched model."""
-        from rope_ext.saving.checkpoints import is_embedder, load_config
+        """Print the command that compares the method with the unpatched model, if one does."""
+        from rope_ext.saving.checkpoints import causal_class, is_embedder, load_config
 
-        if is_embedder(load_config(self.model)):
+        config = load_config(self.model)
+        if is_embedder(config):
             given = {"tasks": "embedding", "lengths": target, "output": unused("embedding")}
             tell_next(self.words("eval", **given))
+            return
+        if causal_class(config) is None:
             return
         lengths = f"{trained},{target}"
         tell_next(self.words("compare", lengths=lengths, **more, output=unused("compared")))

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -72,6 +78,20 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
+def causal_class(config: Any) -> Any:
+    """Return the auto class that loads a model which continues text, or None if there is none.
+
+    Models for images and text read prompts without images, too; encoder-decoders and speech models
+    have other heads.
+    """
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    for cls in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) in cls._model_mapping:
+            return cls
+    return None
+
+
 def loader(model: str, config: Any, cls: Any = AutoModelForCausalLM) -> Callable[..., Any]:
     """Choose the function that loads a model: ours for a saved patch or a GGUF file."""
     ours = saved_under(config) is not None or gguf_source.is_file_name(model)
@@ -89,13 +109,13 @@ def load_model(
     attn: str | None = None,
     adapter: str | None = None,
     as_saved: bool = False,
-    cls: Any = AutoModelForCausalLM,
+    cls: Any = None,
 ) -> Any:
     """Load a model from a folder, Hub ID or GGUF file, in evaluation mode.
 
     With ``dtype="auto"``, it is float32 on a CPU, and the checkpoint's dtype elsewhere. The patch
-    recorded in the configuration is removed, unless ``as_saved``. ``cls`` is a causal language
-    model by default.
+    recorded in the configuration is removed, unless ``as_saved``. ``cls`` is by default the class
+    that continues text, see :func:`causal_class`.
     """
     device = resolve_device(device)
     require_attention(attn)
@@ -108,7 +128,7 @@ def load_model(
             from peft import PeftConfig, PeftModel
 
             PeftConfig.from_pretrained(adapter)
-    load = loader(model, config, cls)
+    load = loader(model, config, cls or causal_class(config) or AutoModelForCausalLM)
     loaded = _load("weights", load, model, dtype=dtype, **options)
     if saved_under(config) is not None and not as_saved:
         unpatch(loaded)
@@ -160,6 +180,31 @@ def require_attention(name: str | None) -> None:
         raise OptionError(
             f"unknown attention implementation {name!r}{nearest(name, known)}; set --attn to one "
             f"of {', '.join(x for x in known if 'paged' not in x)}, or to a kernel on the Hub"
+        )
+
+
+def require_causal(model: str, config: Any) -> None:
+    """Raise OptionError for a checkpoint that does not continue text, before its weights load."""
+    saved = (config.architectures or [config.model_type])[0]
+    if is_embedder(config):  # transformers would draw the weights of a language head
+        raise OptionError(
+            f"{model} ({saved}) does not predict text; measure it as an embedder: rope-ext eval "
+            f"{model} --tasks embedding"
+        )
+    if causal_class(config) is None:
+        raise OptionError(
+            f"{model} ({saved}) does not continue a prompt, as causal language models do; nothing "
+            f"here measures encoder-decoders and speech models"
+        )
+
+
+def require_tokens(model: Any, largest: int, named: str) -> None:
+    """Raise MeasureError if a model has no embedding of a token; ``named`` has the tokenizer."""
+    known = len(model.get_input_embeddings().weight)
+    if largest >= known:
+        raise MeasureError(
+            f"the tokenizer of {named} has token {largest}, and the model only {known} tokens; "
+            f"give the folder that both were saved in"
         )
 
 

@@ -23,6 +23,7 @@ from rope_eval.tune import fitness
 from rope_eval.tune.fitness import HAY, losses_at_end, losses_of_answers, prompts_of
 from rope_eval.tune.options import CalibrationOptions
 from rope_ext.cli import app
+from rope_ext.errors import MeasureError
 from tests.helpers.checkpoint import TRAINED, stopping, written
 
 TARGET = 2 * TRAINED
@@ -174,6 +175,14 @@ def test_the_cost_within_the_trained_length_is_capped(model, tokenizer, monkeypa
     pretend(monkeypatch, lambda a, i: 3 - a + i, lambda a, i: 1 + max(0, a - start))
     for share, factor in ((0, None), (0.05, 1.1), (0.21, 1.25)):  # of perplexity: expm1(0.181)
         assert found(model, tokenizer, cost=share).method.attention_factor == factor
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model, tokenizer) -> None:
+    config = copy.deepcopy(model.config)
+    config.vocab_size = 20
+    smaller = type(model)(config).eval()
+    with pytest.raises(MeasureError, match="token"):
+        found(smaller, tokenizer)
 
 
 @pytest.mark.parametrize(("noise", "kept"), [(0.002, False), (0.02, True)])

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+    T5GemmaForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 import rope_ext
@@ -32,6 +37,7 @@ from rope_eval.tasks.perplexity import Perplexity
 from rope_ext.cli import app
 from rope_ext.errors import MeasureError, OptionError
 from rope_ext.saving import checkpoints as models
+from tests.families.zoo import tiny_of
 from tests.helpers.checkpoint import TRAINED, save_checkpoint
 from tests.helpers.saved_patches import edited, lora
 
@@ -80,6 +86,39 @@ def test_every_method_gets_every_case(settings: Settings, checkpoint: Path) -> N
         losses, _ = score(model, [case.ids], case.count)
     assert at["yarn", "perplexity", 256, 0] == pytest.approx(float(losses.mean()), abs=1e-5)
     assert list(read_outcomes([settings.output / run.LOG]).values()) == outcomes
+
+
+def test_a_model_for_images_and_text_is_measured_on_text(
+    settings: Settings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "vision"
+    model = tiny_of(Qwen2_5_VLForConditionalGeneration)
+    tokenizer = AutoTokenizer.from_pretrained(settings.models[0])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    given = dataclasses.replace(settings, models=(str(folder),), methods=("yarn", "rerope"))
+    plan = prepare(given, [Perplexity(BOOK, windows=1)])
+    found = {(o.system, o.length): o.value for o in run.run(plan)}
+    for system in plan.systems:
+        case = next(case for case in plan.cases(system) if case.length == 256)
+        loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+        if system.method != "unpatched":
+            rope_ext.patch(loaded, system.method, factor=4)
+        ids = torch.tensor([case.ids])
+        with torch.no_grad():
+            logits = loaded(ids).logits[0, :-1].log_softmax(-1)
+        losses = -logits.gather(-1, ids[0, 1:, None])[-case.count :]
+        assert found[system.name, 256] == pytest.approx(float(losses.mean()), abs=1e-5)
+
+
+def test_a_model_that_continues_no_prompt_is_refused_before_weights_are_read(
+    settings: Settings, tmp_path: Path
+) -> None:
+    tiny_of(T5GemmaForConditionalGeneration).config.save_pretrained(tmp_path / "both")
+    given = dataclasses.replace(settings, models=(str(tmp_path / "both"),))
+    with pytest.raises(OptionError, match="encoder-decoder"):
+        prepare(given, TASKS)
 
 
 def test_a_refused_method_is_listed_with_its_reason_and_the_others_are_measured(

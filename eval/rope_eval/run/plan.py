@@ -144,7 +144,8 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
     configs = {model: config for model, (config, _) in read.items()}
     trained = {model: length for model, (_, length) in read.items()}
     if not embeds and not settings.url:
-        _refuse_embedders(configs)
+        for model, config in configs.items():
+            models.require_causal(model, config)
     asked = tuple(sorted(set(settings.lengths)))
     lengths = tuple(sorted({*asked, *(n for n in trained.values() if n < max(asked))}))
     notes = list(beyond(methods, asked, trained, settings.force))
@@ -191,16 +192,6 @@ def _read(model: str, settings: Settings) -> tuple[Any, int]:
             raise
         return None, settings.trained_length or max(settings.lengths)
     return config, settings.trained_length or models.trained_length(config)
-
-
-def _refuse_embedders(configs: Mapping[str, Any]) -> None:
-    """Raise OptionError for a model without a language head, which transformers would draw."""
-    for model, config in configs.items():
-        saved = (config.architectures or [config.model_type])[0]
-        refuse(
-            (models.is_embedder(config), f"{model} ({saved}) does not predict text; measure it as "
-             f"an embedder: rope-ext eval {model} --tasks embedding"),
-        )  # fmt: skip
 
 
 def _check(settings: Settings) -> None:

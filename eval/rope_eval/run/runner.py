@@ -230,12 +230,7 @@ class Loaded:
 
         ``short`` runs it on a short one.
         """
-        known = len(self.model.get_input_embeddings().weight)
-        if largest >= known:
-            raise MeasureError(
-                f"the tokenizer of {self.name} has token {largest}, and the model only {known} "
-                f"tokens; give --model the folder that both were saved in"
-            ) from None
+        models.require_tokens(self.model, largest, self.name)
         try:
             short()
         except RopeExtError:  # a patch refuses it, and says why

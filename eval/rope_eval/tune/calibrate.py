@@ -104,6 +104,7 @@ def calibrate(
             require_free(folder, resume, "resume=True", "output")
         texts = python_library("train") if text is None else fitness.read(text)
         halves, notes = _halves(tokenizer, texts, rope, given)
+        fitness.require_tokens(model, halves)
         known = asdict(given) | {
             "model": fitness.fingerprint(model),
             "text": digest([half.rows.windows for half in halves]),

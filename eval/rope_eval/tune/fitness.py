@@ -40,6 +40,7 @@ from rope_ext.errors import MeasureError, OptionError
 from rope_ext.methods import Method, Rope
 from rope_ext.patching import first_site, patched
 from rope_ext.rotary.sites import evaluating, unwrap
+from rope_ext.saving import checkpoints
 
 HAY = ("filler", "text")
 MOST_REPEATED = 0.2
@@ -171,6 +172,16 @@ def prompts_of(
                 ids = chain(head, text[:cut], hidden, text[cut:room], asked)
                 prompts.append(Prompt(hay, tuple(ids), len(answer)))
     return tuple(prompts)
+
+
+def require_tokens(model: nn.Module, samples: Iterable[Sample]) -> None:
+    """Raise MeasureError if a model lacks tokens of its samples, as with another's tokenizer."""
+    texts = [
+        tokens
+        for sample in samples
+        for tokens in (*sample.rows.windows, *(prompt.ids for prompt in sample.prompts))
+    ]
+    checkpoints.require_tokens(model, max(map(max, texts)), "this call")
 
 
 def losses_at_end(

@@ -36,8 +36,14 @@ class Loading:
     def load(self, model: str) -> tuple[Any, Any, list[str]]:
         from rope_eval.data.text import python_library, read_texts
         from rope_eval.sliding import in_blocks
-        from rope_ext.saving.checkpoints import load_model, load_tokenizer
+        from rope_ext.saving.checkpoints import (
+            load_config,
+            load_model,
+            load_tokenizer,
+            require_causal,
+        )
 
+        require_causal(model, load_config(model))
         texts = read_texts(self.text) if self.text else python_library("train")
         tokenizer = load_tokenizer(model)
         in_blocks()

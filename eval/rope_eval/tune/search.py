@@ -245,6 +245,7 @@ def search(
         with patched(model, _method(given, first._replace(start=start), factor), **given.arguments):
             pass
     samples = _samples(tokenizer, fitness.read(text), rope, given)
+    fitness.require_tokens(model, samples)
     # Without `iterations`, so that a finished search can go on with more of them.
     settings = {name: value for name, value in vars(given).items() if name != "iterations"}
     settings["start"] = given.start and method_to_json(cast("YaRN", given.start))

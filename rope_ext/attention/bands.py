@@ -84,7 +84,7 @@ def _of_row(call: Call, places: Places, row: int) -> tuple[Call, Places]:
         for band in call.bands
     ]
     mask = None if places.mask is None else of(places.mask, 4)
-    at = replace(places, query=of(places.query, 2), key=of(places.key, 2), mask=mask, made=None)
+    at = replace(places, query=of(places.query, 2), key=of(places.key, 2), mask=mask, visible=None)
     return replace(call, bands=bands), at
 
 
@@ -101,8 +101,8 @@ def _visible(call: Call, places: Places, rows: slice, counted: int | None) -> li
     ``counted``: number of keys up to the last query, if positions are consecutive.
     """
     name = rows.start, rows.stop, *(band.geometry for band in call.bands)
-    if places.made is not None and name in places.made:
-        return places.made[name]
+    if places.visible is not None and name in places.visible:
+        return places.visible[name]
     found = []
     for band in call.bands:
         keys = slice(0, places.key.shape[-1])
@@ -111,14 +111,14 @@ def _visible(call: Call, places: Places, rows: slice, counted: int | None) -> li
             room = keys.stop
             keys = extent(band.geometry, count, counted, call.start, room)
         seen: Tensor | None = places.sees(band.geometry, rows, keys)
-        if places.made is not None and seen.device.type == "cpu" and not is_compiling():
+        if places.visible is not None and seen.device.type == "cpu" and not is_compiling():
             index = seen.flatten(0, -2).any(0).nonzero()  # read once for all layers
             keys = slice(int(index[0]), int(index[-1]) + 1) if len(index) else slice(0, 0)
             seen = seen[..., keys]
             seen = None if bool(seen.all()) else seen
         found.append(_Visible(keys, seen))
-    if places.made is not None:
-        places.made[name] = found
+    if places.visible is not None:
+        places.visible[name] = found
     return found
 
 

@@ -151,7 +151,7 @@ class Places:
     mask: Tensor | None = None  # bool, broadcast to [batch, heads, queries, keys]; False hides
     # The last key that a query sees, [queries]: later ones are hidden even at the same position.
     newest: Tensor | None = None
-    made: dict[Any, Any] | None = None  # cache for visible keys, for calls with the same places
+    visible: dict[Any, Any] | None = None  # what queries see, for further calls with these places
 
     def sees(self, geometry: Geometry, queries: slice, keys: slice) -> Tensor:
         """Return which keys these queries see, ``[queries, keys]``, or by row and head."""

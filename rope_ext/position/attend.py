@@ -21,7 +21,7 @@ from rope_ext.position import direction, inputs, learned
 from rope_ext.position.forward import PositionForward
 from rope_ext.position.layers import LAYER
 from rope_ext.position.map import PositionMap
-from rope_ext.position.masks import BatchMask, shown
+from rope_ext.position.masks import BatchMask, StepKey, shown
 from rope_ext.position.paged import ARGUMENTS, PagedForward
 from rope_ext.position.tensors import WHY, Dense, Layer, Step
 from rope_ext.rotary.context import current, forward_context, run_eagerly
@@ -228,29 +228,32 @@ def _prepared(
     key = layer_call.key.to(value.dtype)
     if forward.traced:
         count = forward.tokens if forward.regular else None
-        step = forward.shared(("step", layer.number), lambda: Step(forward, layer))
+        steps = forward.shared.steps
+        if layer.number not in steps:
+            steps[layer.number] = Step(forward, layer)
+        step = steps[layer.number]
     else:  # layers with our own window may keep only the last tokens
         kept = layer.window is not None
         offset = max(0, forward.room - key.shape[2]) if kept else layer_call.mask.offset
         count = forward.room - offset
-        made = layer_call.mask.made
-        name = "step", layer.number, offset, forward.device, whole
-        if name not in made:
-            made[name] = Step(
-                forward=forward, layer=layer, offset=offset, mask=layer_call.mask, whole=whole
+        mask: BatchMask = layer_call.mask
+        key_of_step = StepKey(layer.number, offset, forward.device, whole)
+        if key_of_step not in mask.steps:
+            mask.steps[key_of_step] = Step(
+                forward=forward, layer=layer, offset=offset, mask=mask, whole=whole
             )
-        step = made[name]
+        step = mask.steps[key_of_step]
     if count is not None and count != key.shape[2]:  # a static cache has empty slots after these
         key = key[:, :, :count]
         value = value[:, :, :count]
     temperature = layer.map.learned_temperature
     if temperature is not None and layer.window is None:
-        t = forward.tempered
         dtype = wide(query)
-        growth = forward.shared(
-            ("growth", dtype), lambda: temperature.growth(t.double().clamp(min=0))
-        )
-        growth = growth[:, None, :, None].to(dtype)
+        growths = forward.shared.growths
+        if dtype not in growths:
+            t = forward.tempered.double().clamp(min=0)
+            growths[dtype] = temperature.growth(t)
+        growth = growths[dtype][:, None, :, None].to(dtype)
         query = getattr(layer_call.module, learned.TEMPERATURE)(query, growth)
     call = layer.adding(layer_call.call, forward.distances, query, forward.both)
     return _Prepared(step=step, query=query, key=key, value=value, call=call)
@@ -314,8 +317,7 @@ def _batch_mask(position_map: PositionMap, module: nn.Module, mask: Any) -> Batc
             mask.belong_to(forward)
         return mask
     if mask is not None and mask.ndim == 4:
-        key = "given mask", id(mask)  # shared by layers; the BatchMask keeps it alive
-        return forward.made.setdefault(key, BatchMask(forward, given=mask))
+        return forward.shared.given_masks.setdefault(id(mask), BatchMask(forward, given=mask))
     return BatchMask(forward)
 
 

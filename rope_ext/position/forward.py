@@ -8,13 +8,13 @@ forward, but the next forward with the same cache raises an error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -26,6 +26,9 @@ from rope_ext.rotary import context, hooks
 from rope_ext.rotary.context import NOTE, ForwardContext
 from rope_ext.rotary.masks import beginnings, goes_on, tokens_among
 from rope_ext.rotary.sites import RotarySite
+
+if TYPE_CHECKING:
+    from rope_ext.position.masks import BatchMask
 
 FEW = 16
 """Maximum number of queries whose logits on all slots are computed at once."""
@@ -155,6 +158,33 @@ def shorten(cache: Any, layers: Collection[int], window: int | None) -> None:
                 made.update(before.keys, before.values)
 
 
+_OfRotary = tuple[str, str | None]
+"""Name and layer type of a rotary module."""
+
+
+@dataclass(eq=False)
+class Shared:
+    """What the first layer of a forward computes for all of its layers."""
+
+    steps: dict[int, Any] = field(default_factory=dict)
+    """The Step of every layout of a traced forward; those of others are on their masks."""
+    embeddings: dict[_OfRotary, Any] = field(default_factory=dict)
+    """Outputs of rotary modules at the positions of stored keys."""
+    native: dict[_OfRotary, Any] = field(default_factory=dict)
+    """Outputs of rotary modules as trained, for layers that are not changed."""
+    growths: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    """By how much a learned temperature grows at every query, float64 ``[rows or 1, tokens]``."""
+    copies: dict[torch.device, PositionForward] = field(default_factory=dict)
+    """The forward on other devices."""
+    given_masks: dict[int, BatchMask] = field(default_factory=dict)
+    """Masks of the caller, by the id of their tensors, which they keep alive."""
+    computed: dict[nn.Module, Any] = field(default_factory=dict)
+    """Rotations of attention modules that compute their positions, until they attend."""
+    input: Tensor | None = None  # positions as vectors, [rows or 1, tokens, columns]
+    tempered: Tensor | None = None
+    distances: int | None = None
+
+
 class PositionForward(ForwardContext):
     """One forward of a decoder under a position map.
 
@@ -184,7 +214,7 @@ class PositionForward(ForwardContext):
         self.map: PositionMap = self.patch
         self.room: int = self.filled + self.tokens  # number of slots
         self.begins = isinstance(self.filled, int) and self.filled == 0
-        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
+        self.shared = Shared()
 
     def pad(self, mask: Tensor) -> None:
         """Record the padding from a mask ``[rows, slots]``, zero for slots without a token."""
@@ -400,12 +430,6 @@ class PositionForward(ForwardContext):
         origin = self.origin()
         return int(origin.amin()), int(origin.amax())
 
-    def shared(self, name: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` computes in the first layer, for all layers."""
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
-
     def slots(self) -> Tensor:
         """Indices of all slots, int64, ``[room]``."""
         return torch.arange(self.room, device=self.device)
@@ -433,7 +457,9 @@ class PositionForward(ForwardContext):
         """
         if not self.both:
             return self.query
-        return self.shared("tempered", self._last_seen)
+        if self.shared.tempered is None:
+            self.shared.tempered = self._last_seen()
+        return self.shared.tempered
 
     def _last_seen(self) -> Tensor:
         if self.shown is not None:
@@ -449,26 +475,30 @@ class PositionForward(ForwardContext):
         """Number of possible distances, from 0 on; positions of a first forward may jump."""
         if self.traced or not self.begins:
             return self.room
-        return self.shared("distances", lambda: max(self.room, int(self.key.amax()) + 1))
+        if self.shared.distances is None:
+            self.shared.distances = max(self.room, int(self.key.amax()) + 1)
+        return self.shared.distances
 
     def on(self, device: torch.device) -> PositionForward:
         """Return this forward for layers on another device, copied there once for all of them."""
         if self.device == device:
             return self
-        if device not in self.made:
-            self.made[device] = moved = copy.copy(self)
+        copies = self.shared.copies
+        if device not in copies:
+            copies[device] = moved = copy.copy(self)
             moved.query = self.query.to(device)
             moved.key = self.key.to(device)
             moved.padding = None if self.padding is None else self.padding.to(device)
             moved.device = device
-            moved.made = {"distances": self.distances}
-        return self.made[device]
+            moved.shared = Shared(distances=self.distances)
+        return copies[device]
 
     def embeddings(self, site: RotarySite, like: Any) -> Any:
         """Return the rotary module's output, ``like``, for the positions of stored keys."""
-        name = "embeddings", site.name, site.layer_type
-        if name in self.made:
-            return self.made[name]
+        name = (site.name, site.layer_type)
+        known = self.shared.embeddings
+        if name in known:
+            return known[name]
         t = self.query.double().clamp(min=0)
         stored = at(self.map.stored, t)
         phase = self.map.encoding.phase(t)
@@ -488,8 +518,8 @@ class PositionForward(ForwardContext):
             precise=self.map.precise,
             like=like,
         )
-        self.made[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
-        return self.made[name]
+        known[name] = once([made])[0] if isinstance(made, Tensor) else tuple(once([*made]))
+        return known[name]
 
 
 def _starts(documents: Tensor) -> Tensor:

@@ -64,17 +64,17 @@ def _enter(
     """Pre-hook of a decoder layer that changes its hidden states."""
     forward = forward_of(patch, layer, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
-    p = forward.made.get(INPUT)
+    p = forward.shared.input
     module = getattr(decoder, INPUT)  # peft may have wrapped it
     learning = torch.is_grad_enabled() and any(v.requires_grad for v in module.parameters())
     if p is None or (learning and not p.requires_grad):
         t = forward.query.clamp(min=0)
         # Checkpointing counts the tensors that a layer saves, and must not count shared ones.
-        shared = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with shared, torch.autocast(x.device.type, enabled=False):
+        uncounted = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with uncounted, torch.autocast(x.device.type, enabled=False):
             p = module(t, x.dtype)
         if current(patch) is forward:  # not when checkpointing reruns a layer
-            forward.made[INPUT] = p
+            forward.shared.input = p
     x = cast("InputEncoding", patch.encoding).join(x, p.to(x.device, x.dtype))
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
@@ -189,7 +189,7 @@ def rotated(
     forward: PositionForward, module: nn.Module, query: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotate an attention module's queries by their positions; returns them with the keys."""
-    rotation: _RotatingCache | None = forward.made.pop(module, None)
+    rotation: _RotatingCache | None = forward.shared.computed.pop(module, None)
     if rotation is None or (rotation.cache is not None) != rotation.updated:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to keys that it did not compute and cache itself, so "
@@ -208,7 +208,7 @@ def _before(
     inv_freq = patch.inv_freq(layout.site, z.device)
     wide = torch.float64 if patch.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
-    forward.made[module] = rotation
+    forward.shared.computed[module] = rotation
 
     def rotating(value: Any) -> Any:
         if not isinstance(value, Cache):

@@ -350,7 +350,7 @@ class Installed(context.Tracker):
         if native:
             given = site.loaded, site.scaling, self.map.precise, output
             made = hooks.rotation(site, positions, *given)
-            forward.made["native", site.name, site.layer_type] = made
+            forward.shared.native[site.name, site.layer_type] = made
         return forward.embeddings(site, output)
 
     @context.as_forward
@@ -380,8 +380,8 @@ class Installed(context.Tracker):
         ``place`` is the index of ``position_embeddings`` among the layer's arguments.
         """
         # By the mask, since gradient checkpointing reruns a layer when no forward is in progress.
-        made = inputs.forward_of(self.map, module, args, kwargs).made
-        native = made["native", site.name, site.layer_type]
+        forward = inputs.forward_of(self.map, module, args, kwargs)
+        native = forward.shared.native[site.name, site.layer_type]
         if "position_embeddings" in kwargs:
             return args, {**kwargs, "position_embeddings": native}
         return (*args[:place], native, *args[place + 1 :]), kwargs

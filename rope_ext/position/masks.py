@@ -11,7 +11,7 @@ correct but slow. Unrecognized packed documents raise an error, since their posi
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -87,6 +87,15 @@ def _is(function: Callable, *made_by: str) -> bool:
     return its and getattr(function, "__qualname__", "").startswith(made_by)
 
 
+class StepKey(NamedTuple):
+    """What the Step of a mask depends on."""
+
+    layout: int  # its number
+    offset: int  # slot of the first key
+    device: torch.device
+    whole: bool  # whether it has the attention weights of all queries
+
+
 class BatchMask:
     """The attention mask of one forward under a position map.
 
@@ -111,7 +120,12 @@ class BatchMask:
         self.valid: Tensor | None = None  # padding of all slots, [rows, slots]
         self.ready: Tensor | None = None  # the mask itself, for a single query
         self.plain = True  # whether it is causal, without documents
-        self.made: dict[Any, Any] = {}  # shared by all layers, keyed by the code that uses it
+        # Shared by all layers:
+        self.steps: dict[StepKey, Any] = {}
+        self.moved: dict[torch.device, Tensor] = {}  # the dense mask on other devices
+        self.runs_from: dict[int, list[runs.Run] | None] = {}  # by the first slot of the keys
+        # Masks of the requests in a row, by the number of their keys:
+        self.requests: dict[tuple[PositionForward, int], BatchMask] = {}
 
     @property
     def forward(self) -> PositionForward:
@@ -220,9 +234,9 @@ class BatchMask:
         """:attr:`dense` on the device of a layer, moved there once for all layers."""
         if self.dense is None or self.dense.device == device:
             return self.dense
-        if device not in self.made:
-            self.made[device] = self.dense.to(device)
-        return self.made[device]
+        if device not in self.moved:
+            self.moved[device] = self.dense.to(device)
+        return self.moved[device]
 
     @functools.cached_property
     def ahead(self) -> int:
@@ -256,14 +270,14 @@ class BatchMask:
 
     def runs(self, offset: int = 0) -> list[runs.Run] | None:
         """Split the keys from ``offset`` on into runs of consecutive tokens."""
-        if ("runs", offset) not in self.made:
+        if offset not in self.runs_from:
             forward = self.forward
             documents = self.forward.documents
             sequences = forward.real().long() - 1 if documents is None else documents
             keys = forward.key[:, offset:], sequences[:, offset:]
             new = keys[0].shape[1] - forward.tokens
-            self.made["runs", offset] = runs.runs(*keys, forward.rows, new)
-        return self.made["runs", offset]
+            self.runs_from[offset] = runs.runs(*keys, forward.rows, new)
+        return self.runs_from[offset]
 
 
 def shown(mask: Tensor) -> Tensor:

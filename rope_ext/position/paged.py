@@ -81,9 +81,10 @@ class PagedForward(PositionForward):
 
     def mask_of(self, row: BatchMask, request: PositionForward, keys: int) -> BatchMask:
         """Return the mask of a request that sees its last ``keys`` tokens, once for all layers."""
-        if (request, keys) not in row.made:
-            row.made[request, keys] = row.of_request(request, keys)
-        return row.made[request, keys]
+        known = row.requests
+        if (request, keys) not in known:
+            known[request, keys] = row.of_request(request, keys)
+        return known[request, keys]
 
 
 def initialize(attention: Any, named: str, original: Any, *args: Any, **kwargs: Any) -> Any:

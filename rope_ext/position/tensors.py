@@ -476,5 +476,5 @@ class Step:
             )
             if self.seen is not None:  # a mask decides alone, also about later slots
                 made = replace(made, mask=self.seen, newest=None)
-            self._places = replace(made, made={})
+            self._places = replace(made, visible={})
         return self._places

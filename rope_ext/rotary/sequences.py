@@ -45,7 +45,7 @@ class Started:
     lengths: Tensor
     room: int  # number of tokens in the whole batch including padding, as counted by a cache
     begun: bool = True  # whether every row has a token
-    made: Tables = field(default_factory=dict)  # for these lengths
+    tables: Tables = field(default_factory=dict)  # for these lengths
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Packed:
     """The documents of a forward that starts several in one row."""
 
     lengths: Tensor  # of every token's document, [rows, tokens]
-    made: Tables = field(default_factory=dict)  # for these lengths
+    tables: Tables = field(default_factory=dict)  # for these lengths
 
 
 @dataclass(eq=False)
@@ -200,15 +200,15 @@ class Sequences(context.Tracker):
         key = (site.name, site.layer_type, t.device, dtype)
         # Made even if this forward uses others: with the cache that stores them, later forwards of
         # its sequences reuse them, including graphs.
-        made = forward.started.made
-        if key not in made:
-            made[key] = self._table(site, forward.started.lengths[:, None], t.device, dtype)
+        tables = forward.started.tables
+        if key not in tables:
+            tables[key] = self._table(site, forward.started.lengths[:, None], t.device, dtype)
         packed = forward.packed
         if packed is None or packed.lengths.shape[1] != t.shape[-1]:
-            return made[key]
-        if key not in packed.made:
-            packed.made[key] = self._table(site, packed.lengths, t.device, dtype)
-        return packed.made[key]
+            return tables[key]
+        if key not in packed.tables:
+            packed.tables[key] = self._table(site, packed.lengths, t.device, dtype)
+        return packed.tables[key]
 
     def _table(
         self, site: RotarySite, lengths: Tensor, device: torch.device, dtype: torch.dtype

@@ -37,7 +37,6 @@ class Installed(context.Tracker):
         generates: bool = False,
     ) -> None:
         name = position_map.method.name
-        encoding = position_map.encoding
         self.patch = self.map = position_map
         self._config = text_config(decoder)
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
@@ -49,13 +48,7 @@ class Installed(context.Tracker):
         sites = list(position_map.frequencies)
         layouts = layers.find_layouts(decoder, sites, position_map.instead)
         rotated = {module: layout for module, layout in layouts.items() if layout is not None}
-        within = [m for m, one in rotated.items() if position_map.include_sliding or not one.local]
-        if not within:
-            raise UnsupportedModelError(
-                f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited "
-                f"window only, so {name} cannot lengthen its reach; pass "
-                f"sliding_layers='scale' to change positions within the window all the same"
-            )
+        within = self._within_reach(decoder, rotated)
         self.mapped = _chosen(decoder, within, position_map)
         self.both = self._direction(decoder, [rotated[module] for module in self.mapped], generates)
         kept = [module for module in rotated if module not in self.mapped]
@@ -68,37 +61,79 @@ class Installed(context.Tracker):
         self._short = [*map(_number, kept)]
         self.notes = self._notes(within, len(rotated) - len(within), follow)
         self._put_layers(decoder, layouts, kept, changes)
-        kept = [] if follow else kept
+        kept_sites: set[RotarySite] = set()
+        if not follow:
+            self._keep_rotations(decoder, kept, rotated, changes)
+            kept_sites = {rotated[module].site for module in kept}
+        self._find_reruns(list(layouts), sites, changes)
+        for site in sites:
+            hook = partial(self.rotate, site, site in kept_sites)
+            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
+        self.track(decoder, changes)
+        self._attend(changes)
+        self._enter(decoder, rotated, changes)
+
+    def _within_reach(
+        self, decoder: nn.Module, rotated: dict[nn.Module, layers.Layout]
+    ) -> list[nn.Module]:
+        """Return the attention modules whose positions the map may change."""
+        follow = self.map.include_sliding
+        within = [module for module, layout in rotated.items() if follow or not layout.local]
+        if not within:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: every layer with a rotary embedding sees a limited "
+                f"window only, so {self.map.method.name} cannot lengthen its reach; pass "
+                f"sliding_layers='scale' to change positions within the window all the same"
+            )
+        return within
+
+    def _keep_rotations(
+        self,
+        decoder: nn.Module,
+        kept: list[nn.Module],
+        rotated: dict[nn.Module, layers.Layout],
+        changes: Changes,
+    ) -> None:
+        """Give unchanged layers the rotation as it was trained."""
         for module in kept:
             names = context.parameters(type(module))
-            site = rotated[module].site
             if "position_embeddings" not in names:
                 raise UnsupportedModelError(
                     f"{type(decoder).__name__}: {type(module).__name__} takes no "
                     f"position_embeddings, so it cannot be kept as it was beside patched layers; "
                     f"use sliding_layers='scale', and patch every layer"
                 )
-            hook = partial(self.keep, site, names.index("position_embeddings"))
+            place = names.index("position_embeddings")
+            hook = partial(self.keep, rotated[module].site, place)
             changes.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _find_reruns(
+        self, modules: list[nn.Module], sites: list[RotarySite], changes: Changes
+    ) -> None:
+        """Let attention modules that rotate by themselves find the forward of a rerun."""
         rotary = {site.module for site in sites}
-        for module in layouts:
-            if not rotary.isdisjoint(module.modules()):  # it rotates by itself
+        for module in modules:
+            if not rotary.isdisjoint(module.modules()):
                 before = module.register_forward_pre_hook(self.enter_again, with_kwargs=True)
                 after = module.register_forward_hook(self.leave_again, always_call=True)
                 changes += [before.remove, after.remove]
-        kept_sites = {rotated[module].site for module in kept}
-        for site in sites:
-            hook = partial(self.rotate, site, site in kept_sites)
-            changes.append(site.module.register_forward_hook(hook, with_kwargs=True).remove)
-        self.track(decoder, changes)
+
+    def _attend(self, changes: Changes) -> None:
+        """Make the decoder use our attention function."""
         changes.append(self._give_back)
         self._before = self._config._attn_implementation_internal
         self._config._attn_implementation_internal = NAME  # the public name sets sub-configurations
+
+    def _enter(
+        self, decoder: nn.Module, rotated: dict[nn.Module, layers.Layout], changes: Changes
+    ) -> None:
+        """Attach encodings that change hidden states, or compute positions from them."""
+        encoding = self.map.encoding
         if encoding.entered:
-            self.notes.append(inputs.enter(decoder, position_map, changes))
+            self.notes.append(inputs.enter(decoder, self.map, changes))
         if encoding.computes_positions():
             mapped = {module: rotated[module] for module in self.mapped}
-            inputs.enter_heads(decoder, position_map, mapped, changes)
+            inputs.enter_heads(decoder, self.map, mapped, changes)
 
     def _direction(self, decoder: nn.Module, layouts: list[layers.Layout], generates: bool) -> bool:
         """Return whether the patched layers read the text in both directions, or raise."""
@@ -268,34 +303,40 @@ class Installed(context.Tracker):
                 raise self._not_continued()
             context.forward_context.stack.append(self._row(cache, given))
             return
-        mask = context.mask_of_decoder(given.get("attention_mask"))
-        made = mask if isinstance(mask, BatchMask) else None
-        padding: Any = mask if made is None else made.padding
-        dimensions = padding.ndim if isinstance(padding, Tensor) else 0
-        first = self.map.method.start_tokens
-        if dimensions == 4 and first and given.get("position_ids") is None:
-            raise UnsupportedModelError(
-                f"start_tokens of {name} are the first tokens of each text, which a mask of four "
-                f"axes does not tell; give position_ids, too, or a mask of two axes"
-            )
         filled = 0 if cache is None else int(cache.get_seq_length())
         if both and filled:
             raise self._not_continued()
         if cache is not None and filled:
             require_known(cache, self.map)
-        elif cache is not None:
-            shorten(cache, self._short, self.map.window)
-        forward = PositionForward(self.map, *context.shape_of(given), filled, cache, False)
+        rows, tokens = context.shape_of(given)
+        forward = PositionForward(
+            patch=self.map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
+        )
         forward.weights = bool(given.get("output_attentions"))
         forward.both = both
         forward.edges = given.get("cu_seq_lens_q") if both else None
-        if dimensions == 2:
-            forward.pad(padding)
-        elif dimensions == 4:
-            forward.show(shown(padding))
-        if made is not None:  # documents are known before positions are counted
-            made.belong_to(forward)
+        self._read_mask(forward, given)
+        if cache is not None and not filled:
+            shorten(cache, self._short, self.map.window)
         context.forward_context.stack.append(forward)
+
+    def _read_mask(self, forward: PositionForward, given: dict[str, Any]) -> None:
+        """Record the padding, or the mask of four axes, that a decoder was called with."""
+        mask = context.mask_of_decoder(given.get("attention_mask"))
+        of_transformers = mask if isinstance(mask, BatchMask) else None
+        tensor: Any = mask if of_transformers is None else of_transformers.padding
+        axes = tensor.ndim if isinstance(tensor, Tensor) else 0
+        if axes == 4 and self.map.method.start_tokens and given.get("position_ids") is None:
+            raise UnsupportedModelError(
+                f"start_tokens of {self.map.method.name} are the first tokens of each text, which "
+                f"a mask of four axes does not tell; give position_ids, too, or a mask of two axes"
+            )
+        if axes == 2:
+            forward.pad(tensor)
+        elif axes == 4:
+            forward.show(shown(tensor))
+        if of_transformers is not None:  # documents are known before positions are counted
+            of_transformers.belong_to(forward)
 
     def _not_continued(self) -> CacheError:
         return CacheError(

@@ -357,6 +357,7 @@ def test_serve_refuses_what_it_cannot_serve_before_loading(checkpoint: Path) -> 
                 "another --port",
             ),
             ([str(checkpoint), "--port", "70000"], "--port"),
+            ([str(checkpoint), "--host", "no.such.host.invalid"], "--host"),
             ([str(checkpoint), "--dtype", "float7"], "--dtype"),
             ([str(checkpoint), "--device", "foo"], "--device"),
         ):

@@ -1,5 +1,6 @@
 """transformers' OpenAI-compatible server, ``transformers serve``, with a patched model."""
 
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -95,8 +96,19 @@ def _require_free(host: str, port: int) -> None:
         raise OptionError(f"--port {port} is not valid; it must be between 1 and 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        socket.getaddrinfo(host, port, family)
         socket.create_server((host, port), family=family).close()
+    except socket.gaierror as error:
+        raise LoadError(
+            f"there is no host {host!r} ({error.strerror}); give --host localhost, or an address "
+            f"of this machine"
+        ) from None
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise LoadError(
+                f"{host} is not an address of this machine; give --host localhost, or 0.0.0.0 for "
+                f"all of its addresses"
+            ) from None
         raise LoadError(
             f"the server cannot listen on {host}:{port} ({error.strerror}); choose another --port"
         ) from None

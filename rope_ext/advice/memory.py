@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rope_ext.errors import OptionError, RopeExtError, UnsupportedModelError, first_line
 from rope_ext.patching import current_patch, unpatch
 from rope_ext.quoting import Printed
+from rope_ext.rotary.context import as_argument, caches_in
 from rope_ext.saving.folder import Given, read_saved
 
 GROUP = 64  # values of transformers' quantized caches that share a scale and a zero point
@@ -159,9 +160,8 @@ def _prefilled(model: Any, live: Live, shape: tuple[int, int], last: int) -> Any
         for part in (ids[:, last:], ids[:, :last]):
             live.peak = live.live  # keep the last chunk's peak: it attends to the most tokens
             if part.shape[1]:
-                output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                cache = output.past_key_values
-                del output
+                options = {"use_cache": True, "logits_to_keep": 1}
+                [cache] = caches_in(model(part, **as_argument(model, cache), **options))
     return cache
 
 

@@ -200,10 +200,17 @@ def caches_in(output: Any) -> list[Any]:
     """Return the caches in a decoder's output, including one that the decoder created."""
     found = []
     for part in output if isinstance(output, tuple) else (output,):
-        cache = getattr(part, "past_key_values", getattr(part, "cache", part))
+        # transformers 5.24 warns if the older name is read.
+        newer = hasattr(part, "cache")
+        cache = part.cache if newer else getattr(part, "past_key_values", part)
         if hasattr(cache, "get_seq_length"):
             found.append(cache)
     return found
+
+
+def as_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """Return a cache as the keyword argument that this version of transformers has for it."""
+    return {"cache" if "cache" in parameters(type(model)) else "past_key_values": cache}
 
 
 @functools.cache

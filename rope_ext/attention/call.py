@@ -138,8 +138,8 @@ def by_distance(bias: Tensor, first: int, queries: int, keys: int) -> Tensor:
     ``first``: entry of ``bias`` for the first query and the first key. Each query has the previous
     query's numbers, shifted by one key, so they are copied instead of looked up.
     """
-    apart = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
-    return bias[:, apart.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)
+    distance = torch.arange(first + queries - 1, first - keys, -1, device=bias.device)
+    return bias[:, distance.clamp(0, bias.shape[1] - 1)].unfold(1, keys, 1).flip(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +167,8 @@ class Places:
 
     def biased(self, bias: Tensor, queries: slice, keys: slice, ahead: int = 0) -> Tensor:
         """Look up a :class:`Call`'s ``bias`` by distance, ``[heads, queries, keys]``, or by row."""
-        apart = self.query[..., queries, None] - self.key[..., None, keys] + ahead
-        found = bias[:, apart.clamp(0, bias.shape[1] - 1)]
+        distance = self.query[..., queries, None] - self.key[..., None, keys] + ahead
+        found = bias[:, distance.clamp(0, bias.shape[1] - 1)]
         return found.movedim(1, 0) if found.dim() == 4 else found
 
     @classmethod

@@ -65,16 +65,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         at = extent(band.geometry, queries, keys, call.start)
         if (count := at.stop - at.start) == 0:
             continue
-        mask = apart = None  # all keys are visible; entry in ``bias`` of the first key and query
+        mask = shift = None  # all keys are visible; entry in ``bias`` of the first key and query
         if queries > 1:
             ends = queries, count, call.start + keys - queries, call.start + at.start
             mask = block_mask_of(band.geometry, *ends, query.device)
         if call.bias is not None:
             first = keys - queries - at.start + call.ahead
-            apart = torch.full((), first, device=query.device)
+            shift = torch.full((), first, device=query.device)
         k = key.narrow(2, at.start, count)
         v = value.narrow(2, at.start, count)
-        parts.append((k, v, band.query, part_of(band.key, at), mask, apart))
+        parts.append((k, v, band.query, part_of(band.key, at), mask, shift))
     if not parts:
         return value.new_zeros(batch, heads, queries, value.shape[-1])
     cap = None if call.softcap is None else query.new_full((), call.softcap, dtype=torch.float32)
@@ -115,7 +115,7 @@ def _attend(
     outs = []
     logs = []
     kernel_options: Any = {x: int(y) for x, y in (one.split("=") for one in options.split())}
-    for key, value, of_query, of_key, mask, apart in parts:
+    for key, value, of_query, of_key, mask, shift in parts:
 
         def changed(
             score: Tensor,
@@ -123,12 +123,12 @@ def _attend(
             head: Tensor,
             row: Tensor,
             column: Tensor,
-            apart: Tensor | None = apart,
+            shift: Tensor | None = shift,
         ) -> Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
-            if bias is not None and apart is not None:
-                entry = (apart + row - column).clamp(0, bias.shape[1] - 1)
+            if bias is not None and shift is not None:
+                entry = (shift + row - column).clamp(0, bias.shape[1] - 1)
                 score = score + bias[head, entry]
             return score
 

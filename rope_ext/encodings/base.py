@@ -49,16 +49,16 @@ class Block:
     @property
     def distance(self) -> Tensor:
         """Tokens from each query to each key, in the dtype of ``content``; 0 for later keys."""
-        apart = self.query_at[:, None] - self.key_at
-        return apart.clamp(min=0).to(self.content.dtype)
+        distance = self.query_at[:, None] - self.key_at
+        return distance.clamp(min=0).to(self.content.dtype)
 
     def row_of(self, table: Tensor, ahead: int = 0) -> Tensor:
         """The row of each distance in a table, whose last row is for all larger distances.
 
         Its first ``ahead`` rows are for later keys, farthest first.
         """
-        apart = self.query_at[:, None] - self.key_at
-        return (apart + ahead).clamp(0, table.shape[-2] - 1)
+        distance = self.query_at[:, None] - self.key_at
+        return (distance + ahead).clamp(0, table.shape[-2] - 1)
 
     def by_tables(self, of_query: Tensor, of_key: Tensor | None = None, ahead: int = 0) -> Tensor:
         """``<q_i, k_j> + <q_i, of_query[d]> + <k_j, of_key[d]>`` for a distance ``d = i - j``.

@@ -47,33 +47,35 @@ COUNTED = (
 class CachedKeys:
     """Metadata of the keys in a cache; the same for all rows, so that rows can be reordered."""
 
-    patch: tuple[Any, ...]  # must match to continue the cache
+    rotated_by: tuple[Any, ...]  # the map's key, which must match to continue the cache
     counted: int | None = None  # slots up to which tokens are consecutive; None: all
-    apart: bool = False  # whether rows may have padding between tokens
+    gaps: bool = False  # whether rows may have padding between tokens
     # lowest and highest slot of a row's first token; None: not read, or a row has only padding
     origins: tuple[int, int] | None = None
 
 
-def require_known(cache: Cache, patch: PositionMap) -> None:
+def require_known(cache: Cache, position_map: PositionMap) -> None:
     """Raise CacheError unless a cache can be continued."""
     filled = int(cache.get_seq_length())
     keys = getattr(cache, NOTE, None)
     if not filled:
         return
-    if keys is None or keys.patch != patch.key:
+    if keys is None or keys.rotated_by != position_map.key:
         raise CacheError(
-            f"this cache was started before the model was patched with {patch.key[0]} (or by "
-            f"prefix tuning), so its keys carry other rotations; start with an empty cache, or use "
-            f"a frequency method such as 'yarn'"
+            f"this cache was started before the model was patched with {position_map.key[0]} "
+            f"(or by prefix tuning), so its keys carry other rotations; start with an empty cache, "
+            f"or use a frequency method such as 'yarn'"
         )
     if keys.counted is not None and filled > keys.counted:
         raise CacheError(
             f"the position ids of the tokens in this cache did not count one by one, so "
-            f"{patch.method.name} cannot continue it; start with an empty cache"
+            f"{position_map.method.name} cannot continue it; start with an empty cache"
         )
 
 
-def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> PositionForward | None:
+def in_cache(
+    position_map: PositionMap, cache: Any, rows: int, tokens: int
+) -> PositionForward | None:
     """Create a traced forward of new tokens after those in a cache, if tensors can express it."""
     filled = 0
     room = tokens
@@ -87,7 +89,7 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
             length = cache.get_seq_length()
             if not isinstance(length, int) or length > 0:
                 return None
-        elif keys is not None and (keys.patch != patch.key or keys.counted is not None):
+        elif keys is not None and (keys.rotated_by != position_map.key or keys.counted is not None):
             return None
         else:
             layer = static[0]  # which keeps every token
@@ -97,7 +99,7 @@ def in_cache(patch: PositionMap, cache: Any, rows: int, tokens: int) -> Position
             elif layer.is_initialized:
                 torch._assert_async(layer.cumulative_length == 0, context.UNKNOWN)
     forward = PositionForward(
-        patch=patch, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=True
+        patched_by=position_map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=True
     )
     forward.room = room
     return forward
@@ -199,7 +201,7 @@ class PositionForward(ForwardContext):
     regular = False  # whether a graph may assume tokens 0, 1, 2, ... of one sequence in every row
     located = False  # whether ``query`` and ``key`` are set
     reads = False  # whether values may be read
-    apart = False  # whether there may be padding between the tokens of a row
+    gaps = False  # whether there may be padding between the tokens of a row
     weights = False  # whether it returns attention weights
     again = False  # whether gradient checkpointing reruns one of its layers
     both = False  # whether queries see later keys
@@ -211,7 +213,7 @@ class PositionForward(ForwardContext):
     shown: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.map: PositionMap = self.patch
+        self.map: PositionMap = self.patched_by
         self.room: int = self.filled + self.tokens  # number of slots
         self.begins = isinstance(self.filled, int) and self.filled == 0
         self.shared = Shared()
@@ -233,7 +235,7 @@ class PositionForward(ForwardContext):
         seen = mask[..., : self.room].expand(self.rows, -1, self.tokens, -1)
         tokens = tokens_among(seen, self.filled)
         known: CachedKeys | None = getattr(self.cache, NOTE, None)
-        if not self.begins and known is not None and known.origins == (0, 0) and not known.apart:
+        if not self.begins and known is not None and known.origins == (0, 0) and not known.gaps:
             # Cached tokens without padding still count where the mask hides them, as a window does.
             cached = tokens[:, : self.filled]
             tokens = torch.cat((cached.any(1, True).expand_as(cached), tokens[:, self.filled :]), 1)
@@ -262,7 +264,7 @@ class PositionForward(ForwardContext):
             return
         self.located = True
         self.device = positions.device
-        self.apart = getattr(getattr(self.cache, NOTE, None), "apart", False)
+        self.gaps = getattr(getattr(self.cache, NOTE, None), "gaps", False)
         self.reads = self._may_read()
         if self.padding is not None:
             self.padding = self.padding.to(self.device)
@@ -277,7 +279,7 @@ class PositionForward(ForwardContext):
             self._continue(positions)
         if self.reads and self.padding is not None:  # kernels of decoding take positions for slots
             together = self.counted() == self.slots() - self.origin()
-            self.apart = not bool((together | ~self.real()).all())
+            self.gaps = not bool((together | ~self.real()).all())
         if self.cache is not None:
             self.note(self.cache)
 
@@ -289,7 +291,7 @@ class PositionForward(ForwardContext):
         if self.traced:
             return False
         decodes = not self.begins and self.tokens <= FEW
-        without = decodes and self.shown is None and not self.apart
+        without = decodes and self.shown is None and not self.gaps
         return not without or self.device.type == "cpu"
 
     def _checked(self, positions: Tensor) -> Tensor:
@@ -414,12 +416,12 @@ class PositionForward(ForwardContext):
             # has compared them. But several tokens may begin in a cache that was reset, so rows may
             # begin elsewhere. Steps of decoding change nothing, or the second would recompile.
             if known is None or (self.tokens > 1 and known.origins is not None):
-                setattr(cache, NOTE, CachedKeys(self.map.key, None, self.apart))
+                setattr(cache, NOTE, CachedKeys(self.map.key, None, self.gaps))
             return
         behind = not self.begins and self.shown is None
         counts = behind or not self.reads or bool(self._counts())
         origins = self._origins() if self.reads or known is None else known.origins
-        new = CachedKeys(self.map.key, None if counts else self.filled, self.apart, origins)
+        new = CachedKeys(self.map.key, None if counts else self.filled, self.gaps, origins)
         if getattr(cache, NOTE, None) != new:
             setattr(cache, NOTE, new)
 

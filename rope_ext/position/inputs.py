@@ -29,9 +29,9 @@ from rope_ext.rotary.sites import run, size, vocabulary_of
 from rope_ext.rotary.swapping import Changes
 
 
-def enter(decoder: nn.Module, patch: PositionMap, changes: Changes) -> str:
+def enter(decoder: nn.Module, position_map: PositionMap, changes: Changes) -> str:
     """Install an input encoding on ``decoder``; returns a sentence for ``describe``."""
-    encoding = cast("InputEncoding", patch.encoding)
+    encoding = cast("InputEncoding", position_map.encoding)
     layers = _layers(decoder)
     where = encoding.entered
     if isinstance(where, int) and where > len(layers):
@@ -47,10 +47,10 @@ def enter(decoder: nn.Module, patch: PositionMap, changes: Changes) -> str:
     elif isinstance(where, int):
         entered = [layers[-where]]
         what = f"the first of the last {where} layers"
-    columns, size = _measured(decoder, layers[0], patch)
-    module = InputPositions(encoding, columns, size, patch.rope, layers[0])
+    columns, size = _measured(decoder, layers[0], position_map)
+    module = InputPositions(encoding, columns, size, position_map.rope, layers[0])
     put(decoder, INPUT, module, changes)
-    hook = partial(_enter, decoder, patch)
+    hook = partial(_enter, decoder, position_map)
     for layer in entered:
         changes.append(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
     times = "" if module.factor is None else f", times {float(module.factor):.3g}"
@@ -59,10 +59,10 @@ def enter(decoder: nn.Module, patch: PositionMap, changes: Changes) -> str:
 
 @run_eagerly()
 def _enter(
-    decoder: nn.Module, patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
+    decoder: nn.Module, position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """Pre-hook of a decoder layer that changes its hidden states."""
-    forward = forward_of(patch, layer, args, kwargs)
+    forward = forward_of(position_map, layer, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     p = forward.shared.input
     module = getattr(decoder, INPUT)  # peft may have wrapped it
@@ -73,25 +73,27 @@ def _enter(
         uncounted = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with uncounted, torch.autocast(x.device.type, enabled=False):
             p = module(t, x.dtype)
-        if current(patch) is forward:  # not when checkpointing reruns a layer
+        if current(position_map) is forward:  # not when checkpointing reruns a layer
             forward.shared.input = p
-    x = cast("InputEncoding", patch.encoding).join(x, p.to(x.device, x.dtype))
+    x = cast("InputEncoding", position_map.encoding).join(x, p.to(x.device, x.dtype))
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
 
-def forward_of(patch: PositionMap, layer: nn.Module, args: tuple, kwargs: dict) -> PositionForward:
+def forward_of(
+    position_map: PositionMap, layer: nn.Module, args: tuple, kwargs: dict
+) -> PositionForward:
     """Return the forward that a layer call with these arguments belongs to."""
     masks = (one for one in (*args, *kwargs.values()) if isinstance(one, BatchMask))
-    forward = next((mask.owner for mask in masks if mask.owner is not None), current(patch))
+    forward = next((mask.owner for mask in masks if mask.owner is not None), current(position_map))
     if forward is None or not forward.located:
-        raise run_by_itself(patch, layer)
+        raise run_by_itself(position_map, layer)
     return forward
 
 
-def run_by_itself(patch: PositionMap, module: nn.Module) -> UnsupportedModelError:
+def run_by_itself(position_map: PositionMap, module: nn.Module) -> UnsupportedModelError:
     """Return the error of a module that runs without a forward that its tokens belong to."""
     return UnsupportedModelError(
-        f"{type(module).__name__} was run by itself under {patch.method.name}, or again by "
+        f"{type(module).__name__} was run by itself under {position_map.method.name}, or again by "
         f"gradient checkpointing with a mask of your own, so the positions of its tokens are not "
         f"known; call the whole model itself, without that mask or without checkpointing"
     )
@@ -108,12 +110,12 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=lambda module: sum(map(size, module.parameters()))))
 
 
-def _measured(decoder: nn.Module, first: nn.Module, patch: PositionMap) -> tuple[int, float]:
+def _measured(decoder: nn.Module, first: nn.Module, position_map: PositionMap) -> tuple[int, float]:
     """Measure columns and root mean square of the first layer's input, for some tokens."""
     seen = []
 
     def look(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        if getattr(current(patch), "located", False):
+        if getattr(current(position_map), "located", False):
             seen.append(args[0] if args else kwargs.get("hidden_states"))
 
     vocabulary = vocabulary_of(decoder).num_embeddings
@@ -127,17 +129,20 @@ def _measured(decoder: nn.Module, first: nn.Module, patch: PositionMap) -> tuple
     if not isinstance(x, Tensor) or x.shape[:-1] != (1, count):
         raise UnsupportedModelError(
             f"{type(decoder).__name__}: its first layer does not get hidden states of "
-            f"[rows, tokens, columns] whose positions are known, so {patch.method.name} "
+            f"[rows, tokens, columns] whose positions are known, so {position_map.method.name} "
             f"cannot be put in front of it; use an encoding in the attention, such as 'alibi'"
         )
     return x.shape[-1], float(x.double().square().mean().sqrt())
 
 
 def enter_heads(
-    decoder: nn.Module, patch: PositionMap, layouts: Mapping[nn.Module, Layout], changes: Changes
+    decoder: nn.Module,
+    position_map: PositionMap,
+    layouts: Mapping[nn.Module, Layout],
+    changes: Changes,
 ) -> None:
     """Make attention modules compute positions, and verify that these can rotate their keys."""
-    encoding = patch.encoding
+    encoding = position_map.encoding
     for module, layout in layouts.items():
         if layout.inputs is None:
             raise UnsupportedModelError(
@@ -146,7 +151,7 @@ def enter_heads(
             )
         own = HeadPositions(encoding, layout.inputs, layout.key_heads, module)
         put(module, POSITIONS, own, changes)
-        before = partial(_before, patch, layout)
+        before = partial(_before, position_map, layout)
         changes.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     run(decoder, torch.arange(4, device="cpu")[None], use_cache=True)
 
@@ -200,13 +205,13 @@ def rotated(
 
 @run_eagerly()
 def _before(
-    patch: PositionMap, layout: Layout, module: nn.Module, args: tuple, kwargs: dict
+    position_map: PositionMap, layout: Layout, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    forward = forward_of(patch, module, args, kwargs)
+    forward = forward_of(position_map, module, args, kwargs)
     x = args[0] if args else kwargs["hidden_states"]
     z = getattr(module, POSITIONS)(x, forward.query.clamp(min=0))  # peft may have wrapped it
-    inv_freq = patch.inv_freq(layout.site, z.device)
-    wide = torch.float64 if patch.precise else z.dtype
+    inv_freq = position_map.inv_freq(layout.site, z.device)
+    wide = torch.float64 if position_map.precise else z.dtype
     rotation = _RotatingCache(layout.pairs, z.to(wide).unsqueeze(-1) * inv_freq.to(wide))
     forward.shared.computed[module] = rotation
 

@@ -37,7 +37,7 @@ class Installed(context.Tracker):
         generates: bool = False,
     ) -> None:
         name = position_map.method.name
-        self.patch = self.map = position_map
+        self.patched_by = self.map = position_map
         self._config = text_config(decoder)
         if getattr(self._config, "output_attentions", False):  # only allowed with "eager"
             raise OptionError(
@@ -310,7 +310,7 @@ class Installed(context.Tracker):
             require_known(cache, self.map)
         rows, tokens = context.shape_of(given)
         forward = PositionForward(
-            patch=self.map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
+            patched_by=self.map, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
         )
         forward.weights = bool(given.get("output_attentions"))
         forward.both = both
@@ -428,10 +428,12 @@ class Installed(context.Tracker):
         return (*args[:place], native, *args[place + 1 :]), kwargs
 
 
-def _chosen(decoder: nn.Module, modules: list[nn.Module], patch: PositionMap) -> list[nn.Module]:
+def _chosen(
+    decoder: nn.Module, modules: list[nn.Module], position_map: PositionMap
+) -> list[nn.Module]:
     """Return the attention modules that ``layers=`` or, by default, the encoding selects."""
-    layers = patch.layers
-    encoding = patch.encoding
+    layers = position_map.layers
+    encoding = position_map.encoding
     family = type(decoder).__name__
     known = {number for number in map(_number, modules) if number >= 0}
     if layers is None:
@@ -449,7 +451,7 @@ def _chosen(decoder: nn.Module, modules: list[nn.Module], patch: PositionMap) ->
         shown = layers if isinstance(layers, str) else list(layers)
         absent = ", ".join(map(str, sorted(wanted - known))) or "none of them"
         choose = "choose among these (sliding layers with sliding_layers='scale')"
-        if patch.layers is None:
+        if position_map.layers is None:
             choose = (
                 "choose every= and start= that meet only these, or patch with 'nope' and layers="
             )

@@ -59,7 +59,12 @@ class PagedForward(PositionForward):
                 continue
             filled = first[start]
             request = PositionForward(
-                patch=self.map, rows=1, tokens=end - start, filled=filled, cache=None, traced=False
+                patched_by=self.map,
+                rows=1,
+                tokens=end - start,
+                filled=filled,
+                cache=None,
+                traced=False,
             )
             request.locate(self.query[:, start:end])
             self.requests.append((slice(start, end), request))

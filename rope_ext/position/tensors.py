@@ -29,7 +29,7 @@ WHY = (
     "a position method compiles whole where the cache is empty or a StaticCache, without "
     "gradients through padding; see docs/limits.md"
 )
-APART = (
+GAPS = (
     "there is padding between the tokens of a row, where a position method in tensors would look "
     "for near keys in the wrong places; pad on the left (padding_side='left' of the tokenizer)"
 )
@@ -332,15 +332,15 @@ class Step:
         forward = self.forward
         dtype = wide(query)
         reach = forward.map.reach
-        apart = forward.distances if forward.begins else forward.tokens
-        if reach is not None and apart > reach:
+        span = forward.distances if forward.begins else forward.tokens
+        if reach is not None and span > reach:
             # Float64 represents the factors of a decay at this distance from their origin.
             query = query.double()
             key = key.double()
             dtype = torch.float64
-            if apart > Decay.MOST_REACHES * reach:
+            if span > Decay.MOST_REACHES * reach:
                 raise UnsupportedModelError(
-                    f"positions of one forward lie {apart} tokens apart, too far for the decay of "
+                    f"positions of one forward lie {span} tokens apart, too far for the decay of "
                     f"{forward.map.named}; give it position ids that are at most "
                     f"{Decay.MOST_REACHES * reach} apart"
                 )
@@ -354,7 +354,7 @@ class Step:
             return False
         if forward.tokens > FEW or self.seen is not None or forward.map.kernel == "reference":
             return False
-        if forward.both or forward.apart:
+        if forward.both or forward.gaps:
             return False
         if call.scores is not None or forward.map.reach is not None:
             return False
@@ -372,8 +372,8 @@ class Step:
         t = forward.query
         origin = forward.origin()
         if forward.padding is not None and not forward.reads:  # otherwise `locate` checked it
-            apart = (forward.slots() - origin != forward.key) & forward.real()
-            torch._assert_async(~apart.any(), APART)
+            gaps = (forward.slots() - origin != forward.key) & forward.real()
+            torch._assert_async(~gaps.any(), GAPS)
         filled = forward.filled
         if isinstance(filled, int):  # filled on the device, without a copy
             filled = torch.full((1,), filled, device=forward.device)

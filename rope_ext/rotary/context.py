@@ -31,14 +31,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REROTATING_PRESSES = ("KeyRerotationPress", "FinchPress")  # these read inv_freq themselves
 NOTE = "_rope_ext"
-"""Cache attribute with metadata of its keys for the next forward; ``patch`` computed them."""
+"""Cache attribute with metadata of its keys for the next forward, and ``rotated_by`` what."""
 
 
 @dataclass(eq=False)
 class ForwardContext:
     """One forward of a decoder."""
 
-    patch: Any  # its position map or ``Sequences``
+    patched_by: Any  # its position map or ``Sequences``
     rows: int
     tokens: int  # in each row
     filled: Any  # tokens already in the cache; a 0-d tensor if a graph runs steps of a static cache
@@ -78,10 +78,10 @@ def attending(decoder: nn.Module, name: str, look: Callable[..., None]) -> Itera
         forward_context.look = before
 
 
-def current(patch: Any) -> Any:
-    """Return this thread's innermost forward in progress under ``patch``, or None."""
+def current(patched_by: Any) -> Any:
+    """Return this thread's innermost forward in progress that is ``patched_by`` this, or None."""
     for context in reversed(forward_context.stack):
-        if context.patch is patch:
+        if context.patched_by is patched_by:
             return context
     return None
 
@@ -97,7 +97,7 @@ def as_forward(hook: _Function) -> _Function:
 
     @functools.wraps(hook)
     def run(self: Any, *args: Any) -> Any:
-        forward = current(self.patch)
+        forward = current(self.patched_by)
         traced = forward is not None and forward.traced
         return hook(self, *args) if traced else eagerly(self, *args)
 
@@ -107,12 +107,12 @@ def as_forward(hook: _Function) -> _Function:
 class Tracker:
     """Hooks that keep a decoder's forward on the stack of its thread from begin to end.
 
-    ``patch`` is that of its forwards. A subclass defines ``trace``, which returns a traced forward,
-    or None if tensors cannot express it; ``start``, which then puts one on the stack whose values
-    can be read; and ``finish``, which records a forward on caches.
+    ``patched_by`` is that of its forwards. A subclass defines ``trace``, which returns a traced
+    forward, or None if tensors cannot express it; ``start``, which then puts one on the stack whose
+    values can be read; and ``finish``, which records a forward on caches.
     """
 
-    patch: Any
+    patched_by: Any
     trace: Callable[[dict[str, Any]], ForwardContext | None]
     start: Callable[[dict[str, Any]], None]
     finish: Callable[[Any, Any], None]
@@ -129,7 +129,7 @@ class Tracker:
         A forward that ``begin`` has put on the stack runs once. One that Ctrl-C has ended is still
         there and has run, so it is not taken for this one.
         """
-        forward = current(self.patch)
+        forward = current(self.patched_by)
         if forward is None or forward.running:
             return decoder(*args, **kwargs)
         forward.running = True
@@ -144,7 +144,7 @@ class Tracker:
         """Decoder pre-hook: starts a forward, and returns other arguments if it needs them."""
         stack = forward_context.stack
         if stack and not torch.compiler.is_compiling():  # as _forgetting, also if an export fails
-            stack[:] = [x for x in stack if not x.exported and x.patch is not self.patch]
+            stack[:] = [x for x in stack if not x.exported and x.patched_by is not self.patched_by]
         given = arguments(decoder, args, kwargs)
         forward = None
         if self.traceable() and not is_paged(given) and not _runs_layers_again(decoder):
@@ -157,7 +157,7 @@ class Tracker:
     @as_forward
     def end(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Decoder hook: ends a forward, also after an error."""
-        forward = current(self.patch)
+        forward = current(self.patched_by)
         if forward is not None:  # else an error was raised before it started
             forward_context.stack.remove(forward)
             self.finish(forward, output)

@@ -39,7 +39,7 @@ class Started:
     It is stored on the cache, whose rows must keep their order, as in ``generate``.
     """
 
-    patch: FrequencyMethod  # the method
+    rotated_by: FrequencyMethod
     # number of tokens that each row's frequencies are computed for, [rows], on the CPU; 0 for rows
     # with only padding so far. One row if all are equal
     lengths: Tensor
@@ -60,7 +60,7 @@ class Packed:
 class Request:
     """A call of ``generate`` in progress, on the stack of its thread."""
 
-    patch: object  # ``requests`` of a Sequences
+    patched_by: object  # ``requests`` of a Sequences
     room: int | None = None  # planned number of tokens, including padding; None: not known
     guided: bool = False  # whether guidance runs further forwards
     due: bool = False  # whether the next forward is its own, not a streamer's or criterion's
@@ -93,7 +93,7 @@ class SequenceForward(context.ForwardContext):
         if self.traced:  # a graph cannot tell whether there are several documents
             torch._assert_async((of_row > 0).all(), _EMPTY)
             self.packed = Packed(lengths)
-            return Started(self.patch.method, of_row.cpu(), self.tokens)
+            return Started(self.patched_by.method, of_row.cpu(), self.tokens)
         packed = ((lengths != of_row[:, None]) & (lengths > 0)).any()
         # Read them once, since it synchronizes with the device.
         *of_row, packed = torch.cat((of_row, packed.view(1))).tolist()
@@ -113,7 +113,7 @@ class SequenceForward(context.ForwardContext):
             room = max(room, old.room)
         if bool((of_row == of_row[0]).all()):
             of_row = of_row[:1]  # one set of frequencies for all rows
-        return Started(self.patch.method, of_row, room, begun=bool((of_row > 0).all()))
+        return Started(self.patched_by.method, of_row, room, begun=bool((of_row > 0).all()))
 
     def _by_row(self, positions: Tensor) -> Tensor:
         """Return position ids on one axis, ``[rows, tokens]``."""
@@ -178,7 +178,7 @@ class Sequences(context.Tracker):
         wrap(place.model, "_prepare_cache_for_generation", self.plan, changes)
 
     @property
-    def patch(self) -> Any:
+    def patched_by(self) -> Any:
         return self
 
     @context.as_forward
@@ -240,7 +240,7 @@ class Sequences(context.Tracker):
             filled = 0
         if isinstance(filled, Tensor) or filled:
             stored = getattr(cache, context.NOTE, None)
-            if stored is None or stored.patch is not self.method or not stored.begun:
+            if stored is None or stored.rotated_by is not self.method or not stored.begun:
                 return None
             if len(stored.lengths) not in (1, rows):
                 return None
@@ -251,7 +251,7 @@ class Sequences(context.Tracker):
         elif context.current(self.requests) is not None:
             return None  # the lengths of its sequences have to be read
         forward = SequenceForward(
-            patch=self, rows=rows, tokens=tokens, filled=0, cache=None, traced=True
+            patched_by=self, rows=rows, tokens=tokens, filled=0, cache=None, traced=True
         )
         forward.started = stored
         forward.mask = given.get("attention_mask")
@@ -272,7 +272,7 @@ class Sequences(context.Tracker):
         cache = context.cache_among(given)
         filled = 0 if cache is None else int(cache.get_seq_length())
         forward = SequenceForward(
-            patch=self, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
+            patched_by=self, rows=rows, tokens=tokens, filled=filled, cache=cache, traced=False
         )
         forward.mask = given.get("attention_mask")
         request = context.current(self.requests)
@@ -290,7 +290,7 @@ class Sequences(context.Tracker):
         Warns once if a sequence has become longer than its frequencies are computed for.
         """
         stored = getattr(cache, context.NOTE, None)
-        if stored is None or stored.patch != self.method:
+        if stored is None or stored.rotated_by != self.method:
             raise CacheError(
                 f"this cache was started before the patch with {self.method} (or by prefix tuning) "
                 f"and lacks its sequences' lengths; start with an empty cache, or {self.cure}"

@@ -143,7 +143,8 @@ class Bench:
 
     def train(self, name: str, steps: int) -> Path:
         """Train an adapter for ``steps``; 0 makes one step with a learning rate of 0."""
-        run, made = self.output / f"{name}-{steps}", OPERATIONS[name]
+        run = self.output / f"{name}-{steps}"
+        made = OPERATIONS[name]
         if (run / "rope_ext.json").exists():
             return run
         length = self.length if made.trained_rows else 2 * self.length
@@ -169,7 +170,8 @@ class Bench:
             c: ``c`` of DroPE; 0 for no temperature.
             tune: evaluate training text, at the longest length only.
         """
-        run, method = self.output / f"{name}-{steps}", OPERATIONS[name].method
+        run = self.output / f"{name}-{steps}"
+        method = OPERATIONS[name].method
         options: dict[str, dict[str, Any]] = {}
         if c:  # the adapter was trained without RoPE, and DroPE has none either
             method = "drope"
@@ -291,7 +293,8 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--trials", type=int, default=4, help="number of passkeys at each of five depths")
     add("--output", type=Path, help="default: runs/surgery/NAME")
     args, more = parser.parse_known_args(given)
-    names, mistakes = args.only.split(","), Mistakes()
+    names = args.only.split(",")
+    mistakes = Mistakes()
     for name in names:
         if name not in OPERATIONS:
             known = ", ".join(OPERATIONS)

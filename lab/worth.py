@@ -60,7 +60,8 @@ class Study:
 
     def training(self, factor: int, arm: str, seed: int) -> list[str]:
         """The command that trains one adapter."""
-        folder, target = self.adapter(factor, arm, seed), self.trained * factor
+        folder = self.adapter(factor, arm, seed)
+        target = self.trained * factor
         row = self.row if arm == "pose" else target
         rows = max(1, self.step_tokens // row)
         steps = max(1, self.tokens // (rows * row))
@@ -80,7 +81,8 @@ class Study:
 
     def measurements(self, factor: int, adapter: Path | None) -> Iterator[list[str]]:
         """The commands that measure one adapter; None: the model without and with YaRN."""
-        twice, target = 2 * self.trained, min(4, factor) * self.trained
+        twice = 2 * self.trained
+        target = min(4, factor) * self.trained
         folder = self.output / f"untrained-{factor}x" if adapter is None else adapter
         inside, beyond = self.documents
         long = f"{twice},{target}" if target > twice else str(target)

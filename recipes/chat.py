@@ -63,7 +63,8 @@ def _conversation(row: Mapping[str, Any]) -> dict[str, Any]:
         system = [{"from": "system", "value": given["system"]}] if given.get("system") else []
         return {"messages": _messages([*system, *given["conversations"]]), "first": 0, **more}
     if "completion" in given:
-        prompt, completion = given["prompt"], given["completion"]
+        prompt = given["prompt"]
+        completion = given["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"prompt": prompt, "completion": completion}
         before = _messages(prompt)
@@ -222,7 +223,8 @@ class _Conversations:
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         if "completion" in row:
             return self._completion(row["prompt"], row["completion"])
-        messages, first = row["messages"], row["first"]
+        messages = row["messages"]
+        first = row["first"]
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, which messages need; save it with one, or "
@@ -291,7 +293,8 @@ class _Conversations:
         ids, scored = self._in_spans(
             prompt + completion, [(len(prompt), len(prompt) + len(completion))]
         )
-        head, end = list(beginning(self.tokenizer)), self.tokenizer.eos_token_id
+        head = list(beginning(self.tokenizer))
+        end = self.tokenizer.eos_token_id
         if ids[: len(head)] != head:
             ids, scored = head + ids, [False] * len(head) + scored
         if end is not None and ids[-1:] != [end]:

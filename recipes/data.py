@@ -29,7 +29,8 @@ PYTHON_LIBRARY = "python-library"
 """Name of the dataset made of the Python standard library, which needs no download."""
 
 IGNORED = -100  # label without a loss, as in torch and transformers
-_LOOKED_AT, _ENOUGH = 1024, 16  # documents sampled from a stream: at most, and long ones needed
+_LOOKED_AT = 1024  # most documents sampled from a stream
+_ENOUGH = 16  # long documents after which sampling stops
 _ROWS = 100  # rows packed at once; on average, half a row is dropped
 
 
@@ -263,7 +264,8 @@ class Bookend:
         whole = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]])
         head, tail = np.asarray(self.head, np.int32), np.asarray(self.tail, np.int32)
         inner = self.length - len(head) - len(tail)
-        rows, at = [], 0
+        rows = []
+        at = 0
         while True:
             if len(head) and np.array_equal(whole[at : at + len(head)], head):
                 at += len(head)
@@ -366,7 +368,8 @@ def rows(
         made = source(data, tokenizer, pack, minimum=minimum, seed=seed, tokenize=tokenize)
         return Stream([made], [1.0], seed), first_contents(data, files)
     tokenize = tokenize or Tokenize(tokenizer)
-    minimum, longest = max(minimum, pack.shortest), getattr(pack, "longest", None)
+    minimum = max(minimum, pack.shortest)
+    longest = getattr(pack, "longest", None)
     problems = [each for each in data[PROBLEM] if each] if PROBLEM in data.column_names else []
     numbers = {"tokens": Value("int64"), "digest": Value("int64")}
     columns = [name for name in ("input_ids", "scored") if name in tokenize.names]

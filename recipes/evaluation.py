@@ -40,7 +40,9 @@ def held_out(
     Raises:
         DataError: there are not enough documents.
     """
-    tokenize, kept, read = Tokenize(tokenizer), [], 0
+    tokenize = Tokenize(tokenizer)
+    kept = []
+    read = 0
     for batch in documents.iter(_READ):
         tokens = tokenize({"text": batch["text"]})["input_ids"]
         for ids in tokens:

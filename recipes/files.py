@@ -48,7 +48,8 @@ class Listing:
     hidden: int = 0
 
     def __str__(self) -> str:
-        others, left_out = sum(self.skipped.values()), []
+        others = sum(self.skipped.values())
+        left_out = []
         if others:
             kinds = " ".join(sorted(suffix or "none" for suffix in self.skipped))
             left_out.append(f"{others:,} with other suffixes: {kinds}")

@@ -133,12 +133,14 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     check_together(recipe, args, mistakes)
     with mistakes.collected():
         check_output(recipe, args)
-    config, tokenizer = None, None
+    config = None
+    tokenizer = None
     if recipe.model is not None:
         with mistakes.collected():
             config = load_config(recipe.model)
             tokenizer = load_tokenizer(recipe.model)
-    buildable, target = not mistakes, 0
+    buildable = not mistakes
+    target = 0
     if config is not None and recipe.length is not None:
         with mistakes.collected():
             _check_parallelism(recipe, args, config)
@@ -153,7 +155,8 @@ def check(recipe: Recipe, args: Any, mistakes: Mistakes | None = None) -> Plan:
     if tokenizer is not None and uses_chat(recipe):
         with mistakes.collected():
             require_template(tokenizer)
-    cases, length = [], recipe.eval_length or target
+    cases = []
+    length = recipe.eval_length or target
     if length and args.eval_strategy != "no" and tokenizer is not None:
         with mistakes.collected():
             cases = evaluation.passkeys(tokenizer, length, recipe.eval_passkeys)
@@ -215,7 +218,8 @@ def _check_ulysses(recipe: Recipe, args: Any, sp_size: int) -> None:
 
 def _check_length(recipe: Recipe, config: Any) -> int:
     """Check that rows of the given length can train for the target; returns it in tokens."""
-    method, scheme = method_of(recipe), scheme_of(recipe)
+    method = method_of(recipe)
+    scheme = scheme_of(recipe)
     bare = _bare(replace(recipe, attn=None, dtype="float32"), config, meta=True)
     trained, target = lengths(recipe, bare)
     if scheme == "mixed_windows":
@@ -473,7 +477,8 @@ class LongTrainer(Trainer):
     """
 
     def __init__(self, recipe: Recipe, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
-        self.recipe, self.plan = recipe, plan
+        self.recipe = recipe
+        self.plan = plan
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -632,7 +637,8 @@ def set_temperature_rate(model: Any, optimizer: torch.optim.Optimizer, recipe: R
     scales = [p for n, p in named if p.requires_grad and f".{TEMPERATURE}." in n]
     if not scales:
         return
-    groups, moved = optimizer.param_groups, set(map(id, scales))
+    groups = optimizer.param_groups
+    moved = set(map(id, scales))
     options = {**groups[0], "params": scales, "lr": recipe.temperature_lr, "weight_decay": 0.0}
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in moved]
@@ -685,7 +691,8 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     Raises:
         DataError: data cannot be read, or does not fill a row.
     """
-    tokenizer, given = plan.tokenizer, parts(recipe)
+    tokenizer = plan.tokenizer
+    given = parts(recipe)
     times = positions.DOCUMENT if recipe.positions == "pose_released" else 1
     packs = [
         data.packer(
@@ -717,7 +724,8 @@ def read(recipe: Recipe, args: TrainingArguments, plan: Plan) -> Data:
     if args.eval_strategy != "no":
         apart = texts[0]
         if recipe.eval_dataset is not None:
-            name, split = recipe.eval_dataset, recipe.eval_split
+            name = recipe.eval_dataset
+            split = recipe.eval_split
             apart = data.documents(
                 name, split=split, column=recipe.text_column, streaming=True, strict=strict
             )
@@ -787,10 +795,13 @@ class Steps(TrainerCallback):
     """Tells how much there is to train, and sets the epoch of the collator."""
 
     def __init__(self, collator: data.Collator) -> None:
-        self.collator, self.tokens, self.batches = collator, 0, 0  # tokens of a step
+        self.collator = collator
+        self.tokens = 0  # of a step
+        self.batches = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        steps, self.begun = state.max_steps - state.global_step, time.monotonic()
+        steps = state.max_steps - state.global_step
+        self.begun = time.monotonic()
         self.batches = steps * args.gradient_accumulation_steps
         tell(f"{steps:,} steps of {self.tokens:,} tokens")
 

@@ -60,7 +60,10 @@ from rope_ext.errors import Mistakes, OptionError, RopeExtError, is_path
 from rope_ext.saving.checkpoints import trained_length
 
 BLOCK = 64  # 4-bit weights per quantization constant (QLoRA, arXiv 2305.14314, section 3)
-_FULL, _BYTE, _HALF = 4.0, 1 + 4 / 256, 0.5 + 4 / 128  # with a scale for each block of states
+# Bytes of an optimizer state, with a scale for each block of states.
+_FULL = 4.0
+_BYTE = 1 + 4 / 256
+_HALF = 0.5 + 4 / 128
 _SMALL = 4096  # parameters with fewer values keep states in float32
 STATES: dict[str, tuple[int, float]] = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), (2, _FULL)),
@@ -173,7 +176,8 @@ def step_peaks(
                     originals = model(input_ids=short, **OPTIONS).hidden_states
                 loss = loss + distance(model, short, originals)
                 del originals
-        forward, live.peak = live.peak, live.live
+        forward = live.peak
+        live.peak = live.live
         loss.backward()
     return forward, live.peak
 
@@ -239,7 +243,8 @@ def need(recipe: finetune.Recipe, args: Any, config: PreTrainedConfig) -> Need:
     whole = max((p.nbytes for p in packed), default=0)
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rows, width = args.per_device_train_batch_size, 2 if args.bf16 else 4
+    rows = args.per_device_train_batch_size
+    width = 2 if args.bf16 else 4
 
     def step(length: int, sharded: bool) -> float:
         skeleton = finetune.build(recipe, config, meta=True)
@@ -397,7 +402,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", help="hidden=4096,layers=32,... instead of the recipe's model")
     options, more = parser.parse_known_args(argv)
     try:
-        mistakes, config = Mistakes(), None
+        mistakes = Mistakes()
+        config = None
         mistakes.add_all(
             out_of_range(vars(options), {"devices": at_least(1), "card": POSITIVE}).values()
         )

@@ -29,7 +29,8 @@ from rope_ext.saving.folder import read_saved
 
 COMPARED = 64  # tokens beyond the trained length whose logits are compared
 # Relative to the largest logit. Merging changes the order of additions; reloading changes nothing.
-_MERGED, _RELOADED = 1e-4, 1e-6
+_MERGED = 1e-4
+_RELOADED = 1e-6
 
 
 def load(adapter: Path) -> Any:

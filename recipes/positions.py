@@ -119,7 +119,8 @@ class CREAM:
     sigma: float = 3.0
 
     def __call__(self, ids: Sequence[int], rng: random.Random) -> Drawn:
-        length, scale = len(ids), self.target / len(ids)
+        length = len(ids)
+        scale = self.target / len(ids)
         third = length // 3
         ends = third if rng.random() < 0.5 else min(int(4 * scale), third)
         middle = length - 2 * ends

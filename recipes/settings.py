@@ -48,8 +48,10 @@ from rope_ext.saving.drafts import draft_of
 
 NONE = "none"
 ALL_LINEAR = "all-linear"
-SKIP, STOP = "skip", "stop"
-TEXT, CHAT = "text", "chat"
+SKIP = "skip"
+STOP = "stop"
+TEXT = "text"
+CHAT = "chat"
 FORMATS = (TEXT, CHAT)
 MIXED_ROWS = ("chunked", "bookended")
 ROWS = ("packed", "document", *MIXED_ROWS)
@@ -281,7 +283,8 @@ def derive(values: dict[str, Any], typed: set[str]) -> None:
     Raises:
         RopeExtError: the trained length is not known, or a value is given twice.
     """
-    rows, target = values["rows_per_step"], values["target_length"]
+    rows = values["rows_per_step"]
+    target = values["target_length"]
     if rows is not None:
         if values["gradient_accumulation_steps"] != 1:
             raise OptionError(
@@ -375,7 +378,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
         for key, _ in node.value:
-            name, line = self.construct_object(key, deep=True), key.start_mark.line + 1
+            name = self.construct_object(key, deep=True)
+            line = key.start_mark.line + 1
             if name in lines:
                 raise yaml.YAMLError(
                     f"{name!r} is given twice, in lines {lines[name]} and {line}; remove one of "
@@ -647,7 +651,9 @@ def _of_attention(recipe: Recipe) -> Iterator[str]:
 
 def _of_rows(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about incompatible settings of the data and rows."""
-    scheme, kinds, masking = scheme_of(recipe), {recipe.rows}, recipe.document_masking
+    scheme = scheme_of(recipe)
+    kinds = {recipe.rows}
+    masking = recipe.document_masking
     yield from _not_among("positions", recipe.positions, POSITIONS)
     yield from _not_among("rows", recipe.rows, ROWS)
     yield from _of_chat(recipe, args)
@@ -737,7 +743,8 @@ def _of_chat(recipe: Recipe, args: Any) -> Iterator[str]:
 
 def _of_masking(recipe: Recipe, args: Any) -> Iterator[str]:
     """Errors about packed documents that would attend to each other, or whose mask is too large."""
-    rows, size = args.per_device_train_batch_size, mask_bytes(recipe, args, recipe.length)
+    rows = args.per_device_train_batch_size
+    size = mask_bytes(recipe, args, recipe.length)
     asked = "--document_masking" if recipe.document_masking else "--positions mixed_windows"
     if size > _LARGEST_MASK:
         yield (
@@ -925,7 +932,8 @@ def decisive(recipe: Recipe, args: TrainingArguments) -> dict[str, Any]:
 
 def check_output(recipe: Recipe, args: TrainingArguments) -> None:
     """Determine where to resume; raise OptionError if the directory belongs to another run."""
-    folder, asked = Path(args.output_dir), args.resume_from_checkpoint
+    folder = Path(args.output_dir)
+    asked = args.resume_from_checkpoint
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "cannot be written to" if there.is_dir() else "is not a directory"

@@ -82,7 +82,8 @@ class Source:
         turn, number = (at["turn"], at["number"]) if at else (0, 0)
         place = at["place"] if at else None
         while True:
-            documents, before = self._shuffled(turn), number
+            documents = self._shuffled(turn)
+            before = number
             if place is not None:
                 documents.load_state_dict(place)
             reading = iter(documents)
@@ -99,7 +100,8 @@ class Source:
                     f"documents of at least {self.minimum} tokens do not fill a row of "
                     f"{self.pack.length} tokens; use more data or a smaller --length"
                 )
-            turn, place = turn + 1, None
+            turn += 1
+            place = None
 
     def _shuffled(self, turn: int) -> IterableDataset:
         """Shuffle the order of files in each pass. A shuffle buffer would not be checkpointed."""
@@ -160,7 +162,8 @@ class _Reader:
             self._next = 0
             self._marks.append((self._count, begun))
         row = self._rows[self._next]
-        self._next, self._count = self._next + 1, self._count + 1
+        self._next += 1
+        self._count += 1
         return row
 
     def state(self, given: int) -> dict[str, Any]:
@@ -182,7 +185,8 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __init__(self, sources: Sequence[Source], shares: Sequence[float], seed: int) -> None:
         super().__init__()
-        self.sources, self.seed = list(sources), seed
+        self.sources = list(sources)
+        self.seed = seed
         self.bounds = np.cumsum(shares)[:-1]
         self._start: Mapping[str, Any] | None = None
         self._readers: list[_Reader] = []

@@ -70,7 +70,8 @@ def search(model: Model, length: Target, output: Path, **options: Any) -> None:
         import rope_ext
         from rope_eval.tune.search import check_output, summary
 
-        tokens, given = parse_length(length), read_options(SearchOptions, options)
+        tokens = parse_length(length)
+        given = read_options(SearchOptions, options)
         SearchOptions(target_length=tokens, **given)  # reports mistakes before loading weights
         check_output(output)
         how = Loading(**read_options(Loading, options))
@@ -118,7 +119,8 @@ def calibrate(
         from rope_ext.methods import method_class
         from rope_ext.saving.checkpoints import resolve_device
 
-        tokens, names = parse_length(length), split(methods)
+        tokens = parse_length(length)
+        names = split(methods)
         given = read_options(CalibrationOptions, options)
         CalibrationOptions(target_length=tokens, **given)  # reports mistakes before loading weights
         for name in names:
@@ -218,7 +220,8 @@ def verify(
     from rope_ext.saving.checkpoints import load_config
 
     longest = None if length is None else parse_length(length)
-    server, engine = engine, engine or "llama.cpp"
+    server = engine
+    engine = engine or "llama.cpp"
     if longest is not None and longest < 2:
         raise OptionError(f"--length {length} is not valid; it must be at least 2")
     if url is not None:
@@ -232,7 +235,8 @@ def verify(
             f"--engine {engine!r} cannot be run here; use one of {', '.join(RUN_HERE)}, or run "
             f"with --write FOLDER, serve that folder, then run with --url http://HOST:PORT"
         )
-    method, arguments = asked.build(), asked.arguments()
+    method = asked.build()
+    arguments = asked.arguments()
     miniature = verifying.Miniature.from_config(load_config(asked.model), method, **arguments)
     if write is not None:
         commands, refusals = verifying.write(miniature, write)
@@ -250,9 +254,11 @@ def verify(
         if url is None:
             tolerance = tolerance or verifying.TOLERANCE
             given = "" if as_saved else flags
-            run, where = verifying.in_process(miniature, engine, Path(folder), given), engine
+            run = verifying.in_process(miniature, engine, Path(folder), given)
+            where = engine
         else:
-            run, where = verifying.endpoint(url, served_model_name), url
+            run = verifying.endpoint(url, served_model_name)
+            where = url
         found = verifying.verify(miniature, run, where, longest, tolerance, factor_error)
     show(found)
     for note in found.notes:

@@ -50,7 +50,8 @@ class TaskOptions:
 
 def command_for(name: str, words: Sequence[str]) -> TyperCommand:
     """The command ``eval``, whose tasks are among ``words``, or ``compare``, with its options."""
-    tasks, more = COMPARED, {}
+    tasks = COMPARED
+    more = {}
     if name == "eval":
         asked = [b for a, b in pairwise(words) if a in ("--tasks", "--task")]
         asked += [word.removeprefix("--tasks=") for word in words if word.startswith("--tasks=")]
@@ -63,7 +64,8 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
         others = [one for one in names if one not in all_tasks()]
         tasks = [one for one in names if one not in others]
         if others:  # of lm-evaluation-harness
-            tasks, more = [*tasks, Harness.name], {"harness_tasks": ",".join(others)}
+            tasks = [*tasks, Harness.name]
+            more = {"harness_tasks": ",".join(others)}
     classes = chosen([*tasks, *EMBEDDED] if name == "compare" else tasks)
     _refuse_shared(classes)
 
@@ -72,7 +74,8 @@ def command_for(name: str, words: Sequence[str]) -> TyperCommand:
 
         words = [word for word in models or () if name == "compare" or not _names_tasks(word)]
         defaults = COMPARE if name == "compare" else {}
-        given, own = settings(words, typed, **defaults), dict[str, Any]()
+        given = settings(words, typed, **defaults)
+        own = dict[str, Any]()
         for cls in classes:
             own = read_options(cls, typed | more) | own
         evaluate(given, build(_compared(given, own) if name == "compare" else tasks, own))

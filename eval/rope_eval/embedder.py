@@ -58,9 +58,12 @@ class Recipe:
         modules = _read(model, MODULES)
         if modules is None:
             return cls(model)
-        pooling, dense, normalized = "mean", [], False
+        pooling = "mean"
+        dense = []
+        normalized = False
         for module in modules:
-            kind, path = str(module["type"]).rpartition(".")[2], module["path"]
+            kind = str(module["type"]).rpartition(".")[2]
+            path = module["path"]
             if kind == "Pooling":
                 pooling = _pooling(model, path)
             elif kind == "Dense":
@@ -158,7 +161,8 @@ class Embedder:
 
         Shorter rows are padded on the right, with an attention mask.
         """
-        device, width = self.model.device, max(map(len, rows))
+        device = self.model.device
+        width = max(map(len, rows))
         ids = torch.zeros((len(rows), width), dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(rows):

@@ -197,7 +197,9 @@ class Log:
     """
 
     def __init__(self, path: Path, header: bytes, cure: str) -> None:
-        self.path, self.header, self.cure = path, header, cure
+        self.path = path
+        self.header = header
+        self.cure = cure
 
     def open(self) -> None:
         """Start the log, or remove the unfinished last line of an existing one."""

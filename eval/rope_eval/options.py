@@ -49,8 +49,11 @@ def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
 def check_options(options: Any) -> None:
     """Raise OptionError for a whole number that is too low, or a word that is not a valid one."""
     for field in option_fields(type(options)):
-        value, kind = getattr(options, field.name), _type(type(options), field)
-        least, words, wrong = field.metadata["least"], typing.get_args(kind), ""
+        value = getattr(options, field.name)
+        kind = _type(type(options), field)
+        least = field.metadata["least"]
+        words = typing.get_args(kind)
+        wrong = ""
         several = value if isinstance(value, tuple) else (value,)
         if kind is int and any(type(one) is not int or one < least for one in several):
             wrong = f"a whole number of at least {least}"
@@ -124,7 +127,9 @@ def read_options(cls: type, typed: Mapping[str, Any]) -> dict[str, Any]:
 def _typer_parameter(cls: type, field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Let typer parse a number or one of several words, and leave text for ``read``."""
     kind = str if field.metadata["read"] else _type(cls, field)
-    default, help, repeated = field.default, field.metadata["help"], field.metadata["repeat"]
+    default = field.default
+    help = field.metadata["help"]
+    repeated = field.metadata["repeat"]
     if repeated or (repeated is None and isinstance(default, tuple)):
         kind = list[kind]
     elif type(default) in (int, float, str) and default != "" and "default" not in help.lower():

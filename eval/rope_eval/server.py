@@ -82,7 +82,8 @@ def require_url(url: str, example: str) -> None:
         address = urlsplit(url)
         port = address.port  # raises ValueError for a number that is no port
     except ValueError:
-        address, port = urlsplit(""), None
+        address = urlsplit("")
+        port = None
     if address.username is not None or "@" in address.netloc or address.query or address.fragment:
         raise OptionError(
             f"--url {shown_url(url)!r} holds a password or query, which reports would show; leave "

@@ -38,7 +38,8 @@ def attend(
     ahead = 0 if getattr(module, "is_causal", True) else sliding_window
     parts = []
     for start in range(0, count, BLOCK):
-        stop, first = min(count, start + BLOCK), max(0, start - sliding_window)
+        stop = min(count, start + BLOCK)
+        first = max(0, start - sliding_window)
         last = min(count, stop + ahead)
         tensors = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
         seen = attention_mask[:, :, start:stop, first:last]

@@ -40,7 +40,8 @@ def bands(
     """The kernel's arguments for a method; in decoding, keys are cached if possible."""
     rotation = functools.partial(_rotation, columns=columns)
     at = torch.arange(keys, dtype=torch.float32, device=device)
-    own, key = rotation(at[-queries:]), rotation(at)
+    own = rotation(at[-queries:])
+    key = rotation(at)
     far = rotation(torch.full((1,), float(window), device=device))
     if variant == "rerope":
         return [
@@ -116,7 +117,9 @@ def attend(
     kernel: str = "auto",
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the variant once."""
-    queries, keys, columns = query.shape[2], key.shape[2], query.shape[-1]
+    queries = query.shape[2]
+    keys = key.shape[2]
+    columns = query.shape[-1]
     if variant == NATIVE:
         made = _rotation(torch.arange(keys, device=query.device), columns)
         tables = [torch.cat((t, t), dim=-1).to(query.dtype) for t in made]

@@ -78,9 +78,11 @@ class Unseen:
         windows: int,
         prompts: int,
     ) -> None:
-        self.model, self.length = model, length
+        self.model = model
+        self.length = length
         rows = windows_of(tokenizer, texts, length, windows, SEED, "--windows asks for more")
-        trained, first = model.config.max_position_embeddings, beginning(tokenizer)
+        trained = model.config.max_position_embeddings
+        first = beginning(tokenizer)
         self.rows = rows
         self.inside = [tuple(cut(window, trained, first)) for window in rows.windows]
         self.prompts = prompts_of(tokenizer, [length], prompts, rows.windows, SEED)
@@ -124,7 +126,8 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
     model = AutoModelForCausalLM.from_pretrained(BOX / checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
     seen, other = texts_of(checkpoint)
-    length, began = parse_length(args.length), time.monotonic()
+    length = parse_length(args.length)
+    began = time.monotonic()
     method = "yarn" if name == SEARCH else name
     found = rope_ext.calibrate(
         model,
@@ -150,7 +153,8 @@ def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, A
             iterations=1,
         )
     else:
-        before, after = found.best.published, found.method
+        before = found.best.published
+        after = found.method
     minutes = (time.monotonic() - began) / 60
     unseen = Unseen(model, tokenizer, other, length, args.windows, args.prompts)
     cell = measured(unseen, before, after)

@@ -19,7 +19,9 @@ import rope_ext
 from lab.benchmarks.measuring import NATIVE, Measured, of_same_weights, ratios
 from rope_ext.command.terminal import tell
 
-HEADS, COLUMNS, STEPS = 8, 32, 4
+HEADS = 8
+COLUMNS = 32
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def measure(
 @torch.inference_mode()
 def _steps(model: nn.Module, ids: torch.Tensor, rounds: int, backend: str) -> Callable[[], None]:
     """A function that decodes :data:`STEPS` tokens after the prompt; compiled with a backend."""
-    step, cache = model, DynamicCache(config=model.config)
+    step = model
+    cache = DynamicCache(config=model.config)
     if backend:
         step = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
         room = ids.shape[1] + STEPS * (rounds + 1)

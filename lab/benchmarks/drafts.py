@@ -48,7 +48,8 @@ class Counted:
     """Counts forwards of a model inside a ``with`` block."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.count = model, 0
+        self.model = model
+        self.count = 0
 
     def __enter__(self) -> Counted:
         self.handle = self.model.register_forward_hook(self._add)
@@ -71,7 +72,8 @@ def rounded(model: nn.Module, bits: int) -> nn.Module:
                 step = weight.abs().amax(1, keepdim=True) / levels
                 weight.copy_((weight / step).round() * step)
     config: Any = draft.generation_config
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule = DRAFTED, "constant"
+    config.num_assistant_tokens = DRAFTED
+    config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0
     return draft
 

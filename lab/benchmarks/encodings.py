@@ -48,7 +48,8 @@ def attend(
     variant: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """Return a function that runs the variant once, including its bias."""
-    scale, (heads, tokens) = query.shape[-1] ** -0.5, query.shape[1:3]
+    scale = query.shape[-1] ** -0.5
+    heads, tokens = query.shape[1:3]
     plain = functools.partial(F.scaled_dot_product_attention, query, key, value, scale=scale)
     if variant == NATIVE:
         return functools.partial(plain, is_causal=True)

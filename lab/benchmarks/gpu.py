@@ -296,7 +296,9 @@ def _paths(run: Run, dtype: torch.dtype, method: str) -> dict[str, Any]:
     def decode(model: nn.Module, cache: Any, step: nn.Module) -> torch.Tensor:
         found = []
         for first, last in itertools.pairwise((0, *range(length, length + steps + 1))):
-            tokens, mask, run_by = batch["input_ids"][:, first:last], batch["attention_mask"], model
+            tokens = batch["input_ids"][:, first:last]
+            mask = batch["attention_mask"]
+            run_by = model
             if step is not model and first:
                 run_by = step  # the same mask in all steps, for a single graph
             else:
@@ -424,7 +426,8 @@ def syncs(run: Run) -> None:
 
 
 def _eager_syncs(run: Run, model: nn.Module, rows: int) -> dict[str, Any]:
-    cache, batch = DynamicCache(config=model.config), ids_of(run, rows, 150, padded=rows > 1)
+    cache = DynamicCache(config=model.config)
+    batch = ids_of(run, rows, 150, padded=rows > 1)
     counts = []
     with torch.inference_mode(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -594,7 +597,8 @@ def _prefill(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
 
 
 def _decode(run: Run, model: nn.Module, length: int) -> dict[str, Any]:
-    cache, ids = DynamicCache(config=model.config), ids_of(run, 1, length)["input_ids"]
+    cache = DynamicCache(config=model.config)
+    ids = ids_of(run, 1, length)["input_ids"]
     steps = 2 if run.small else 16
 
     def once() -> None:
@@ -695,7 +699,8 @@ def _answers(
     """Logits of real tokens, also from a cache, and all gradients."""
     given = {name: x.to(device) for name, x in batch.items()}
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-    real, before = given["attention_mask"].bool(), given["input_ids"].shape[1] - 2
+    real = given["attention_mask"].bool()
+    before = given["input_ids"].shape[1] - 2
     with torch.no_grad():
         out = model(**{name: x[:, :before] for name, x in given.items()})
         found = [out.logits, *_continued(model, given, out.past_key_values, before)]
@@ -771,7 +776,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cpu":
         kernels = ("flash",)  # the only one
         if os.environ.get("TRITON_INTERPRET") == "1":  # of a Triton that is imported later
-            decode_kernel.runs_on, decode_kernel.SPLITS = lambda device: True, 2
+            decode_kernel.runs_on = lambda device: True
+            decode_kernel.SPLITS = 2
     run = Run(args.device, args.small, args.minutes, args.output, kernels)
     run.tell("begin", **device_facts(args.device))
     share = 0

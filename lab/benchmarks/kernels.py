@@ -49,8 +49,10 @@ HEADS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "256": (256, 256), "
 """Columns of queries and keys, and of values."""
 PLAIN = "plain"
 KINDS = ("bands", "chunks", "first tokens", "soft cap")
-TRAIN, PREFILL = "prefill and backward", "prefill"
-KEYS, BAND = 1000, 256
+TRAIN = "prefill and backward"
+PREFILL = "prefill"
+KEYS = 1000
+BAND = 256
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,16 @@ def _call(kind: str, query: torch.Tensor, grads: bool) -> Call:
 def run(case: Case, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     """The kernels of a case."""
     columns, value_columns = HEADS[case.heads]
-    train, dtype = case.phase == TRAIN, getattr(torch, case.dtype)
+    train = case.phase == TRAIN
+    dtype = getattr(torch, case.dtype)
 
     def made(heads: int, tokens: int, columns: int) -> torch.Tensor:
         x = torch.empty(1, heads, tokens, columns, dtype=dtype, device="cuda")
         return x.requires_grad_(train)
 
     query, key, value = made(8, KEYS, columns), made(2, KEYS, columns), made(2, KEYS, value_columns)
-    card, call = CARDS[case.card], _call(case.kind, query, train)
+    card = CARDS[case.card]
+    call = _call(case.kind, query, train)
     with torch.set_grad_enabled(train):
         refused = flex.refusal(query, value, call, card)
     if refused is not None:
@@ -170,7 +174,8 @@ def of_attention(kernel: dict[str, Any]) -> bool:
 
 def estimate(line: dict[str, Any], kernel: dict[str, Any]) -> int | None:
     """Upper bound that rope_ext assumes for these tiles; None for tiles that it never uses."""
-    size, card = getattr(torch, line["dtype"]).itemsize, CARDS[line["card"]]
+    size = getattr(torch, line["dtype"]).itemsize
+    card = CARDS[line["card"]]
     heads = Heads(*HEADS[line["heads"]], size, line["kind"] == "bias")
     if "BLOCK_N" in kernel:
         tile = kernel["BLOCK_M"], kernel["BLOCK_N"], kernel["stages"]

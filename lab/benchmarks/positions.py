@@ -40,8 +40,11 @@ from rope_ext.command.arguments import split
 from rope_ext.errors import Mistakes, OptionError
 from rope_ext.methods import build_method
 
-TRAINED, FACTOR, TOKENS = 512, 8, 8192  # tokens of a row and of a step
-RATE, LEAST = 1e-3, 1e-3 / 16  # learning rates: the first and the lowest that are tried
+TRAINED = 512  # tokens of a row
+FACTOR = 8
+TOKENS = 8192  # of a step
+RATE = 1e-3  # the first learning rate that is tried
+LEAST = 1e-3 / 16  # the lowest learning rate that is tried
 BASELINE = "pose"
 Scheme = tuple[str, str, int]
 SCHEMES: dict[str, Scheme] = {
@@ -79,14 +82,17 @@ def model_of(checkpoint: str, adapter: Path | None) -> Any:
 @cache
 def rows_to_choose_by(checkpoint: str, windows: int) -> tuple[tuple[int, ...], ...]:
     """Windows of the target length, from text that is not used for measurement."""
-    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[0]
-    length, cure = FACTOR * TRAINED, "--windows asks for more"
+    tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
+    texts = texts_of(checkpoint)[0]
+    length = FACTOR * TRAINED
+    cure = "--windows asks for more"
     return windows_of(tokenizer, texts, length, windows, SEED, cure).windows
 
 
 def loss_to_choose_by(checkpoint: str, method: str, adapter: Path, windows: int) -> float:
     """Loss at the target length on :func:`rows_to_choose_by`, nats per token."""
-    model, rows = model_of(checkpoint, adapter), rows_to_choose_by(checkpoint, windows)
+    model = model_of(checkpoint, adapter)
+    rows = rows_to_choose_by(checkpoint, windows)
     with rope_ext.patched(model, method, factor=FACTOR), torch.no_grad():
         return mean(losses_at_end(model, rows, FACTOR * TRAINED // 4, lambda rows: None))
 
@@ -96,7 +102,8 @@ def measured(
     checkpoint: str, method: str, adapter: Path | None, windows: int, prompts: int
 ) -> Measured:
     """Loss of every document, and passkeys found, at the trained and the target length."""
-    tokenizer, texts = AutoTokenizer.from_pretrained(BOX / checkpoint), texts_of(checkpoint)[1]
+    tokenizer = AutoTokenizer.from_pretrained(BOX / checkpoint)
+    texts = texts_of(checkpoint)[1]
     model = model_of(checkpoint, adapter)
     unseen = Unseen(model, tokenizer, texts, FACTOR * TRAINED, windows, prompts)
     asked = prompts_of(tokenizer, [TRAINED], prompts, unseen.rows.windows, SEED)
@@ -119,7 +126,8 @@ def lowest(loss: Callable[[float], float], rate: float) -> float:
 
 def cell_of(checkpoint: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Choose a rate with the first seed, train with every seed, measure before and after."""
-    method, began = SCHEMES[name][1], time.monotonic()
+    method = SCHEMES[name][1]
+    began = time.monotonic()
 
     def trained(rate: float, seed: int) -> Path:
         folder = args.output / f"{checkpoint}-{name}-{args.steps}-{rate}-{seed}"
@@ -169,7 +177,8 @@ def show(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     for column in (*columns, "512, to pose", "4096, to pose"):
         table.add_column(column)
     for (checkpoint, name), cell in cells.items():
-        before, after = cell["before"], cell["after"]
+        before = cell["before"]
+        after = cell["after"]
         texts = [f"{cell['rate']:g}"]
         for key in ("inside", "far"):
             losses = [mean(values) for values in zip(*(m[key] for m in after), strict=True)]
@@ -197,7 +206,8 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--windows", type=int, default=24, help="unseen text windows")
     add("--prompts", type=int, default=40, help="passkeys, half in filler and half in text")
     args = parser.parse_args(given)
-    mistakes, names = Mistakes(), ("steps", "seeds", "windows", "prompts")
+    mistakes = Mistakes()
+    names = ("steps", "seeds", "windows", "prompts")
     mistakes.add_all(out_of_range(vars(args), {name: at_least(1) for name in names}).values())
     for option, known in (("checkpoints", CHECKPOINTS), ("methods", tuple(SCHEMES))):
         for name in set(split(getattr(args, option))) - set(known):

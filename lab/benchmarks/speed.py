@@ -141,20 +141,25 @@ def evaluate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         RopeExtError: a method or option is unknown, or the model cannot be loaded.
     """
     if args.small:
-        args.lengths, args.attention_lengths, args.window, args.rounds = "64", "128", 32, 2
+        args.lengths = "64"
+        args.attention_lengths = "128"
+        args.window = 32
+        args.rounds = 2
     names = split(args.method)
     variants = {variant: {"factor": args.factor, **more} for variant, more in EACH_KIND.items()}
     if names:
         methods = checked_methods(names, args.factor, {})
         variants = {method: {"method": method, **more} for method, more in methods.items()}
     kinds = {variant: kind(**more) for variant, more in variants.items()}
-    lengths, parts = parse_lengths(args.lengths), split(args.parts)
+    lengths = parse_lengths(args.lengths)
+    parts = split(args.parts)
     if not parts or set(parts) - set(PARTS):
         raise OptionError(f"--parts {args.parts!r} is not valid; parts: {', '.join(PARTS)}")
     of_attention = parse_lengths(args.attention_lengths)
     shortest = min(*lengths, *of_attention)
     require_positive(rounds=args.rounds, length=shortest, window=args.window)
-    where, on_cpu = measuring.machine(), models.resolve_device(args.device) == "cpu"
+    where = measuring.machine()
+    on_cpu = models.resolve_device(args.device) == "cpu"
     dtypes = [args.dtype]
     if args.dtype == "auto" and on_cpu:
         dtypes = ["float32", "bfloat16"] if where["bfloat16"] else ["float32"]
@@ -271,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with clean_errors(), stoppable("run the same command to measure again"):
         quiet()
-        folder, data = Folder(args.output), {}
+        folder = Folder(args.output)
+        data = {}
         with folder.lock():
             for data in evaluate(args):
                 pages = {"speed.json": dump(data), "speed.md": page(data)}

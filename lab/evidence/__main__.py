@@ -49,7 +49,8 @@ CHECKPOINTS = {
 }
 
 
-EMBEDDER, EMBEDDER_LENGTH = "embeddinggemma-300m", 2048
+EMBEDDER = "embeddinggemma-300m"
+EMBEDDER_LENGTH = 2048
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -158,8 +158,10 @@ class Measurement:
 
     def _plan(self) -> Iterator[tuple[str, dict[str, Any], list[Cell]]]:
         """Methods, options, and cells to measure under them, the most valuable first."""
-        trained, names = self.trained, [*self.questions.documents]
-        double, quadruple = 2 * trained, 4 * trained
+        trained = self.trained
+        names = [*self.questions.documents]
+        double = 2 * trained
+        quadruple = 4 * trained
         longest = min(map(len, self.questions.documents.values()))
         # First the prompts of the front page, in rounds: a run that stops early has every row.
         for part in range(self.parts):
@@ -200,7 +202,8 @@ class Measurement:
     def _losses(
         self, method: str, options: dict[str, Any], length: int, documents: Sequence[str]
     ) -> list[Cell]:
-        lengths, factor = [length], options.get("factor", 64)
+        lengths = [length]
+        factor = options.get("factor", 64)
         # One forward only has the losses of one length.
         if length > self.trained and depends_on_length(method, **options):
             shares = (1.25, 1.5, 2) if factor == 2 else (factor,)

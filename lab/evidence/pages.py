@@ -255,7 +255,8 @@ def short(evidence: Evidence) -> str:
     rows = [head]
     unpatched = evidence.seconds("unpatched")
     for name, reason in FRONT.items():
-        seconds, plain = evidence.seconds(name), name == "unpatched"
+        seconds = evidence.seconds(name)
+        plain = name == "unpatched"
         row = [_named(name), reason]
         row.append(evidence.perplexity(name, FAR))
         found = evidence.prompts(name, "passkey", 2)
@@ -404,7 +405,8 @@ def _name_beside(axes: Any, name: str, end: tuple[float, float], color: str) -> 
 
 def _by_position(evidence: Evidence, method: str) -> tuple[list[int], list[float]]:
     """Return positions, and the perplexity of the tokens before each since the last."""
-    lines, far = evidence.of("loss", method), 2 * evidence.trained
+    lines = evidence.of("loss", method)
+    far = 2 * evidence.trained
     rows = [line["losses"] for line in lines if line["length"] == far]
     step = max(1, evidence.trained // 16 // BUCKET)
     means = [fmean(column) for column in zip(*rows, strict=True)]

@@ -159,7 +159,9 @@ class Questions(NamedTuple):
         cls, tokenizer: Any, lengths: Sequence[int], trials: int, texts: Sequence[str]
     ) -> Questions:
         """Return documents of the longest length from the texts of ``MANUALS``, and prompts."""
-        bos, documents, longest = beginning(tokenizer), {}, max(lengths)
+        bos = beginning(tokenizer)
+        documents = {}
+        longest = max(lengths)
         for manual, text in zip(MANUALS, texts, strict=True):
             # No manual has six characters per token.
             ids = [*bos, *encode(tokenizer, text[: 6 * longest])][:longest]

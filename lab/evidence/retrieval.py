@@ -36,7 +36,8 @@ FIRST = (
 NEEDS_TABLE = ("longrope", "longrope2")
 FACTORS = (2, 4)
 """Lengths as multiples of the trained one, and the factor of methods there; then the cost."""
-DOCUMENTS, FACTS = 25, 2
+DOCUMENTS = 25
+FACTS = 2
 LONGEST = 6
 """More characters than a token of these manuals has."""
 
@@ -105,7 +106,8 @@ class Retrievals:
             log.add(to_line(self.lines[cell]))
 
         for cells in self._plan():
-            first, left = cells[0], [cell for cell in cells if cell not in self.lines]
+            first = cells[0]
+            left = [cell for cell in cells if cell not in self.lines]
             if "refused" in self.lines.get(first, {}) or not left:
                 continue
             if self.methods and first.method not in self.methods:

@@ -37,8 +37,9 @@ from rope_ext.command.arguments import split
 from rope_ext.command.terminal import stoppable
 from rope_ext.errors import MeasureError, Mistakes, RopeExtError, first_line, nearest
 
-TEXT, LENGTHS = "text", "tasks"
-"""The two subjects."""
+# The two subjects.
+TEXT = "text"
+LENGTHS = "tasks"
 Tell = Callable[[str], None]
 """Prints progress."""
 _SIZES = (
@@ -134,7 +135,8 @@ def settings_of(args: argparse.Namespace, subjects: dict[str, Subject]) -> dict[
 
 def main(given: list[str] | None = None) -> int:
     args = arguments(given)
-    names, subjects = chosen(args.encodings), subjects_of(args)
+    names = chosen(args.encodings)
+    subjects = subjects_of(args)
     ranks = Ranks.join(args.device)
     log = Log(args.output, settings_of(args, subjects))
     if args.report:
@@ -191,7 +193,8 @@ def work(
     done = log.read()
     ranks.wait()  # all have read the same log
     mine = ranks.share([cell for cell in cells if cell not in done])
-    began, failed = time.monotonic(), 0
+    began = time.monotonic()
+    failed = 0
     for number, cell in enumerate(mine):
         minutes = (time.monotonic() - began) / 60
         left = f", {minutes / number * (len(mine) - number):.0f} minutes left" if number else ""

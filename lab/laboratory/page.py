@@ -33,9 +33,12 @@ from rope_eval.plots.style import require_matplotlib
 from rope_eval.reports.page import Cell, Row, Section, Table, render
 from rope_eval.versions import versions
 
-PAGE, NUMBERS, TABLES = "laboratory.html", "laboratory.json", "laboratory.md"
+PAGE = "laboratory.html"
+NUMBERS = "laboratory.json"
+TABLES = "laboratory.md"
 PICTURE = "laboratory.png"
-_NONE, _SAME = "\u2013", "the same"
+_NONE = "\u2013"
+_SAME = "the same"
 _SHARES = (-3.0, 103.0)  # axis limits in percent
 _MOST_NAMES = 8  # in a sentence
 
@@ -101,7 +104,8 @@ def _words(value: Any) -> str:
 
 def _lead(results: Results) -> list[str]:
     """The conclusions, computed: setting, loss within and beyond, words, problems, cost."""
-    s, seeds = results.settings, len(results.seeds)
+    s = results.settings
+    seeds = len(results.seeds)
     problems = f" and {s['problem_steps']} on problems" if results.tasks else ""
     words = [
         f"{s['layers']} layers of width {s['width']}, {s['heads']} heads, {s['steps']} steps on "
@@ -129,7 +133,8 @@ def _lead(results: Results) -> list[str]:
         elif rising and len(ties) > 1:
             words.append(f"{len(ties)} tie for {told} ({value}): {', '.join(sorted(ties))}.")
         else:
-            near, few = [], []
+            near = []
+            few = []
             for name in order[1:]:
                 found = difference(by[name], by[best])
                 if found and not found.clear:
@@ -203,7 +208,8 @@ def _glance(results: Results) -> Section:
 
 
 def _loss(results: Results) -> Section:
-    lengths, s = results.lengths, results.settings
+    lengths = results.lengths
+    s = results.settings
     by = {length: results.text("loss", length) for length in lengths}
     width = lengths[0]
     places = {
@@ -257,8 +263,10 @@ def _retrieval(results: Results) -> Section:
 
 
 def _tasks(results: Results) -> Section:
-    tasks, items = results.tasks, results.items
-    longer, within = [n for n in items if n > MOST], [n for n in items if n <= MOST]
+    tasks = results.tasks
+    items = results.items
+    longer = [n for n in items if n > MOST]
+    within = [n for n in items if n <= MOST]
     tables = []
     for title, sizes in (
         (f"Up to {MOST} items, as trained", within),
@@ -310,9 +318,11 @@ def _rates(results: Results) -> Section:
 def _choices(title: str, choices: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = []
     for name, record in choices.items():
-        chosen, tried = record["chosen"], record["tried"]
+        chosen = record["chosen"]
+        tried = record["tried"]
         losses = {_rates_of(one): one["loss"] for one in tried}
-        default, best = losses.get((1.0, 1.0, 1.0), math.inf), losses[_rates_of(chosen)]
+        default = losses.get((1.0, 1.0, 1.0), math.inf)
+        best = losses[_rates_of(chosen)]
         curve = ", ".join(
             f"{one['encoding']:g}: {one['loss']:.3f}"
             for one in sorted(tried, key=lambda one: one["encoding"])
@@ -433,7 +443,8 @@ def _signed(measure: str, found: Difference | None) -> str:
     if found is None:
         return ""
     share = _is_share(measure)
-    times, form = (100 if share else 1), "+.0f" if share or measure == SPEED else "+.3f"
+    times = 100 if share else 1
+    form = "+.0f" if share or measure == SPEED else "+.3f"
     told = [f"{times * v:{form}}" for v in (found.mean, found.low, found.high) if v is not None]
     told = ["0" if float(one) == 0 else one for one in told]
     if set(told) == {"0"}:

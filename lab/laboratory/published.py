@@ -241,7 +241,9 @@ def hold(
     own = 1 if published.measure == LONGER else -1
     ranked = [(direction * published.values[name], own * ours[name]) for name in names]
     tau = kendalltau(*zip(*ranked, strict=True)).statistic
-    same, other, open_ = 0, [], []
+    same = 0
+    other = []
+    open_ = []
     for one, two in combinations(names, 2):
         theirs = direction * (published.values[one] - published.values[two])
         if theirs == 0:

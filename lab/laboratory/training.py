@@ -56,7 +56,8 @@ class Training:
         """Train and evaluate one model; arguments and errors are those of :meth:`train`."""
         model, record = self.train(subject, name, seed, rates, tell)
         clock = _clock(self.device)
-        began, found = clock(), {}
+        began = clock()
+        found = {}
         for label, make in readings(name).items():
             tell(f"reading {label}")
             found[label] = subject.read(model, make, self.device)
@@ -100,7 +101,8 @@ class Training:
             RopeExtError: the model does not support the encoding.
             FloatingPointError: the loss is NaN or infinite.
         """
-        model, steps = self.size.build(name, seed, subject.trained).to(self.device), subject.steps
+        model = self.size.build(name, seed, subject.trained).to(self.device)
+        steps = subject.steps
         own = _own(model)
         with torch.no_grad():
             for p in own:
@@ -108,7 +110,11 @@ class Training:
         optimizer = MuonAdamW(model, self.learning_rate, rates.model, rates.encoding)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
         clock = _clock(self.device)
-        curve, recent, seconds, tokens, peak = [], [], [], 0, None
+        curve = []
+        recent = []
+        seconds = []
+        tokens = 0
+        peak = None
         for step in range(steps):
             ids, weights = (rows.to(self.device) for rows in subject.rows_of(seed, step))
             started = clock()

@@ -59,9 +59,12 @@ class CodeRows(Rows):
         words = common(r"\b[a-z][a-z_]{2,9}\b", texts, 1500)
         self.names = [self.encode(f" {word}") for word in words]
         self.digits = [self.encode(str(digit))[0] for digit in range(10)]
-        self.equals, self.newline = self.encode(" ="), self.encode("\n")
-        self.get, self.arrow = self.encode("get"), self.encode(" ->")
-        self.intro, self.question = self.encode(INTRO), self.encode(QUESTION)
+        self.equals = self.encode(" =")
+        self.newline = self.encode("\n")
+        self.get = self.encode("get")
+        self.arrow = self.encode(" ->")
+        self.intro = self.encode(INTRO)
+        self.question = self.encode(QUESTION)
         self.space = self.encode(" ")
         self.prompts = PasskeyPrompts(tokenizer)
 
@@ -102,7 +105,8 @@ class CodeRows(Rows):
         if rng.random() < 0.6:
             length = rng.randint(self.prompts.minimum_length(8) + 40, LENGTH)
             case = self.prompts.forward_case(length, rng.random(), rng.randrange(2**40), digits)
-            ids, key = list(case.ids), [self.digits[int(digit)] for digit in case.key]
+            ids = list(case.ids)
+            key = [self.digits[int(digit)] for digit in case.key]
         else:
             key = rng.choices(self.digits, k=digits)
             text = NEEDLE.format(key="".join(str(self.digits.index(token)) for token in key))

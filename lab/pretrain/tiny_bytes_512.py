@@ -141,7 +141,8 @@ class ProseRows(Rows):
     def table(self, rng: random.Random) -> Row:
         """Lines of names and values, sometimes text, then questions; answers have a loss."""
         line, question = rng.choice(TABLES)
-        most, facts = rng.randint(2, 14), {}
+        most = rng.randint(2, 14)
+        facts = {}
         ids: list[int] = []
         for name in self.names(rng, most):
             facts[name] = self.value(rng)
@@ -167,7 +168,8 @@ class ProseRows(Rows):
             self.encode(self.either(rng, STATEMENTS, self.statement).format(name=name, value=value))
             for name, value in facts.items()
         ]
-        asked, weights = [], []
+        asked = []
+        weights = []
         for fact in rng.sample(list(facts.items()), len(facts)):
             self.ask(self.either(rng, QUESTIONS, self.question), fact, asked, weights)
         end = LENGTH if rng.random() < 0.5 else rng.randint(LENGTH // 2, LENGTH)
@@ -198,7 +200,8 @@ class ProseRows(Rows):
     def question(self, rng: random.Random) -> str:
         """Random words with a name, sometimes twice, then the value."""
         twice = f"{self.some(rng, 3)}{{name}}? " if rng.random() < 0.5 else ""
-        lead, between = self.some(rng, 3), self.some(rng, 2)
+        lead = self.some(rng, 3)
+        between = self.some(rng, 2)
         return f"\n{twice}{lead}{{name}} {between}{{value}}" + rng.choice(".\n")
 
     def some(self, rng: random.Random, most: int) -> str:
@@ -224,7 +227,8 @@ class ProseRows(Rows):
         """Append a question with its answer; the answer and its end have a loss."""
         name, value = fact
         before, _, after = question.partition("{value}")
-        given, close = self.encode(before.format(name=name)), self.encode(after)
+        given = self.encode(before.format(name=name))
+        close = self.encode(after)
         answer = self.encode(value)
         ids += [*given, *answer, *close]
         weights += [0.0] * len(given) + [4.0] * len(answer) + [1.0] + [0.0] * (len(close) - 1)
@@ -267,18 +271,22 @@ def put_induction(model: Qwen3ForCausalLM) -> None:
     there to the output. All of these weights are trained like any others.
     """
     config = model.config
-    width, size, half = config.hidden_size, config.head_dim, config.head_dim // 2
+    width = config.hidden_size
+    size = config.head_dim
+    half = config.head_dim // 2
     per_group = config.num_attention_heads // config.num_key_value_heads
     theta = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
     fast = torch.arange(4)
     slow = torch.nonzero(theta * LENGTH < math.pi).flatten()
     slow = torch.cat((slow, slow + half))
     first, second = (layer.self_attn for layer in model.model.layers[:2])
-    tokens, turned = model.model.embed_tokens.weight, _orthogonal(width, width)
+    tokens = model.model.embed_tokens.weight
+    turned = _orthogonal(width, width)
     model.lm_head.weight.copy_(0.05 * tokens @ turned)
     for group in range(config.num_key_value_heads):
         query, key = group * per_group * size, group * size
-        queries, keys = slice(query, query + size), slice(key, key + size)
+        queries = slice(query, query + size)
+        keys = slice(key, key + size)
         sketch, copied, back = (_orthogonal(width, size) for _ in range(3))
         first.q_proj.weight[queries] *= 0.3
         first.k_proj.weight[keys] *= 0.3

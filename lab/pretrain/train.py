@@ -42,7 +42,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self, model: torch.nn.Module, lr: float, model_rate: float = 1.0, encoding_rate: float = 1.0
     ) -> None:
-        matrix, others, encoding = [], [], []
+        matrix = []
+        others = []
+        encoding = []
         for name, p in model.named_parameters():
             if "rope_ext_" in name:
                 encoding.append(p)
@@ -153,7 +155,8 @@ def main() -> None:
     made = CHECKPOINTS[args.name]
     output = args.output or Path("checkpoints") / args.name
     work = args.work or Path("runs/pretrain") / args.name
-    steps, batch_size = args.steps or made.steps, args.batch_size or made.batch_size
+    steps = args.steps or made.steps
+    batch_size = args.batch_size or made.batch_size
 
     torch.manual_seed(args.seed)
     texts = made.texts("train")

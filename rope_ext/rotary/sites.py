@@ -249,7 +249,8 @@ def run(decoder: nn.Module, tokens: Tensor, use_cache: bool = False) -> Any:
 
 def encoder_states(decoder: nn.Module, rows: int) -> dict[str, Tensor]:
     """Return the argument with which a decoder with cross-attention can be run without encoder."""
-    config, name = text_config(decoder), "encoder_hidden_states"
+    config = text_config(decoder)
+    name = "encoder_hidden_states"
     takes = name in inspect.signature(type(decoder).forward).parameters
     if not takes or getattr(config, "add_cross_attention", True) is False:
         return {}

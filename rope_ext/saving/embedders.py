@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig
 from rope_ext.errors import LoadError, optional
 from rope_ext.saving import hub
 
-MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
-_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 def saved_by_them(path: str) -> bool:

@@ -85,7 +85,8 @@ class Frame:
         pairs = enumerate(zip(given, ids, strict=False))
         shared = next((at for at, (one, other) in pairs if one != other), len(given))
         if self.tokenizer.decode(ids[shared:]).strip() != answer:  # it merges with the lead
-            ids, shared = [*given, *encode(self.tokenizer, f" {answer}")], len(given)
+            ids = [*given, *encode(self.tokenizer, f" {answer}")]
+            shared = len(given)
         return joined(self.head, ids), len(ids) - shared
 
 
@@ -104,10 +105,13 @@ def longest(
     ``build`` creates a prompt from ``least`` to ``most`` parts; it is called a few times, for any
     length. The smallest is returned even if it does not fit.
     """
-    low, ids = least, build(least)
-    first, high = len(ids), None if most is None else most + 1
+    low = least
+    ids = build(least)
+    first = len(ids)
+    high = None if most is None else most + 1
     tokens = 1.0  # of a part
-    guess, turn = least + 32, 0
+    guess = least + 32
+    turn = 0
     while len(ids) + tokens <= budget and high != low + 1 and turn < 64:
         if turn:
             guess = low + max(1, int((budget - len(ids)) / tokens))
@@ -119,7 +123,8 @@ def longest(
             break  # more parts, same tokens
         tokens = max(0.01, (len(tried) - first) / (guess - least))
         if len(tried) <= budget:
-            low, ids = guess, tried
+            low = guess
+            ids = tried
         else:
             high = guess
     return low, ids

@@ -82,7 +82,8 @@ def read_rows(source: str, option: str, most: int | None = None) -> list[Row]:
     """
     if source.startswith("hf:"):
         name, _, split = source[3:].partition(":")
-        path, config = name, None
+        path = name
+        config = None
         if not Path(name).is_dir() and name.count("/") > 1:
             owner, dataset, config = name.split("/", 2)
             path = f"{owner}/{dataset}"

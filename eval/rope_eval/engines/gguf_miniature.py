@@ -27,7 +27,8 @@ def write_model(model: nn.Module, path: str | Path) -> None:
     Tables of frequencies are left out.
     The vocabulary is synthetic (``t3``, ``t4``, ...); prompts are lists of token IDs.
     """
-    gguf, model = gguf_library(), unwrap(model)
+    gguf = gguf_library()
+    model = unwrap(model)
     config = text_config(model)
     family = ENGINES["llama.cpp"][config.model_type]
     writer = gguf.GGUFWriter(path, family.name)
@@ -36,7 +37,8 @@ def write_model(model: nn.Module, path: str | Path) -> None:
         value = getattr(config, value) if isinstance(value, str) else value
         add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         add(f"{family.name}.{key}", value)
-    kinds, size = gguf.TokenType, config.vocab_size
+    kinds = gguf.TokenType
+    size = config.vocab_size
     special = {"<unk>": kinds.UNKNOWN, "<s>": kinds.CONTROL, "</s>": kinds.CONTROL}
     writer.add_tokenizer_model("llama")
     writer.add_token_list([*special, "<0x0A>", *(f"t{i}" for i in range(4, size))])
@@ -69,13 +71,17 @@ def _write_values(writer: Any, config: Any) -> None:
         writer.add_expert_count(experts)
         if getattr(config, "moe_intermediate_size", None) is None:
             writer.add_expert_feed_forward_length(width)
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    shared = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    parameters, kinds = config.rope_parameters, getattr(config, "layer_types", None) or ()
+    parameters = config.rope_parameters
+    kinds = getattr(config, "layer_types", None) or ()
     rotary = int(dim * parameters.get("partial_rotary_factor", 1.0))
     keys, values = dim, dim
     if getattr(config, "kv_lora_rank", None):  # all heads share one cached key
-        keys, values, shared = config.kv_lora_rank + dim, config.kv_lora_rank, 1
+        keys = config.kv_lora_rank + dim
+        values = config.kv_lora_rank
+        shared = 1
     if "conv" in kinds:
         shared = [0 if kind == "conv" else shared for kind in kinds]
     if "linear_attention" in kinds:

@@ -171,7 +171,9 @@ class Miniature:
         Without ``method``, it uses the configuration's scaling or patch; ``options`` are
         those of :func:`rope_ext.patch`. Raises RopeExtError if the family is not supported.
         """
-        text, target, as_saved = config.get_text_config(decoder=True), None, method is None
+        text = config.get_text_config(decoder=True)
+        target = None
+        as_saved = method is None
         if text.model_type not in miniatures():
             raise ExportError(
                 f"cannot verify the family {text.model_type!r}; supported families: "
@@ -184,7 +186,8 @@ class Miniature:
                 raise ExportError(
                     "nothing to verify: there is no patch; give --method, or a patched folder"
                 )
-            method, options = saved.record.method, dict(saved.record.arguments)
+            method = saved.record.method
+            options = dict(saved.record.arguments)
             target = saved.target_length
             text = text_config(text_decoder(unpatch(whole)))
         plain = _small(text)
@@ -228,7 +231,8 @@ class Miniature:
         self, prompts: Sequence[Sequence[int]], factor_error: float = FACTOR_ERROR
     ) -> dict[str, torch.Tensor]:
         """Return log-probabilities as patched and for known mistakes, ``[prompts, vocabulary]``."""
-        rows, model = {PATCHED: log_probs_of(self.model, prompts)}, copy.deepcopy(self.plain)
+        rows = {PATCHED: log_probs_of(self.model, prompts)}
+        model = copy.deepcopy(self.plain)
         if self.scaling is None:
             rows["unextended"] = log_probs_of(model, prompts)
             for name, changes in {
@@ -255,9 +259,13 @@ class Miniature:
         self, made: Scaling, factor_error: float
     ) -> Iterator[tuple[str, torch.Tensor, float]]:
         """Yield known mistakes of engines: name, frequencies and scaling; some may be equal."""
-        rope, right, number = made.rope, made.inv_freq, made.scaling
-        method, factor = cast(FrequencyMethod, self.state.method), made.target / rope.length
-        usual, short = yarn_factor(factor), getattr(method, "short_factor", None)
+        rope = made.rope
+        right = made.inv_freq
+        number = made.scaling
+        method = cast(FrequencyMethod, self.state.method)
+        factor = made.target / rope.length
+        usual = yarn_factor(factor)
+        short = getattr(method, "short_factor", None)
         yield "unextended", rope.inv_freq, 1.0
         yield "temperature missing", right, 1.0
         yield "temperature applied twice", right, number**2
@@ -343,7 +351,8 @@ def verify(
     prompt, tokens; None as in :meth:`Miniature.prompts`.
     """
     prompts = miniature.prompts(longest)
-    got, trained = run(prompts), miniature.state.length
+    got = run(prompts)
+    trained = miniature.state.length
     returned = (~got.isnan()).sum(-1).float()
     if not returned.all():
         raise ExportError(f"{engine} returned no log-probabilities for some prompts")
@@ -351,8 +360,10 @@ def verify(
     if tolerance is None:
         rounded = log_probs_of(miniature.under(torch.bfloat16), prompts) - rows[PATCHED]
         tolerance = max(TOLERANCE, _ROUNDED * float(rounded.square().mean().sqrt()))
-    judged, count = judge(got, rows, tolerance), float(returned.mean())
-    sizes, notes = [*map(len, prompts)], []
+    judged = judge(got, rows, tolerance)
+    count = float(returned.mean())
+    sizes = [*map(len, prompts)]
+    notes = []
     lengths = tuple(size for size in sizes if size + 1 not in sizes)
     if judged[0] == "cannot tell":
         notes.append(
@@ -383,7 +394,8 @@ def write(miniature: Miniature, folder: Path) -> tuple[dict[str, str], list[str]
     (miniature.model if whole else miniature.plain).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     miniature.model.config._name_or_path = str(folder)
-    commands, refusals = {}, []
+    commands = {}
+    refusals = []
     for engine in ["vllm"] if by_plugin else SERVERS:
         inside = engine == "llama.cpp"
         try:
@@ -426,7 +438,8 @@ def in_process(miniature: Miniature, engine: str, folder: Path, flags: str | Non
             *writing, serve = export(miniature.model, engine).command.split(" && ")
             flags = shlex.join(shlex.split(serve)[3:])  # after llama-server --model FILE
             if writing:
-                plain, file = file, folder / "MODEL-long.gguf"
+                plain = file
+                file = folder / "MODEL-long.gguf"
                 following(miniature.model, plain, file)
         try:
             words = ["--model", str(file), *shlex.split(flags)]

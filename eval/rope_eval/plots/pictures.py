@@ -273,8 +273,10 @@ def draw(
     style.require_png(path)
     style.require_matplotlib()
     built = model_of(model)
-    decoder, site = text_decoder(built), first_site(built)
-    rope, lines = site.rope, dict[str, Method](unpatched=RoPE())
+    decoder = text_decoder(built)
+    site = first_site(built)
+    rope = site.rope
+    lines = dict[str, Method](unpatched=RoPE())
     factors = sorted({float(method.factor) for method in shown})
     for method in shown:
         if isinstance(method, FrequencyMethod):

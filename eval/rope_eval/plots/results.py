@@ -30,7 +30,8 @@ def draw_lines(
     ``_HEIGHT`` times the lowest leave the plot; the legend has the last value of each.
     """
     systems, lengths = _axes_of(next(iter(panels.values())))
-    few, across = len(systems) <= _MOST_SHADED, min(2, len(panels))
+    few = len(systems) <= _MOST_SHADED
+    across = min(2, len(panels))
     down = math.ceil(len(panels) / across)
     slanted = sum(len(str(length)) for length in lengths) > 40 // across
     figure = style.figure_of(_WIDTH, 1.0 + 0.1 * len(systems) + (3.6 / across + 0.6) * down)
@@ -46,10 +47,12 @@ def draw_lines(
             # Shift rates sideways, so that equal ones do not hide each other.
             shift = 1.0 if kind == "loss" else 2 ** (0.02 * (place - len(systems) / 2))
             line = [estimates[system, length] for length in lengths]
-            label, last = _title(system), line[-1].value
+            label = _title(system)
+            last = line[-1].value
             if kind == "loss":
                 label += f"  {chr(0x2191) + ' ' if last > top else ''}{number(last)}"
-            places, values = [n * shift for n in lengths], [estimate.value for estimate in line]
+            places = [n * shift for n in lengths]
+            values = [estimate.value for estimate in line]
             axes.plot(places, values, label=label, linewidth=1.7, markersize=5, **look)
             ends = [(estimate.low, estimate.high) for estimate in line]
             if (few or is_unpatched(system)) and None not in chain(*ends):

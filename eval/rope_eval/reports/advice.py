@@ -115,7 +115,8 @@ class Advice(Results):
                     patched = [system for system in ours if system.method != UNPATCHED]
                     engines = engines_of(patched, (settings.compose, settings.trained_length))
                     found = Recommendation(table, ours[0].trained, engines)
-                bullets, larger = found.bullets, self._larger_factor(ours)
+                bullets = found.bullets
+                larger = self._larger_factor(ours)
                 if found.broken:
                     words = command_words("describe", model)  # no method repairs broken weights
                 elif larger is not None:
@@ -139,7 +140,8 @@ class Advice(Results):
         the next step is the same comparison with a factor that covers them. None if a method
         reaches the longest length, by the common factor or its own.
         """
-        longest, trained = max(self.plan.settings.lengths), systems[0].trained
+        longest = max(self.plan.settings.lengths)
+        trained = systems[0].trained
         patched = [system for system in systems if system.method != UNPATCHED]
         targets = [reach(system.options["factor"], trained) for system in patched]
         if not targets or max(targets) >= longest:
@@ -161,7 +163,8 @@ class Advice(Results):
             engine = next(iter(choice.engines), "transformers")  # calibrate cannot raise
             patch = {"method": method, "factor": settings.factor, "compose": "raise"}
             return command_words("export", model, **patch, engine=engine)
-        tasks, longest = self.plan.tasks, max(settings.lengths)
+        tasks = self.plan.tasks
+        longest = max(settings.lengths)
         enough = all(max(getattr(t, n, 0) for t in tasks) >= least for n, least in _MORE.items())
         if longest <= trained or enough:
             more = {"finetune": longest > trained, "text": list(self._texts)}
@@ -170,7 +173,8 @@ class Advice(Results):
 
     def _next_of_embedder(self, ours: Sequence[System], choice: Evidence | None) -> Words:
         """Return the next command: describe the patch that helps, or ask more questions."""
-        settings, model = self.plan.settings, ours[0].model
+        settings = self.plan.settings
+        model = ours[0].model
         best = next((s for s in ours if choice is not None and s.label == choice.name), None)
         if best is not None and best.method != UNPATCHED:
             patch = {"method": best.method, "factor": settings.factor}
@@ -204,7 +208,8 @@ class Advice(Results):
         return self._comparing(model, lengths, "compared")
 
     def _comparing(self, model: str, lengths: Sequence[int], output: str, **more: Any) -> Words:
-        settings, given = self.plan.settings, self._given
+        settings = self.plan.settings
+        given = self._given
         sizes = {name: max(more.pop(name), given.get(name, 0)) for name in _MORE if name in more}
         more = given | sizes | more
         same = ("factor", "adapter", "finetune")
@@ -232,7 +237,8 @@ class Advice(Results):
         return command_words(name, model, **more | {"output": output, "text": list(self._texts)})
 
     def _training(self, model: str, trained: int) -> Words:
-        settings, method = self.plan.settings, self._methods(model)[0]
+        settings = self.plan.settings
+        method = self._methods(model)[0]
         return training_command(
             *(model, method, trained, reach(settings.factor, trained)),
             options=settings.options.get(method),

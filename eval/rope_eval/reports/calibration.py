@@ -141,7 +141,8 @@ class Calibration:
 
     def _said(self, choice: Choice) -> Iterator[str]:
         """Format the scores of a proposal next to those of the published default."""
-        judged, changed = choice.judged, choice.proposed != choice.published
+        judged = choice.judged
+        changed = choice.proposed != choice.published
 
         def loss(name: str) -> str:
             change = judged[name]
@@ -149,7 +150,8 @@ class Calibration:
             return f"{perplexity(change.before)}{more}"
 
         def share(name: str) -> str:
-            change, asked = judged[name], self.prompts
+            change = judged[name]
+            asked = self.prompts
             more = f" -> {round(change.after * asked)}" if changed else ""
             return f"{round(change.before * asked)}{more} of {asked}"
 
@@ -248,7 +250,8 @@ def draw(choices: Sequence[Choice], trained: int, target: int, path: Path | Bina
     star = {"marker": "*", "markersize": 15, "markeredgecolor": "white"}
     for (title, value), axes in zip(panels.items(), grid, strict=True):
         for index, choice in enumerate(choices):
-            published, look = choice.published, style.style_of(index)
+            published = choice.published
+            look = style.style_of(index)
             beside = published.options() | {SCALAR: None}
             line = [t for t in choice.tried if t.method.options() | {SCALAR: None} == beside]
             line.sort(key=lambda trial: trial.attention_factor)

@@ -140,7 +140,9 @@ class Recommendation:
         engines: Mapping[str, Sequence[str]] | None = None,
         things: str = "passkeys",
     ) -> None:
-        self.scores, self.trained, self.engines = scores, trained, engines
+        self.scores = scores
+        self.trained = trained
+        self.engines = engines
         self.things = things
         unpatched = scores[UNPATCHED]
         lengths = sorted(unpatched.losses or unpatched.passes)
@@ -189,8 +191,10 @@ class Recommendation:
         return summary.rate_difference(a, b, self.confidence) if self.counts and a and b else None
 
     def _evidence(self, name: str) -> Evidence:
-        score, unpatched = self.scores[name], self.scores[UNPATCHED]
-        passes, cost = score.passes_at(self.far), None
+        score = self.scores[name]
+        unpatched = self.scores[UNPATCHED]
+        passes = score.passes_at(self.far)
+        cost = None
         losses = score.losses_at(self.far)
         if (at := self.within[-1:]) and losses:
             cost = summary.loss_difference(
@@ -307,7 +311,8 @@ class Recommendation:
 
     def _cost(self, evidence: Evidence) -> str:
         """Return the cost within the trained length: perplexity by its interval, and passkeys."""
-        cost, parts = evidence.cost, []
+        cost = evidence.cost
+        parts = []
         if cost is not None:
             known = {True: "at most", False: "more than", None: "cannot tell whether at most"}
             most = f"{known[evidence.costs_little]} {MAX_COST:.0%} of perplexity"
@@ -318,7 +323,8 @@ class Recommendation:
         return "; ".join(parts) or "not measured"
 
     def _far(self, evidence: Evidence) -> str:
-        found, parts = evidence.found, []
+        found = evidence.found
+        parts = []
         if evidence.loss is not None:
             perplexity = summary.perplexity(evidence.loss)
             parts.append(f"perplexity {summary.number(perplexity)}")

@@ -58,7 +58,8 @@ class Report(Advice):
     @cached_property
     def essentials(self) -> list[str]:
         """Conditions to quote with every number: settings, tasks, versions."""
-        settings, identity = self.plan.settings, next(iter(self.plan.identities.values()))
+        settings = self.plan.settings
+        identity = next(iter(self.plan.identities.values()))
         rows = [f"{s.served_model_name} served at {s.url}" for s in settings.servers]
         if rows:
             rows.append(f"prompts by {settings.api}")
@@ -118,7 +119,8 @@ class Report(Advice):
         """Return all tables in Markdown, to paste into a model card."""
         parts = []
         for section in self.sections:
-            name, definition = in_markdown(section.name), in_markdown(section.sentences[0])
+            name = in_markdown(section.name)
+            definition = in_markdown(section.sentences[0])
             parts += [f"### {name}", section.tables[0].markdown(), f"{definition}."]
         if self.recommendations:
             parts.append("\n".join(f"* {in_markdown(one)}" for one in self.recommendations))
@@ -189,7 +191,8 @@ class Report(Advice):
         }
 
     def _suite(self, suite: str, system: str) -> dict[str, Any]:
-        lengths, name = self.plan.lengths, self.threshold(suite)
+        lengths = self.plan.lengths
+        name = self.threshold(suite)
         found: dict[str, Any] = {
             "average": {str(n): _numbers(self.average(suite, system, n)) for n in lengths}
         }
@@ -203,9 +206,11 @@ class Report(Advice):
         asked = {task.name: task_options(task) for task in self.plan.tasks}
         names = dict.fromkeys(name for values in asked.values() for name in values)
         systems = {system.name: system for system in self.plan.systems}
-        settings, rows = self.plan.settings, []
+        settings = self.plan.settings
+        rows = []
         for place, value in self.estimates.items():
-            system, own = systems[place[1]], asked[place[0]]
+            system = systems[place[1]]
+            own = asked[place[0]]
             more = {"model": system.model, "method": system.method, "options": system.options}
             more |= {"trained_length": system.trained, "seed": settings.seed}
             more |= {"dtype": settings.dtype} | {name: own.get(name) for name in names}
@@ -222,7 +227,8 @@ class Report(Advice):
     def _draw(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield (task or suite, name, PNG) of every plot."""
         trained = {system.name: system.trained for system in self.plan.systems}
-        rates, draw = {}, figures.draw_lines
+        rates = {}
+        draw = figures.draw_lines
         for task in self.plan.tasks:
             title = f"{self._names}: {task.name}"
             part = {p[1:]: e for p, e in self.estimates.items() if p[0] == task.name}
@@ -292,7 +298,8 @@ def _sections(results: Results) -> Iterator[Section]:
     """Yield sections for suites and tasks; the first sentence defines the numbers."""
     for suite in results.suites:
         yield Section(suite, (_suite_definition(results, suite),), [_suite_table(results, suite)])
-    questions, models = results.plan.questions, results.plan.settings.models
+    questions = results.plan.questions
+    models = results.plan.settings.models
     for task in results.plan.tasks:
         definition = "; ".join(sorted({questions[m, task.name].definition for m in models}))
         tables = [_task_table(results, task), *_difference_tables(results, task)]
@@ -300,7 +307,8 @@ def _sections(results: Results) -> Iterator[Section]:
 
 
 def _suite_definition(results: Results, suite: str) -> str:
-    tasks, name = results.suites[suite], results.threshold(suite)
+    tasks = results.suites[suite]
+    name = results.threshold(suite)
     size = tasks[0].suite_size
     some = "" if name is None or len(tasks) == size else f" of {size}"
     parts = [f"mean of {len(tasks)}{some} tasks, each counting alike"]
@@ -314,7 +322,8 @@ def _suite_definition(results: Results, suite: str) -> str:
 
 
 def _suite_table(results: Results, suite: str) -> Table:
-    lengths, name = results.plan.lengths, results.threshold(suite)
+    lengths = results.plan.lengths
+    name = results.threshold(suite)
     rows = []
     for system in results.plan.systems:
         values = [percent(results.average(suite, system.name, n), 1) for n in lengths]
@@ -328,14 +337,16 @@ def _suite_table(results: Results, suite: str) -> Table:
 
 def _task_table(results: Results, task: Task) -> Table:
     """Build a table with systems as rows; columns: cost within the trained length, then lengths."""
-    systems, lengths = results.plan.systems, results.plan.lengths
+    systems = results.plan.systems
+    lengths = results.plan.lengths
     trained = {system.trained for system in systems}
     references = sorted({n for n in map(results.reference, systems) if n is not None})
     header = ["method", *(f"{n} tokens{' (trained)' * (n in trained)}" for n in lengths)]
     if references:
         unit = "%" if task.kind == "loss" else "points"
         header.insert(1, f"cost at {' / '.join(map(str, references))}, {unit} (+: worse)")
-    rows, compared = [], 0
+    rows = []
+    compared = 0
     for system in systems:
         cost = results.costs.get((task.name, system.name))
         compared += cost is not None

@@ -155,12 +155,14 @@ class Results:
 
     def training(self, before: System, after: System) -> str:
         """Describe what training changed beyond and within the trained length."""
-        trained, lengths = after.trained, self.plan.lengths
+        trained = after.trained
+        lengths = self.plan.lengths
         parts = {f"beyond {trained} tokens": [n for n in lengths if n > trained]}
         for length in [n for n in lengths if n <= trained][-1:]:
             parts[f"at {length} tokens"] = [length]
 
-        pair, said = (after.name, before.name), []
+        pair = (after.name, before.name)
+        said = []
         for where, some in parts.items():
             if some:
                 changes = (_said(t, self._gap(t, pair, some)) for t in self.plan.tasks)
@@ -169,7 +171,8 @@ class Results:
 
     @cached_property
     def warnings(self) -> list[str]:
-        low, notes = [], []
+        low = []
+        notes = []
         for system in self.plan.systems:
             length = self.reference(system)
             found = self.estimates.get(("passkey", system.name, length or 0))

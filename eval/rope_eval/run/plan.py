@@ -24,9 +24,11 @@ from rope_ext.errors import MeasureError, RopeExtError
 from rope_ext.methods import method_class
 from rope_ext.saving import checkpoints as models
 
-BEFORE_TRAINING, TRAINED = ", before training", ", trained"
-"""Label suffix of an adapter's method if it is measured without and with the adapter's weights."""
-RESULTS, PAGE = "results.json", "report.html"
+# Label suffixes of an adapter's method if it is measured without and with the adapter's weights.
+BEFORE_TRAINING = ", before training"
+TRAINED = ", trained"
+RESULTS = "results.json"
+PAGE = "report.html"
 TABLES = ("cells.csv", "table.md")
 
 
@@ -169,7 +171,8 @@ def prepare(settings: Settings, tasks: Sequence[Task]) -> Plan:
         if lengths == asked:
             raise
         # The trained length was added by us: drop it if a prompt does not fit.
-        chosen, lengths = questions(asked), asked
+        chosen = questions(asked)
+        lengths = asked
         notes.append(f"the cost within the trained length is not measured ({error})")
     notes += [note for built in chosen.values() for note in built.notes]
     identities = _identities(settings, configs, trained)
@@ -209,7 +212,8 @@ def _check(settings: Settings) -> None:
     models.require_attention(settings.attn)
     require_seed(settings.seed)
     models.resolve_device(settings.device)
-    several, adapter = len(set(settings.models)) < len(settings.models), ADAPTER in settings.methods
+    several = len(set(settings.models)) < len(settings.models)
+    adapter = ADAPTER in settings.methods
     refuse(
         (not settings.models and not settings.url, "no model is given; give a directory, Hub ID or "
          ".gguf file first"),
@@ -272,9 +276,11 @@ def _systems(
 ) -> Iterator[System]:
     """Yield systems: each model unpatched and with each method; each server is one system."""
     for server in settings.servers:
-        model, name = settings.models[0], server.label
+        model = settings.models[0]
+        name = server.label
         identity = {**identities[model], "url": server.url, "served_as": server.served_model_name}
-        key, trained = digest(identity, UNPATCHED, {}), identity["trained_length"]
+        key = digest(identity, UNPATCHED, {})
+        trained = identity["trained_length"]
         yield System(name, name, model, UNPATCHED, {}, trained, is_dynamic=False, identity=key)
     shorts = list(map(short_name, settings.models))
     for model, short in zip([] if settings.servers else settings.models, shorts, strict=False):
@@ -286,7 +292,8 @@ def _systems(
             named = label(method, options, settings.factor) + stage
             dynamic = method != UNPATCHED and built(method, options).is_dynamic
             dynamic = dynamic or models.is_dynamic(configs[model])
-            key, trained = digest(identity, method, options), identity["trained_length"]
+            key = digest(identity, method, options)
+            trained = identity["trained_length"]
             known = (model, method, options, trained, dynamic, key, adapted)
             yield System(first + named, named, *known)
 
@@ -296,7 +303,8 @@ def _with_cut(system: System, longest: int) -> Iterator[System]:
     yield system
     if system.method == UNPATCHED and longest > system.trained:
         stage = f", cut at {system.trained} tokens"
-        name, label = system.name + stage, system.label + stage
+        name = system.name + stage
+        label = system.label + stage
         yield replace(system, name=name, label=label, cut=system.trained)
 
 

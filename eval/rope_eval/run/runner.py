@@ -159,7 +159,8 @@ def _measure(
 def _harnessed(
     plan: Plan, runner: Any, system: System, tasks: Sequence[HarnessTask]
 ) -> Iterator[Outcome]:
-    size, settings = plan.settings.batch_size, plan.settings
+    size = plan.settings.batch_size
+    settings = plan.settings
     for length in plan.lengths:
         window = {"pretrained": runner.model, "tokenizer": runner.tokenizer, "max_length": length}
         window["batch_size"] = size or max(1, automatic_tokens(settings) // length)
@@ -223,7 +224,9 @@ class Loaded:
     """One loaded model, which a system patches for as long as it is measured."""
 
     def __init__(self, model: Any, name: str, settings: Settings) -> None:
-        self.model, self.name, self.settings = model, name, settings
+        self.model = model
+        self.name = name
+        self.settings = settings
 
     def require_runs(self, largest: int, short: Callable[[], Any]) -> None:
         """Raise MeasureError if the model lacks the token ``largest``, or fails on any text.
@@ -249,7 +252,8 @@ class Loaded:
     @contextmanager
     def applied(self, system: System) -> Iterator[None]:
         """Patch the model with a system's method, with or without its adapter."""
-        compose, length = self.settings.compose, self.settings.trained_length
+        compose = self.settings.compose
+        length = self.settings.trained_length
         with ExitStack() as stack:
             if self.settings.adapter and not system.adapted:
                 stack.enter_context(self.model.disable_adapter())

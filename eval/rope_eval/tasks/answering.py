@@ -62,7 +62,8 @@ def _squad(articles: Sequence[Row]) -> tuple[list[AnsweredQuestion], list[str]]:
     """Return answerable questions (distractors are from the same article), and all documents."""
     parts = [article.rows("paragraphs") for article in articles]
     documents = sorted({part.text("context") for article in parts for part in article})
-    number, asked = {text: index for index, text in enumerate(documents)}, []
+    number = {text: index for index, text in enumerate(documents)}
+    asked = []
     for article in parts:
         places = [number[part.text("context")] for part in article]
         for part, own in zip(article, places, strict=True):
@@ -134,7 +135,8 @@ HOPS = (
 
 @cache
 def _towns(count: int) -> list[dict[str, str]]:
-    rng, names = random.Random("towns"), dict[str, None]()
+    rng = random.Random("towns")
+    names = dict[str, None]()
 
     def name(end: str = "") -> str:
         before = len(names)
@@ -165,7 +167,9 @@ def like_squad(articles: int = 1500) -> list[dict[str, Any]]:
 
 def like_hotpotqa(questions: int = 640) -> list[dict[str, Any]]:
     """Return questions that need two of ten documents, in HotpotQA's distractor format."""
-    rng, towns, data = random.Random("people"), _towns(questions), []
+    rng = random.Random("people")
+    towns = _towns(questions)
+    data = []
 
     def documents(town: dict[str, str]) -> list[tuple[str, list[str]]]:
         texts = {"founder": PERSON, "town": PLACE}
@@ -232,9 +236,11 @@ class Answering(Prompts):
             )
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
-        asked, documents = self._data[0][draw.index], self._data[1]
+        asked = self._data[0][draw.index]
+        documents = self._data[1]
         rng = random.Random(f"{self.name}:{draw.number}")
-        seed, near = rng.getrandbits(64), rng.sample(asked.near, len(asked.near))
+        seed = rng.getrandbits(64)
+        near = rng.sample(asked.near, len(asked.near))
         known = {*asked.needed, *asked.near}
         far = [index for index in range(len(documents)) if index not in known]
         rng.shuffle(far)

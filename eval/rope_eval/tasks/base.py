@@ -230,7 +230,8 @@ def drawn(of: str = "rows of each data set", default: str = "all") -> Any:
 
 def named_parts(text: str, known: Iterable[str]) -> list[str]:
     """Return the ``known`` names in ``text`` (comma-separated, or ``all``), in its order."""
-    names, known = split(text), list(known)
+    names = split(text)
+    known = list(known)
     for name in names:
         if name not in known and name != "all":
             raise unknown(name, known, ", or all")

@@ -198,9 +198,11 @@ def outcomes(
     made: Any = huggingface
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings concern intended behavior
-    length, tokenizer = window["max_length"], window["tokenizer"]
+    length = window["max_length"]
+    tokenizer = window["tokenizer"]
     tokenizer.model_max_length = max(length, tokenizer.model_max_length)
-    first, seeds = tasks[0], ("random", "numpy_random", "torch_random", "fewshot_random")
+    first = tasks[0]
+    seeds = ("random", "numpy_random", "torch_random", "fewshot_random")
     answers = cache / f"{digest(system.identity, length)}.db"
     found = harness.simple_evaluate(
         _remembering(with_limits(made.HFLM)(**window), answers),
@@ -218,7 +220,8 @@ def outcomes(
         for sample in samples:
             if sample["filter"] != samples[0]["filter"]:
                 continue
-            value, number = float(sample[task.metric]), sample["doc_id"]
+            value = float(sample[task.metric])
+            number = sample["doc_id"]
             if not 0 <= value <= 1:
                 raise MeasureError(
                     f"{task.metric} of {task.name} is {value:g}, not within 0 and 1; measure it "

@@ -118,7 +118,8 @@ class Needles(Prompts):
         if self.haystack == "noise":
             return lambda units: [NOISE] * units
         if self.haystack == "needles":
-            seed, taken = rng.getrandbits(64), list(dict.fromkeys(owner.values()))
+            seed = rng.getrandbits(64)
+            taken = list(dict.fromkeys(owner.values()))
 
             def others(units: int) -> list[str]:
                 keys = distinct(self.key_kind, units, random.Random(seed), taken)

@@ -29,9 +29,11 @@ from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.command.arguments import parse_length
 from rope_ext.errors import MeasureError, OptionError, nearest
 
-OPTION, DEMOS = "--helmet-data", "--helmet-demos"
-SAMPLES, ICL_SAMPLES = 100, 500
-"""Questions that the authors draw of a data set."""
+OPTION = "--helmet-data"
+DEMOS = "--helmet-demos"
+# Questions that the authors draw of a data set.
+SAMPLES = 100
+ICL_SAMPLES = 500
 
 _RULER = (
     "{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. "
@@ -198,7 +200,8 @@ class DataSet(Task):
     shots: int = 2
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        cases, cut = [], dict.fromkeys(lengths, 0)
+        cases = []
+        cut = dict.fromkeys(lengths, 0)
         for length in lengths:
             rows = self.chosen(length, seed)
             for number, row in enumerate(rows):
@@ -223,7 +226,8 @@ class DataSet(Task):
 
     def chosen(self, length: int, seed: int) -> Sequence[Row]:
         """Sample the same rows as the authors' code with this seed."""
-        rows, kind = self.rows.get(length) or self.rows.get(None), self.shape.format
+        rows = self.rows.get(length) or self.rows.get(None)
+        kind = self.shape.format
         if rows is None:
             raise OptionError(
                 f"no data are given for {self.name} at {length} tokens; give {OPTION} "
@@ -249,7 +253,8 @@ class DataSet(Task):
         self, frame: Frame, row: Row, rows: Sequence[Row], length: int, seed: int
     ) -> tuple[array, bool, tuple[str, ...], Any]:
         """Return a row's tokens, whether it is cut, and its scorer; ``rows``: all questions."""
-        kind, demos = self.shape.format, self.demos.get(length) or self.demos.get(None) or ()
+        kind = self.shape.format
+        demos = self.demos.get(length) or self.demos.get(None) or ()
         template, lead = TEMPLATES[kind]
         # If the prompt contains the start of the answer, it is scored with the text.
         begun = "" if frame.around is not None else lead
@@ -263,7 +268,8 @@ class DataSet(Task):
             made = self._rank if kind == "rank" else self._qa
             words, answers, judge = made(row, self._drawn(row, rows, demos), begun)
         before, _, after = template.partition("{context}")
-        before, after = before.format(**words), after.format(**words)
+        before = before.format(**words)
+        after = after.format(**words)
         after += f"\n{begun.format(**words)}" if begun else ""
         context = words["context"]
         ids = frame.whole(before + context + after)[0]
@@ -279,7 +285,8 @@ class DataSet(Task):
 
     def _drawn(self, row: Row, rows: Sequence[Row], demos: Sequence[Row]) -> list[Row]:
         """Return the demonstrations of one question: the same in every run."""
-        kind, name = self.shape.format, _key(self.shape.format, row)
+        kind = self.shape.format
+        name = _key(self.shape.format, row)
         if kind == "rank" and len(demos) > 2 * len(rows):
             left_out = {one.key(name) for one in rows}
         else:  # too few to exclude all questions
@@ -301,7 +308,9 @@ class DataSet(Task):
         return list(found.values())
 
     def _icl(self, row: Row, demos: Sequence[Row], shots: int, seed: int, begun: str) -> Made:
-        field, text, labels = self.shape.field, row.text("text"), self.shape.labels
+        field = self.shape.field
+        text = row.text("text")
+        labels = self.shape.labels
         rng = random.Random(f"{text}:{seed}")
         numbers = rng.sample(range(labels), labels)
 
@@ -442,14 +451,16 @@ class Helmet(Task):
     new_tokens: int | None = answer_tokens("as in the benchmark")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        demos, data = _read(self.helmet_demos, DEMOS), _read(self.helmet_data, OPTION)
+        demos = _read(self.helmet_demos, DEMOS)
+        data = _read(self.helmet_data, OPTION)
         if not data:
             raise OptionError(
                 f"no data are given; give {OPTION} NAME=FILE with a name of {', '.join(SETS)}"
             )
         tasks = []
         for name, rows in data.items():
-            shape, shown = SETS[name], demos.get(name, {})
+            shape = SETS[name]
+            shown = demos.get(name, {})
             needed = shape.format == "icl" or (shape.format in ("qa", "rank") and self.shots)
             if needed and not (None in shown or rows.keys() <= shown.keys()):
                 zero = "" if shape.format == "icl" else ", or --shots 0"

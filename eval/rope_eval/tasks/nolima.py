@@ -24,7 +24,8 @@ from rope_eval.tasks import base
 from rope_eval.tasks.base import Task, answer_tokens, drawn, option, register
 from rope_ext.errors import MeasureError, OptionError
 
-OPTION, BOOKS = "--nolima-needles", "--nolima-books"
+OPTION = "--nolima-needles"
+BOOKS = "--nolima-books"
 TEMPLATE = (
     "You will answer a question based on the following book snippet:\n\n{haystack}\n\nUse the "
     "information provided in the book snippet to answer the question. Your answer should be short "
@@ -73,13 +74,15 @@ def read_tests(source: str) -> list[Test]:
 def _tests(row: Row) -> Iterator[Test]:
     template = row.text("task_template") if "task_template" in row else TEMPLATE
     characters = tuple(row.texts("character_set")) if "character_set" in row else ()
-    questions, tests = row.row("questions"), row.row("tests")
+    questions = row.row("questions")
+    tests = row.row("tests")
     for kind in questions.data:
         for name in tests.data:
             test = tests.row(name)
             values = test.texts("input_args") if test.data.get("input_args") else []
             needle = _filled(row.text("needle"), values)
-            sampled, distractor = "{CHAR}" in needle, None
+            sampled = "{CHAR}" in needle
+            distractor = None
             if sampled and not characters:
                 raise row.wrong("needle", "no {CHAR} without a field character_set")
             if "distractors" in row:
@@ -176,7 +179,8 @@ class NoLiMa(Task):
             places = sorted(random.Random(f"nolima:{seed}").sample(places, self.samples))
         # Plots by depth show all of them.
         binned = len({depth for *_, depth in places}) == self.placements
-        cases, tokens = [], self.new_tokens or 192
+        cases = []
+        tokens = self.new_tokens or 192
         for length in lengths:
             for number, (book, test, bin) in enumerate(places):
                 rng = random.Random(f"nolima:{seed}:{length}:{book}:{test}:{bin}")

@@ -39,7 +39,8 @@ FILLER = (
     " There and back again.",
 )
 NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
-ASK, LEAD = "\nWhat is the pass key?", " The pass key is"
+ASK = "\nWhat is the pass key?"
+LEAD = " The pass key is"
 QUESTION = ASK + LEAD
 CHAT_ANSWER = 24
 """Tokens decoded of a chat model's answer, which may be a sentence around the key."""

@@ -77,7 +77,9 @@ def choose_windows(
     size = max(lengths) - len(bos)
     rng = random.Random(f"windows:{seed}")
     places = _cut(documents, size, rng)
-    joined, texts, ends = len(places) < count and len(documents) > 1, documents, []
+    joined = len(places) < count and len(documents) > 1
+    texts = documents
+    ends = []
     if joined:
         gap = [] if eos is None else [eos]
         texts = [[token for ids in documents for token in (*ids, *gap)]]
@@ -165,9 +167,11 @@ class Segments(Task):
 
         ``keys`` are the positions of tokens to score in each segment; None: all.
         """
-        bos, stride = windows.bos, self.stride or 1
+        bos = windows.bos
+        stride = self.stride or 1
         for length in lengths:
-            size, number = length - len(bos), 0
+            size = length - len(bos)
+            number = 0
             for index, text in enumerate(windows.texts):
                 done = 1 - len(bos)  # the first token has nothing before it
                 end = size
@@ -179,9 +183,12 @@ class Segments(Task):
                     )
                     if keys is None or scored:
                         only = tuple(len(bos) + place - begin for place in scored)
-                        ids, group = bos + text[begin:end], windows.documents[index]
+                        ids = bos + text[begin:end]
+                        group = windows.documents[index]
                         yield self._case(length, number, ids, end - done, group, only=only)
-                    number, done, end = number + 1, end, end + stride
+                    number += 1
+                    done = end
+                    end += stride
 
     def _notes(
         self, windows: Windows, lengths: Sequence[int], cases: Sequence[Case]
@@ -230,7 +237,8 @@ class Perplexity(Segments):
             )
 
     def questions(self, frame: Frame, lengths: Sequence[int], seed: int) -> Questions:
-        windows, lengths = self.choose(frame, lengths, seed), sorted(lengths)
+        windows = self.choose(frame, lengths, seed)
+        lengths = sorted(lengths)
         plan = {"ending": self._ending, "sliding": self.slide, "start": self._ending}
         cases = list(plan.get(str(self.protocol), self._huggingface)(windows, lengths))
         return Questions(cases, self._define(windows), tuple(self._notes(windows, lengths, cases)))
@@ -240,7 +248,8 @@ class Perplexity(Segments):
         return 0 if self.protocol == "huggingface" else 1
 
     def _define(self, windows: Windows) -> str:
-        count, source = len(windows.texts), ", ".join(map(str, self.text))
+        count = len(windows.texts)
+        source = ", ".join(map(str, self.text))
         source = source or "Python's standard library (held-out files)"
         source = source if self.documents is None else "the given documents"
         segments = f"{count} segment{'s' * (count != 1)} of {source}, intervals over documents"
@@ -263,19 +272,22 @@ class Perplexity(Segments):
     def _ending(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
             for number, text in enumerate(windows.texts):
-                bos, group = windows.bos, windows.documents[number]
+                bos = windows.bos
+                group = windows.documents[number]
                 if self.protocol == "start":
                     ids = bos + text[: length - len(bos)]
                     count = len(ids) - max(len(bos), 1)
                 else:
-                    ids, count = bos + text[len(bos) - length :], windows.scored
+                    ids = bos + text[len(bos) - length :]
+                    count = windows.scored
                 yield self._case(length, number, ids, count, group)
 
     def _huggingface(self, windows: Windows, lengths: Sequence[int]) -> Iterator[Case]:
         for length in lengths:
             number = 0
             for text, group in zip(windows.texts, windows.documents, strict=True):
-                row, done = windows.bos + text, 0
+                row = windows.bos + text
+                done = 0
                 for begin in range(0, len(row), self.stride or 1):
                     end = min(begin + length, len(row))
                     count = end - max(done, begin + 1)  # the first token has no context
@@ -285,6 +297,7 @@ class Perplexity(Segments):
                     if count and weight:
                         ids = row[begin:end]
                         yield self._case(length, number, ids, count, group, weight=weight)
-                    number, done = number + 1, end
+                    number += 1
+                    done = end
                     if end == len(row):
                         break

@@ -54,7 +54,8 @@ def told(
     rng: random.Random, facts: Sequence[str], pieces: Iterator[str], joint: str
 ) -> tuple[Callable[[int], str], list[float]]:
     """Return a function that inserts facts in order among pieces, and the share before each."""
-    shares, made = sorted(rng.random() for _ in facts), []
+    shares = sorted(rng.random() for _ in facts)
+    made = []
 
     def text(size: int) -> str:
         made.extend(islice(pieces, max(0, size - len(made))))
@@ -120,7 +121,8 @@ class Conversation(Prompts):
 
     def prompt(self, frame: Frame, length: int, draw: Draw) -> Case:
         rng = random.Random(f"{self.name}:{draw.number}")
-        form, topic = rng.choice(FORMS), rng.choice(TOPICS)
+        form = rng.choice(FORMS)
+        topic = rng.choice(TOPICS)
         answers: list[str] = []
         for _ in range(100 * self.needles):
             if len(answers) < self.needles and (one := self._answer(rng)) not in answers:
@@ -134,9 +136,11 @@ class Conversation(Prompts):
         turns = [_turn(form, topic, answer) for answer in answers]
         text, shares = told(rng, turns, self._others(rng, form, topic), "\n\n")
         words = {"prefix": prefix, "nth": ordinal(asked + 1), "form": form, "topic": topic}
-        end, chat = REPEAT.format(**words), frame.around is not None
+        end = REPEAT.format(**words)
+        chat = frame.around is not None
         lead = "" if chat else "\nAssistant:"
-        answer, draw = prefix + answers[asked], draw._replace(depth=shares[asked])
+        answer = prefix + answers[asked]
+        draw = draw._replace(depth=shares[asked])
         own = 8 + len(encode(frame.tokenizer, answer))
         task = replace(self, tokens=own) if self.roomy else self
         _, ids = task.fill(lambda size: frame.whole(f"{text(size)}\n\n{end}", lead)[0], length)
@@ -177,7 +181,8 @@ class Mrcr(Task):
     new_tokens: int | None = answer_tokens("as many as the words need")
 
     def parts(self, settings: Settings) -> Sequence[Task]:
-        text, roomy = stock(self.haystack), self.new_tokens is None
+        text = stock(self.haystack)
+        roomy = self.new_tokens is None
         given = (self.trials, 1 if self.new_tokens is None else self.new_tokens, 0, text)
         return [
             Conversation(f"mrcr_{number}", *given, number, self.mrcr_words, roomy)
@@ -191,7 +196,8 @@ INTRO = (
     "Some names are hidden within the following text. Each leads to another name or to a number. "
     "Memorize where they lead. I will quiz you about them afterwards.\n"
 )
-FACT, END = "{} leads to {}.", "{} leads to the number {}."
+FACT = "{} leads to {}."
+END = "{} leads to the number {}."
 FOLLOW = (
     "\nStart at {} and follow where it leads, from name to name, until you reach a number. "
     "Which number is it?"

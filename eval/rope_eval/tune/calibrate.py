@@ -182,15 +182,19 @@ def _halves(
         f"samples={given.samples} are needed for each of two halves; give more text, or fewer "
         f"samples"
     )
-    target, notes, halves = given.target_length, [], []
+    target = given.target_length
+    notes = []
+    halves = []
     rows = fitness.windows_of(tokenizer, texts, target, 2 * given.samples, given.seed, cure)
     if len(set(rows.documents)) < 2:
         notes.append("all windows are from one document: the halves are not of different texts")
-    numbers, first = in_halves(rows.documents), beginning(tokenizer)
+    numbers = in_halves(rows.documents)
+    first = beginning(tokenizer)
     for place, name in enumerate(("choosing", "judging")):
         own = rows.some(i for i, half in enumerate(numbers) if half == place)
         inside = tuple(tuple(cut(window, rope.length, first)) for window in own.windows)
-        seed, lengths = 2 * given.seed + place, (rope.length, target)
+        seed = 2 * given.seed + place
+        lengths = (rope.length, target)
         asked = (lengths, given.prompts, own.windows, seed, given.needle)
         halves.append(fitness.Sample(name, own, fitness.prompts_of(tokenizer, *asked), inside))
     if given.prompts and not halves[0].prompts:
@@ -203,7 +207,8 @@ def _halves(
 
 def cut(window: tuple[int, ...], length: int, first: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Split a window into windows of ``length`` tokens, each with the start token."""
-    text, step = window[len(first) :], length - len(first)
+    text = window[len(first) :]
+    step = length - len(first)
     for start in range(0, len(text) - step + 1, step):
         yield (*first, *text[start : start + step])
 
@@ -212,7 +217,8 @@ def in_halves(documents: Sequence[int]) -> list[int]:
     """Return 0 or 1 for each window: halves of different documents, of nearly equal size."""
     if len(set(documents)) == 1:
         return [i % 2 for i in range(len(documents))]
-    halves, filled = {}, [0, 0]
+    halves = {}
+    filled = [0, 0]
     for one, size in Counter(documents).most_common():
         halves[one] = filled.index(min(filled))
         filled[halves[one]] += size
@@ -227,20 +233,23 @@ def _calibrated(
     notes: Sequence[str],
 ) -> Calibration:
     """Run the descent from every start on one half, and test on the other."""
-    choices, most = [], sum(map(_most, (grid for _, grid in starts)))
+    choices = []
+    most = sum(map(_most, (grid for _, grid in starts)))
     with trials.progress([(halves[0], most), (halves[1], 2 * len(starts))]):
         inside = mean(trials.scores(None, halves[1]).inside)
         (choosing, judging), more = trials.counting(halves)
         for start, grid in starts:
             trials.show(description=start.name)
-            descent, judge = Descent(trials, start, choosing), Judge(trials, start, judging)
+            descent = Descent(trials, start, choosing)
+            judge = Judge(trials, start, judging)
             proposed = descent.best(grid)
             judged = judge.changes(proposed)
             reasons = ["no other value is better on the half of the text that selects"]
             if proposed != start:
                 reasons = judge.objections(judged)
                 if not judged["score"].better:
-                    before, new = start.options(), proposed.options().items()
+                    before = start.options()
+                    new = proposed.options().items()
                     changed = ", ".join(f"{k}={v!r}" for k, v in new if v != before[k])
                     reasons.append(f"{changed} is not better beyond noise")
             tried = tuple(map(descent.trial, descent.tried.values()))
@@ -270,7 +279,9 @@ class Judge:
     """Compares methods with the published default ``start`` on one half of the data."""
 
     def __init__(self, trials: fitness.Trials, start: Method, half: fitness.Sample) -> None:
-        self.trials, self.start, self.half = trials, start, half
+        self.trials = trials
+        self.start = start
+        self.half = half
         self.given = cast(CalibrationOptions, trials.given)
         self.lengths = {"inside": trials.rope.length, "far": self.given.target_length}
         self.before = self.scores(start)
@@ -291,14 +302,16 @@ class Judge:
         return Trial(method, factor, mean(scores.far), mean(scores.inside), *means)
 
     def changes(self, method: Method) -> dict[str, Change]:
-        before, after = self.before, self.scores(method)
+        before = self.before
+        after = self.scores(method)
         far = self._by_document(_less(after.far, before.far))
         answers = (_less(after.answers, before.answers), None)
         inside = self._by_document(_less(after.inside, before.inside))
         samples = {"far": [far], "inside": [inside], "score": [far]}
         if self.half.prompts:
             samples |= {"answers": [answers], "score": [far, answers]}
-        never, unknown = (math.inf, math.inf), (-math.inf, math.inf)  # too few for an interval
+        never = (math.inf, math.inf)
+        unknown = (-math.inf, math.inf)  # too few values for an interval
         known = before.finite and after.finite
         ends = {
             name: (sum_interval(parts, CONFIDENCE) or unknown) if known else never
@@ -308,7 +321,8 @@ class Judge:
             pairs = zip(self.found(method), self.found(self.start), strict=True)
             for name, pair in zip(("found_inside", "found_beyond"), pairs, strict=True):
                 ends[name] = paired_rates(*pair, CONFIDENCE) or unknown
-        one, two = self.trial(self.start), self.trial(method)
+        one = self.trial(self.start)
+        two = self.trial(method)
         return {name: Change(getattr(one, name), getattr(two, name), *ends[name]) for name in ends}
 
     def _by_document(self, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -322,9 +336,11 @@ class Judge:
         """Return reasons against replacing the published default by a method."""
         if not changes["score"].after < math.inf:
             return ["its loss is NaN or infinite"]
-        found, limit = [], math.log1p(self.given.cost)
+        found = []
+        limit = math.log1p(self.given.cost)
         for name, length in self.lengths.items():
-            change, where = changes[name], f"perplexity at {length} tokens"
+            change = changes[name]
+            where = f"perplexity at {length} tokens"
             if change.low > limit or (name == "far" and change.worse):
                 found.append(f"its {where} rises by {change.percent}")
             elif change.high > limit:
@@ -352,7 +368,8 @@ class Descent(Judge):
 
     def best(self, grid: Grid) -> Method:
         """Return the best method found along these options."""
-        best, free = self.start, {SCALAR: None}
+        best = self.start
+        free = {SCALAR: None}
         for name, values in grid.items():
             best = self._along(best, name, values)
         if SCALAR in grid and replace(best, **free) != replace(self.start, **free):

@@ -42,7 +42,8 @@ _BEYOND_CRITICAL = 2  # likewise, from the factor itself on, if there is a criti
 _SCALES = tuple(range(100, 161, 5))  # of cos and sin, in hundredths
 _NEAR = 0.1  # spread of the tables near those to start from, as a share of what is searched
 _FINALISTS = 6  # the best tables found, and as many of those to start from, which are validated
-RANKING, VALIDATION = "ranking", "validation"
+RANKING = "ranking"
+VALIDATION = "validation"
 _logger = logging.getLogger("rope_ext")
 L = TypeVar("L", bound=FrequencyMethod)
 
@@ -112,7 +113,8 @@ def evolve(
     from scipy import optimize
 
     evolution: Any = optimize.differential_evolution  # newer versions call the seed rng
-    rng, bounds = np.random.default_rng(seed), space.bounds(len(first[0].table))
+    rng = np.random.default_rng(seed)
+    bounds = space.bounds(len(first[0].table))
     low, high = np.array(bounds).T
     begun = np.array([space.vector(first[i % len(first)]) for i in range(population)], dtype=float)
     begun[len(first) :] += rng.normal(0, _NEAR, begun[len(first) :].shape) * (high - low)
@@ -162,7 +164,9 @@ def _known(given: SearchOptions, factor: float, rope: Rope) -> list[FrequencyMet
 def _first(given: SearchOptions, known: Sequence[FrequencyMethod], rope: Rope) -> list[Candidate]:
     """Return tables of known methods, the best first, with their own and other temperatures."""
     space = _space(given, known[0].factor)
-    start, tables, own = space.starts[0], [], []
+    start = space.starts[0]
+    tables = []
+    own = []
     for method in known:
         ratio = (rope.inv_freq / method.inv_freq(rope)).nan_to_num(nan=method.factor)  # 0 / 0
         tables.append(space.fitted((ratio * _STEPS).round().int().cummax(0).values.tolist()))
@@ -267,7 +271,8 @@ def _samples(
         f"give more text, or fewer of them"
     )
     rows = fitness.windows_of(tokenizer, texts, given.target_length, count, given.seed, cure)
-    lengths, samples = (rope.length, given.target_length), []
+    lengths = (rope.length, given.target_length)
+    samples = []
     parts = {RANKING: range(given.samples), VALIDATION: range(given.samples, count)}
     for (name, part), seed in zip(parts.items(), (given.seed, given.seed + 2), strict=True):
         own = rows.some(part)
@@ -285,7 +290,8 @@ def _searched(
     output: Path | None,
 ) -> LongRoPE:
     """Run evolution from the tables of known methods; stores the best in ``output``."""
-    rope, factor = trials.rope, given.target_length / trials.rope.length
+    rope = trials.rope
+    factor = given.target_length / trials.rope.length
     scales = FACTORS if given.attention_factor is None and given.start is None else ()
     tables = given.population * (1 + given.iterations)
     most = (len(known) + len(scales) + tables, 2 * _FINALISTS + 1)
@@ -356,7 +362,8 @@ def validated(scores: Mapping[L, fitness.Scores]) -> L:
     own = next(iter(scores))
 
     def replaces(other: L) -> bool:
-        one, two = scores[other], scores[own]
+        one = scores[other]
+        two = scores[own]
         pairs = ((one.far, two.far), (one.answers, two.answers))
         changes = [[x - y for x, y in zip(*pair, strict=True)] for pair in pairs if pair[0]]
         if not all(mean(change) <= 0 for change in changes):
